@@ -1,0 +1,85 @@
+# install  a virtual environment in .venv with everything for development
+# demo     a small checkpoint, one request with a picture and a sound, text and speech out
+# test     the tests, with coverage
+# lint     ruff and mypy
+# bench    the benchmarks (BENCH="--quick" for a short run)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT   := out
+BENCH ?=
+
+# torchvision publishes no CPU build for this torch: its Python code is used without its extension.
+TORCHVISION := torchvision==0.28.0
+
+.PHONY: install demo test lint format bench clean
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if $$candidate -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	    python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$${python:-}" ]; then echo "error: Python 3.11, 3.12 or 3.13 is needed; set PYTHON=..." >&2; exit 1; fi; \
+	echo "creating $(VENV) with $$($$python --version)"; \
+	if ! $$python -m venv $(VENV); then \
+	  echo "the venv module is incomplete here; using virtualenv"; \
+	  rm -rf $(VENV); \
+	  $$python -m pip install --quiet --target build/virtualenv virtualenv; \
+	  PYTHONPATH=build/virtualenv $$python -m virtualenv $(VENV); \
+	fi
+
+# Without a GPU the pinned torch goes in first, so that nothing after it can choose another build.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
+	  echo "NVIDIA GPU found: installing with the torch that suits it"; \
+	  $(BIN)/python -m pip install -e '.[dev,all]'; \
+	else \
+	  echo "no NVIDIA GPU: installing with the CPU torch of constraints.txt"; \
+	  $(BIN)/python -m pip install -c constraints.txt torch; \
+	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured]'; \
+	  $(BIN)/python -m pip install --no-deps $(TORCHVISION); \
+	fi
+	@touch $@
+
+define DEMO_MEDIA
+import numpy as np, soundfile
+from PIL import Image
+t = np.arange(16000) / 16000
+soundfile.write("$(OUT)/demo.wav", (0.3 * np.sin(2 * np.pi * 440 * t)).astype("float32"), 16000)
+x = np.linspace(0, 255, 112).astype("uint8")
+Image.fromarray(np.stack(np.broadcast_arrays(x[:, None], x[None], np.uint8(96)), -1)).save("$(OUT)/demo.png")
+endef
+export DEMO_MEDIA
+
+demo: $(STAMP)
+	@mkdir -p $(OUT)
+	@echo "$$DEMO_MEDIA" | $(BIN)/python -
+	$(BIN)/omnistage tiny qwen2_5_omni $(OUT)/tiny-qwen2.5-omni --force
+	$(BIN)/omnistage generate $(OUT)/tiny-qwen2.5-omni "What do you see and hear?" \
+	  --image $(OUT)/demo.png --audio $(OUT)/demo.wav --modalities text,audio \
+	  --max-tokens 24 --seed 0 --set talker.max_tokens=96 --out $(OUT) --trace
+	@ls -l $(OUT)/answer.txt $(OUT)/answer.wav
+
+test: $(STAMP)
+	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest -v -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict omnistage
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/omnistage bench $(BENCH)
+
+clean:
+	rm -rf $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -1,0 +1,292 @@
+"""OpenAI-style chat messages, parsed into typed parts.
+
+The structure of every message is checked before the first media item is decoded, so that a mistake in the last
+message costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from PIL import Image
+
+from omnistage.errors import InvalidRequestError, LimitExceededError
+from omnistage.media.audio import AudioClip, decode_audio
+from omnistage.media.image import decode_image
+from omnistage.media.limits import MediaLimits
+from omnistage.media.video import MIN_FRAMES, VideoClip, decode_video
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm", "mp4", "pcm16")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePart:
+    """`image` is RGB."""
+
+    image: Image.Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioPart:
+    clip: AudioClip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoPart:
+    """`use_audio` is set only where the clip has audio."""
+
+    clip: VideoClip
+    use_audio: bool
+
+
+Part = TextPart | ImagePart | AudioPart | VideoPart
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`parts` is never empty and keeps the order in which the client gave them."""
+
+    role: Role
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A media item whose place is valid, not decoded yet. `path` names it in errors."""
+
+    path: str
+    decode: Callable[[], Part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    limits: MediaLimits
+    audio_rate: int
+    video_fps: float
+    use_audio_in_video: bool
+
+
+_Parsed = TextPart | _Pending
+_PartParser = Callable[[Mapping[str, Any], str, _Options], _Parsed]
+
+
+def parse_messages(
+    messages: Sequence[Mapping[str, Any]],
+    limits: MediaLimits,
+    *,
+    audio_rate: int = 16_000,
+    video_fps: float = 2.0,
+    use_audio_in_video: bool = False,
+) -> list[ChatMessage]:
+    """Return `messages` with their media decoded.
+
+    Content is a string or a list of parts as OpenAI and vLLM clients send them. Sound is resampled to
+    `audio_rate`, video is sampled at `video_fps` unless its part says otherwise. Every mistake is an
+    `InvalidRequestError`, or a subclass for media, whose `param` is the path of the value at fault.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"must be a list of messages, got {type(messages).__name__}", param="messages")
+    if not messages:
+        raise InvalidRequestError("is empty; send at least one message", param="messages")
+    options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
+    parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
+    _check_counts([part for _, parts in parsed for part in parts], limits)
+    return [ChatMessage(role, tuple(_finish(part) for part in parts)) for role, parts in parsed]
+
+
+def _check_counts(parts: list[_Parsed], limits: MediaLimits) -> None:
+    items = sum(isinstance(part, _Pending) for part in parts)
+    if items > limits.max_items:
+        raise LimitExceededError(
+            f"{items} media items are over the limit of {limits.max_items}; send fewer", param="messages"
+        )
+    chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    if chars > limits.max_text_chars:
+        raise LimitExceededError(
+            f"{chars} characters of text are over the limit of {limits.max_text_chars}; shorten the messages",
+            param="messages",
+        )
+
+
+def _finish(part: _Parsed) -> Part:
+    if isinstance(part, TextPart):
+        return part
+    try:
+        return part.decode()
+    except InvalidRequestError as error:
+        error.param = part.path
+        raise
+
+
+def _parse_message(message: object, path: str, options: _Options) -> tuple[Role, list[_Parsed]]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f'must be an object with "role" and "content", got {_kind(message)}', param=path)
+    role_name = message.get("role")
+    if not isinstance(role_name, str) or role_name not in _ROLES:
+        got = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
+        raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {got}", param=f"{path}.role")
+    role = _ROLES[role_name]
+    for key in ("tool_calls", "function_call", "audio"):
+        if message.get(key) not in (None, [], ()):
+            # Leaving it out would run a different conversation from the one that was sent.
+            raise InvalidRequestError("is not supported in a message; write it as text", param=f"{path}.{key}")
+    return role, _parse_content(message.get("content"), role, f"{path}.content", options)
+
+
+def _parse_content(content: object, role: Role, path: str, options: _Options) -> list[_Parsed]:
+    if content is None and role == "assistant":
+        return [TextPart("")]
+    if isinstance(content, str):
+        return [_text(content, role, path)]
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(f"must be a string or a list of parts, got {_kind(content)}", param=path)
+    if not content:
+        raise InvalidRequestError("is empty; send text or at least one part", param=path)
+    return [_parse_part(part, role, f"{path}[{index}]", options) for index, part in enumerate(content)]
+
+
+def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Parsed:
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(f'must be an object with a "type", got {_kind(part)}', param=path)
+    name = part.get("type")
+    if isinstance(name, str) and name in _TEXT_TYPES:
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"must be a string, got {_kind(part.get('text'))}", param=f"{path}.text")
+        return _text(part["text"], role, f"{path}.text")
+    if not isinstance(name, str) or name not in _MEDIA_PARTS:
+        got = repr(name[:40]) if isinstance(name, str) else _kind(name)
+        known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
+        raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
+    return _MEDIA_PARTS[name](cast("Mapping[str, Any]", part), path, options)
+
+
+def _text(text: str, role: Role, path: str) -> TextPart:
+    if not text and role != "assistant":
+        raise InvalidRequestError(f"is empty; a {role} message needs text", param=path)
+    return TextPart(text)
+
+
+def _url(part: Mapping[str, Any], key: str, path: str) -> tuple[str, str]:
+    """Return a URL and its path, from `{"url": ...}` or a plain string under `key`."""
+    value, path = part.get(key), f"{path}.{key}"
+    if isinstance(value, Mapping):
+        value, path = value.get("url"), f"{path}.url"
+    if not isinstance(value, str) or not value:
+        got = "an empty string" if isinstance(value, str) else _kind(value)
+        raise InvalidRequestError(f"must be a URL such as data:<type>;base64,<data>, got {got}", param=path)
+    return value, path
+
+
+def _value(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
+    """Return what is under `key`, of whatever type; the decoder says what it takes."""
+    path = f"{path}.{key}"
+    value = part.get(key)
+    if value is None or (isinstance(value, str) and not value):
+        raise InvalidRequestError("is missing or empty; give bytes, a data: URL, a path or an array", param=path)
+    return value, path
+
+
+def _image_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, path = _value(part, "image", path)
+    return _Pending(path, lambda: ImagePart(decode_image(value, options.limits)))
+
+
+def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    url, path = _url(part, "image_url", path)
+    return _Pending(path, lambda: ImagePart(decode_image(url, options.limits)))
+
+
+def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, path = _value(part, "audio", path)
+    return _Pending(path, lambda: AudioPart(decode_audio(value, options.limits, options.audio_rate)))
+
+
+def _audio_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    url, path = _url(part, "audio_url", path)
+    return _Pending(path, lambda: AudioPart(decode_audio(url, options.limits, options.audio_rate)))
+
+
+def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    inner, path = part.get("input_audio"), f"{path}.input_audio"
+    if not isinstance(inner, Mapping):
+        raise InvalidRequestError(f'must be an object with "data" and "format", got {_kind(inner)}', param=path)
+    data, encoding = inner.get("data"), inner.get("format")
+    if not isinstance(data, str) or not data:
+        raise InvalidRequestError(f"must be base64 text, got {_kind(data)}", param=f"{path}.data")
+    if encoding is not None and encoding not in _AUDIO_FORMATS:
+        raise InvalidRequestError(f"must be one of {', '.join(_AUDIO_FORMATS)}", param=f"{path}.format")
+
+    def decode() -> AudioPart:
+        rate = options.audio_rate
+        return AudioPart(decode_audio(data, options.limits, rate, format=encoding, bare_base64=True))
+
+    return _Pending(f"{path}.data", decode)
+
+
+def _video_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, value_path = _value(part, "video", path)
+    return _pending_video(value, value_path, part, path, options)
+
+
+def _video_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    url, url_path = _url(part, "video_url", path)
+    return _pending_video(url, url_path, part, path, options)
+
+
+def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path: str, options: _Options) -> _Pending:
+    """Read the sampling that Qwen clients put beside a video."""
+    fps = part.get("fps", options.video_fps)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not (math.isfinite(fps) and fps > 0):
+        raise InvalidRequestError("must be a number above 0", param=f"{path}.fps")
+    min_frames = _frame_count(part, "min_frames", 1, path) or MIN_FRAMES
+    max_frames = _frame_count(part, "max_frames", 2, path)
+
+    def decode() -> VideoPart:
+        with_audio = options.use_audio_in_video
+        clip = decode_video(source, options.limits, fps, max_frames, min_frames, with_audio, options.audio_rate)
+        return VideoPart(clip, with_audio and clip.audio is not None)
+
+    return _Pending(source_path, decode)
+
+
+def _frame_count(part: Mapping[str, Any], key: str, least: int, path: str) -> int | None:
+    value = part.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"must be a whole number of at least {least}", param=f"{path}.{key}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else type(value).__name__
+
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_MEDIA_PARTS: dict[str, _PartParser] = {
+    "image_url": _image_url_part,
+    "image": _image_part,
+    "input_image": _image_url_part,
+    "input_audio": _input_audio_part,
+    "audio_url": _audio_url_part,
+    "audio": _audio_part,
+    "video_url": _video_url_part,
+    "video": _video_part,
+}

@@ -1,0 +1,46 @@
+"""The command line: `omnistage`. Heavy modules are imported inside the commands, so that help is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from omnistage import __version__
+from omnistage.cli.bench import bench
+from omnistage.cli.common import ends_on_error
+from omnistage.cli.config import config
+from omnistage.cli.generate import generate
+from omnistage.cli.tiny import tiny
+from omnistage.cli.verify import verify
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="omnistage",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+    help="Run any-to-any models as pipelines of stages: text, images, audio and video in; text and speech out.",
+    epilog="Start with `omnistage tiny qwen2_5_omni out/tiny` and "
+    "`omnistage generate out/tiny 'Hello'`: no download, no GPU.",
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"omnistage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (generate, config, tiny, verify, bench):
+    app.command()(ends_on_error(_command))

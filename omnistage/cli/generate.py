@@ -1,0 +1,162 @@
+"""`omnistage generate`: one request, answered in text and speech."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, err, out
+from omnistage.errors import InvalidRequestError, UnsupportedModalityError
+
+if TYPE_CHECKING:
+    from omnistage.types import Modality, OmniRequestOutput, SamplingParams
+
+MediaFiles = dict[str, list[Path]]
+"""Files by kind: image, audio, video."""
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The text; - reads it from standard input.")
+    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A picture. Repeatable.")] = None,
+    audio: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A sound. Repeatable.")] = None,
+    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A video. Repeatable.")] = None,
+    use_audio_in_video: Annotated[
+        bool, typer.Option("--use-audio-in-video", help="Also listen to the sound of the videos.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    modalities: Annotated[
+        str | None, typer.Option(help="What to answer with, like text,audio; default: all that the model gives.")
+    ] = None,
+    voice: Annotated[str | None, typer.Option(help="Who speaks; default: the model's first voice.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write answer.txt and answer.wav here.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of text.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens up to this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    device: DeviceOption = None,
+    dtype: DTypeOption = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print when each stage ran.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")] = False,
+) -> None:
+    """Answer one request.
+
+    The text goes to standard output, progress to standard error. Speech needs `--out` to be kept. The options
+    for sampling are those of the first stage; any stage's are set with `--set`, like
+    `--set talker.temperature=0.9`.
+
+    Examples:
+
+    ```
+    omnistage generate out/tiny 'Hello' --max-tokens 32
+    omnistage generate out/tiny 'What is this?' --image cat.png --audio purr.wav --modalities text,audio --out answer
+    omnistage generate out/lm 'Once upon a time' --raw --temperature 0
+    ```
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    files: MediaFiles = {"image": image or [], "audio": audio or [], "video": video or []}
+    _check_request(text, files, raw=raw, system=system)
+    wanted = parse_modalities(modalities)
+    sampling = sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    from omnistage.omni import Omni
+
+    # The front door shows bars of its own on a terminal; in a log this line says what takes the time.
+    err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
+    with Omni(model, config=config, overrides=tuple(overrides or ()), device=device, dtype=dtype) as omni:
+        if raw:
+            [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
+        else:
+            answer = omni.chat(
+                chat_messages(text, files, system),
+                modalities=wanted,
+                sampling_params=sampling,
+                voice=voice,
+                use_audio_in_video=use_audio_in_video,
+            )
+    _present(answer, folder, trace=trace)
+
+
+def _check_request(text: str | None, files: MediaFiles, *, raw: bool, system: str | None) -> None:
+    """Refuse what cannot run before the model is loaded, which may take minutes."""
+    media = [path for paths in files.values() for path in paths]
+    if not text and not media:
+        raise InvalidRequestError("is missing; give a text, or a file with --image, --audio or --video", param="PROMPT")
+    if raw and (media or system is not None or not text):
+        raise InvalidRequestError("takes a text alone; leave out --image, --audio, --video and --system", param="--raw")
+    for kind, paths in files.items():
+        for path in paths:
+            if not path.is_file():
+                raise InvalidRequestError(f"there is no file {path}; check the path", param=f"--{kind}")
+
+
+def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
+    """`text,audio` as modalities; None where nothing was asked for."""
+    from omnistage.types import Modality
+
+    if text is None:
+        return None
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in list(Modality)]
+    if unknown or not names:
+        known = ", ".join(Modality)
+        raise UnsupportedModalityError(
+            f"{text!r} is not a list of modalities; join some of {known} with commas", param="--modalities"
+        )
+    return tuple(dict.fromkeys(Modality(name) for name in names))
+
+
+def sampling_params(**options: object) -> SamplingParams | None:
+    """The options that were given, over the stage's defaults; None where there are none."""
+    from omnistage.types import SamplingParams
+
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    return SamplingParams.parse(given) if given else None
+
+
+def chat_messages(text: str | None, files: MediaFiles, system: str | None) -> list[dict[str, object]]:
+    """One user message, media before the text as the models were trained, after the system message if there is one."""
+    content: list[dict[str, object]] = [
+        {"type": kind, kind: str(path)} for kind, paths in files.items() for path in paths
+    ]
+    if text:
+        content.append({"type": "text", "text": text})
+    messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": content}]
+
+
+def _present(answer: OmniRequestOutput, folder: Path | None, *, trace: bool) -> None:
+    """Print and write the answer; an answer that failed is raised as its error."""
+    if answer.error is not None:
+        raise answer.error
+    typer.echo(answer.text)
+    notes = err()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "answer.txt").write_text(answer.text + "\n", encoding="utf-8")
+        notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
+        if answer.audio is not None:
+            answer.audio.save(folder / "answer.wav")
+            notes.print(f"wrote {folder / 'answer.wav'} ({answer.audio.seconds:.2f} s of speech)", soft_wrap=True)
+    elif answer.audio is not None:
+        notes.print(f"{answer.audio.seconds:.2f} s of speech were made and not kept; add --out DIR", style="yellow")
+    usage = answer.usage
+    notes.print(
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens, "
+        f"{usage.audio_seconds:.2f} s of audio, ended by {answer.finish_reason}",
+        style="dim",
+    )
+    if trace and answer.trace is not None:
+        out().print(str(answer.trace), soft_wrap=True, markup=False)

@@ -1,0 +1,62 @@
+"""`omnistage tiny`: make a small checkpoint with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnistage.cli.common import out, progress_bar
+from omnistage.errors import InvalidRequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from omnistage.pipeline.registry import Family
+
+
+def tiny(
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help="A model family, like qwen2_5_omni or causal_lm.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the checkpoint.")],
+    seed: Annotated[int, typer.Option(help="Same seed, same weights.", min=0)] = 0,
+    scale: Annotated[float, typer.Option(help="Widths relative to the smallest that works.", min=0.0)] = 1.0,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Make a small checkpoint of FAMILY in DIR, with random weights.
+
+    It has all the parts of a real one and loads through the same code, so a whole pipeline can be tried and tested
+    in seconds, without a download. What it says is noise.
+
+    Examples:
+
+    ```
+    omnistage tiny qwen2_5_omni out/tiny
+    omnistage tiny causal_lm out/lm --seed 7 --scale 2
+    ```
+    """
+    found = find_family(family)
+    if found.tiny is None:
+        raise UnsupportedModelError(f"the family {found.name} has no small checkpoint", param="FAMILY")
+    if folder.exists() and not folder.is_dir():
+        raise InvalidRequestError(f"{folder} is a file; name a folder", param="DIR")
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise InvalidRequestError(f"{folder} is not empty; name another folder or add --force", param="DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress_bar(f"making a small {found.name}") as report:
+        found.tiny(folder, seed=seed, scale=scale, progress=report)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    console = out()
+    console.print(f"wrote {folder} ({size / 2**20:.1f} MiB)", soft_wrap=True)
+    console.print(f"try: omnistage generate {folder} 'Hello'", soft_wrap=True)
+
+
+def find_family(name: str) -> Family:
+    """A family by its name or an alias. Raises `UnsupportedModelError` that lists the families."""
+    from omnistage.pipeline.registry import REGISTRY
+
+    families = REGISTRY.families()
+    for family in families.values():
+        if name == family.name or name in family.aliases:
+            return family
+    raise UnsupportedModelError(
+        f"there is no family {name!r}; families: {', '.join(families) or 'none'}", param="FAMILY"
+    )

@@ -1,0 +1,47 @@
+"""Configuration: typed schemas, the checked pipeline graph, and how layers become one configuration."""
+
+from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model
+from omnistage.config.graph import PipelineGraph
+from omnistage.config.located import LocatedConfigError, Source
+from omnistage.config.resolve import OmniEngineArgs, ResolvedConfig, resolve, to_yaml
+from omnistage.config.schema import (
+    ARBudget,
+    ARStageConfig,
+    CodecBudget,
+    CodecStageConfig,
+    DeploymentConfig,
+    EdgeConfig,
+    LimitsConfig,
+    OmniConfig,
+    PipelineConfig,
+    Size,
+    StageConfig,
+    format_size,
+    parse_size,
+)
+
+__all__ = [
+    "ARBudget",
+    "ARStageConfig",
+    "CodecBudget",
+    "CodecStageConfig",
+    "DeploymentConfig",
+    "EdgeConfig",
+    "LimitsConfig",
+    "LocatedConfigError",
+    "OmniConfig",
+    "OmniEngineArgs",
+    "OmniModelConfig",
+    "PipelineConfig",
+    "PipelineGraph",
+    "ResolvedConfig",
+    "Size",
+    "Source",
+    "StageConfig",
+    "detect_family",
+    "find_model",
+    "format_size",
+    "parse_size",
+    "resolve",
+    "to_yaml",
+]

@@ -1,0 +1,160 @@
+"""Find a model's folder, read its config.json, and tell which family serves it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnistage.config.schema import OmniConfig
+from omnistage.errors import CheckpointError, RegistryError, UnsupportedModelError
+from omnistage.pipeline.registry import Family, Registry
+
+_MAX_JSON_BYTES = 64 * 2**20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
+"""What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class OmniModelConfig:
+    """A checkpoint on disk and how it is to be served."""
+
+    folder: Path
+    hf_config: dict[str, object]
+    """config.json as it is."""
+    family: str
+    name: str
+    """What the user called the model."""
+    config: OmniConfig
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).is_file()
+
+    def file(self, name: str) -> Path:
+        """A file of the checkpoint. Raises `CheckpointError` where it is missing."""
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{self.folder} has no {name}; the checkpoint is incomplete, fetch it again")
+        return path
+
+    def json(self, name: str) -> dict[str, object]:
+        """A JSON object of the checkpoint."""
+        return read_json(self.file(name))
+
+    def weight_files(self) -> tuple[Path, ...]:
+        """All safetensors files of the model, by its index where it has one."""
+        if self.has(_INDEX):
+            weight_map = self.json(_INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{self.folder / _INDEX} has no weight_map; fetch it again")
+            names = sorted({str(name) for name in weight_map.values()})
+            outside = [name for name in names if Path(name).name != name]
+            if outside:
+                raise CheckpointError(f"{_INDEX} names {outside[0]!r}, which is not a file of the folder; refused")
+            return tuple(self.file(name) for name in names)
+        files = tuple(sorted(self.folder.glob("*.safetensors")))
+        if not files:
+            raise CheckpointError(f"{self.folder} has no *.safetensors file; convert the weights to safetensors")
+        return files
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file of a checkpoint, or a `CheckpointError`."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes; it is not a model's JSON file")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); fetch the file again") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON text; fetch the file again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a {type(data).__name__}, not an object; it is not a model's JSON file")
+    return data
+
+
+def find_model(
+    model: str, *, revision: str | None = None, cache_dir: Path | None = None, allow_download: bool = False
+) -> Path:
+    """The folder of a model that is a path or a name on the hub; the network is used only with `allow_download`."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
+    if not _HUB_NAME.fullmatch(model):
+        raise CheckpointError(f"there is no folder {model}; check the path", param="model")
+    return _find_on_hub(model, revision, cache_dir, allow_download)
+
+
+def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_download: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # The same files are asked for here and there: the cache calls a snapshot incomplete by what is asked for.
+    fetch = functools.partial(
+        snapshot_download, name, revision=revision, cache_dir=cache_dir, allow_patterns=list(_DOWNLOAD)
+    )
+    try:
+        return Path(fetch(local_files_only=True))
+    except HFValidationError as error:
+        raise CheckpointError(f"{name!r} is neither a folder nor a name on the hub; check it", param="model") from error
+    except LocalEntryNotFoundError as error:
+        if not allow_download:
+            raise CheckpointError(
+                f"{name!r} is neither a folder nor in the local hub cache; give a folder, or allow the download",
+                param="model",
+            ) from error
+    try:
+        return Path(fetch())
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{name!r} could not be downloaded: {error}", param="model") from error
+
+
+def read_model_config(folder: Path) -> dict[str, object]:
+    """config.json of a model folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is not a model; give the folder that holds one")
+    return read_json(path)
+
+
+def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family:
+    """The family that claims the checkpoint's architecture or model type; one that claims `*` only if none does."""
+    names = _architectures(hf_config)
+    families = registry.families()
+    if not names:
+        raise UnsupportedModelError(
+            "config.json names neither `architectures` nor `model_type`, so the family cannot be told; "
+            f"families: {', '.join(families) or 'none'}"
+        )
+    for name in names:
+        claims = [family for family in families.values() if name in family.architectures]
+        if len(claims) > 1:
+            both = " and ".join(family.name for family in claims)
+            raise RegistryError(f"the families {both} both claim {name}; uninstall the package of one")
+        if claims:
+            return claims[0]
+    if any(name.endswith("ForCausalLM") for name in names):
+        for family in families.values():
+            if "*" in family.architectures:
+                return family
+    raise UnsupportedModelError(
+        f"no family serves {', '.join(names)}; families: "
+        + ("; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families.values()) or "none")
+    )
+
+
+def _architectures(hf_config: Mapping[str, object]) -> list[str]:
+    """Names to look for, most telling first."""
+    architectures = hf_config.get("architectures")
+    names = [n for n in architectures if isinstance(n, str)] if isinstance(architectures, list) else []
+    model_type = hf_config.get("model_type")
+    return [*names, model_type] if isinstance(model_type, str) else names

@@ -1,0 +1,136 @@
+"""Layers of configuration, later ones over earlier ones, each value remembering where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from omnistage.config.graph import did_you_mean
+from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
+from omnistage.config.problems import keys_of, model_at
+from omnistage.config.yamlio import Document, parse_value
+
+SET = Source("--set")
+_SECTIONS = ("pipeline", "deployment", "limits")
+_STAGES: KeyPath = ("pipeline", "stages")
+
+
+@dataclass(slots=True)
+class Layers:
+    """The merged data so far. Mappings merge key by key; anything else, lists too, is replaced whole."""
+
+    data: dict[str, object] = field(default_factory=dict)
+    sources: dict[KeyPath, Source] = field(default_factory=dict)
+
+    def add(self, document: Document) -> None:
+        """Lay a parsed file over what is there."""
+        if isinstance(document.data, dict):
+            self._merge(self.data, document.data, (), document.sources)
+
+    def set(self, path: KeyPath, value: object, source: Source) -> None:
+        """Lay one value over what is there, making the sections on its way."""
+        nested: object = value
+        for part in reversed(path[1:]):
+            nested = {part: nested}
+        sources = dict.fromkeys(_paths_in(value, path), source)
+        # A section that this makes has no other source; one that is there keeps its own.
+        sources |= {path[:end]: self.sources.get(path[:end], source) for end in range(1, len(path))}
+        self._merge(self.data, {path[0]: nested}, (), sources)
+
+    def apply_overrides(self, overrides: Iterable[str]) -> None:
+        """Lay `--set KEY=VALUE` strings over the rest, in order."""
+        for text in overrides:
+            key, equals, value = text.partition("=")
+            if not equals or not key.strip():
+                raise LocatedConfigError(f"{text!r} is not KEY=VALUE, like thinker.budget.max_running=4", where=SET)
+            self.set(self.locate(key.strip()), parse_value(value.strip(), f"--set {key.strip()}"), SET)
+
+    def locate(self, key: str) -> KeyPath:
+        """The full path that the key of a `--set` means.
+
+        It starts with a section or a stage; `stage.key` finds `key` in the stage's budget or params.
+        """
+        parts = tuple(key.split("."))
+        if not all(parts):
+            raise LocatedConfigError("has an empty part; write parts joined by single dots", param=key, where=SET)
+        stages = self._stages()
+        if parts[0] not in _SECTIONS:
+            if parts[0] not in stages:
+                raise LocatedConfigError(
+                    f"starts with neither a stage nor a section; {did_you_mean(parts[0], (*stages, *_SECTIONS))}",
+                    param=key,
+                    where=SET,
+                )
+            parts = (*_STAGES, *self._expand(parts, key))
+        if len(parts) == 1:
+            raise LocatedConfigError(f"is a whole section; set a key in it, like {key}.KEY=...", param=key, where=SET)
+        self._refuse_list_items(parts, key)
+        return parts
+
+    def _expand(self, parts: KeyPath, key: str) -> KeyPath:
+        """`thinker.max_running` to `thinker.budget.max_running`."""
+        if len(parts) == 1:
+            raise LocatedConfigError(f"is a whole stage; set a key in it, like {key}.KEY=...", param=key, where=SET)
+        stage = (*_STAGES, parts[0])
+        model = model_at(stage, self.data)
+        if model is None or parts[1] in keys_of(model):
+            return parts
+        inner = {name: model_at((*stage, name), self.data) for name in ("budget", "params")}
+        found = [name for name, section in inner.items() if section is not None and parts[1] in keys_of(section)]
+        if len(found) == 1:
+            return (parts[0], found[0], *parts[1:])
+        if found:
+            both = " or ".join(f"{parts[0]}.{name}.{parts[1]}" for name in found)
+            raise LocatedConfigError(f"could be two keys; write {both}", param=key, where=SET)
+        known = [*keys_of(model), *(n for section in inner.values() if section for n in keys_of(section))]
+        raise LocatedConfigError(f"unknown key; {did_you_mean(parts[1], known)}", param=key, where=SET)
+
+    def _stages(self) -> list[str]:
+        here: object = self.data
+        for part in _STAGES:
+            here = here.get(part) if isinstance(here, Mapping) else None
+        return list(here) if isinstance(here, Mapping) else []
+
+    def _refuse_list_items(self, path: KeyPath, key: str) -> None:
+        here: object = self.data
+        for depth, part in enumerate(path):
+            if isinstance(here, list):
+                raise LocatedConfigError(
+                    f"is inside a list, which is set whole: {dotted(path[:depth])}=[...]", param=key, where=SET
+                )
+            here = here.get(part) if isinstance(here, Mapping) else None
+
+    def _merge(
+        self, base: dict[str, object], top: Mapping[str, object], path: KeyPath, sources: Mapping[KeyPath, Source]
+    ) -> None:
+        for key, value in top.items():
+            here = (*path, key)
+            old = base.get(key)
+            if isinstance(value, dict) and isinstance(old, dict):
+                self.sources[here] = sources[here]
+                self._merge(old, value, here, sources)
+                continue
+            for gone in _paths_in(old, here):
+                self.sources.pop(gone, None)
+            base[key] = _copied(value)
+            self.sources |= {p: sources[p] for p in _paths_in(value, here)}
+
+
+def _paths_in(value: object, path: KeyPath) -> Iterable[KeyPath]:
+    """The path of a value and of everything in it."""
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _paths_in(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _paths_in(item, (*path, str(index)))
+
+
+def _copied(value: object) -> object:
+    """Fresh containers: aliases and layers must not share what a later layer changes."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value

@@ -1,0 +1,120 @@
+"""Turn pydantic's findings into our errors: the path, the line, and the fix."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from omnistage.config.graph import did_you_mean
+from omnistage.config.located import KeyPath, LocatedConfigError, Sources, dotted, nearest_source
+from omnistage.config.schema import STAGE_TYPES, OmniConfig
+
+_VALUE_ERROR = "Value error, "
+_ENGINES = " or ".join(STAGE_TYPES)
+
+
+def to_config_error(error: ValidationError, data: Mapping[str, object], sources: Sources) -> LocatedConfigError:
+    """One error for the first problem; the others ride along as text."""
+    found: dict[KeyPath, str] = {}
+    for detail in error.errors(include_url=False):
+        path = written_path(detail, data)
+        found.setdefault(path, _explain(detail, path, data))
+    located = [
+        LocatedConfigError(message, param=dotted(path) or None, where=nearest_source(path, sources))
+        for path, message in found.items()
+    ]
+    first = located[0]
+    return LocatedConfigError(
+        first.message, param=first.param, where=first.where, others=tuple(str(other) for other in located[1:])
+    )
+
+
+def written_path(detail: ErrorDetails, data: Mapping[str, object]) -> KeyPath:
+    """The error's path in the file: pydantic's own has the tags of unions in between."""
+    path: list[str] = []
+    here: object = data
+    for part in detail["loc"]:
+        known, inner = _child(here, part)
+        if known:
+            here = inner
+        elif detail["type"] != "missing" or part != detail["loc"][-1]:
+            continue
+        path.append(str(part))
+    return tuple(path)
+
+
+def _child(value: object, part: int | str) -> tuple[bool, object]:
+    """Whether `value` has this key or index, and what is there."""
+    if isinstance(value, Mapping):
+        return part in value, value.get(part)
+    if isinstance(value, list) and isinstance(part, int):
+        return True, value[part]
+    return False, None
+
+
+def _explain(detail: ErrorDetails, path: KeyPath, data: Mapping[str, object]) -> str:
+    kind, given = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return f"unknown key; {_suggest(path, data)}"
+    if kind == "missing":
+        return f"this key is missing; add `{path[-1]}: ...`"
+    if kind == "union_tag_not_found":
+        return f"the key `engine` is missing; add `engine: {_ENGINES}`"
+    if kind == "union_tag_invalid":
+        given = given.get("engine") if isinstance(given, Mapping) else given
+        return f"there is no engine {given!r}; use {_ENGINES}"
+    if given is None:
+        return f"is empty; give it a value or remove the key ({_message(detail)})"
+    if kind == "value_error":
+        return _message(detail)
+    text = repr(given)
+    return f"{_message(detail)}, got {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _message(detail: ErrorDetails) -> str:
+    message = detail["msg"].removeprefix(_VALUE_ERROR)
+    return message.replace("Input should be", "must be", 1)
+
+
+def _suggest(path: KeyPath, data: Mapping[str, object]) -> str:
+    """For an unknown key: the near one, here or one level down, else all keys of its section."""
+    model = model_at(path[:-1], data)
+    if model is None:
+        return "remove it"
+    key, keys = path[-1], keys_of(model)
+    for name in keys:
+        inner = model_at((*path[:-1], name), data)
+        if inner is not None and key in keys_of(inner):
+            return f"did you mean {name}.{key}?"
+    return did_you_mean(key, keys)
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """The keys of a section as a file spells them."""
+    return [field.serialization_alias or name for name, field in model.model_fields.items()]
+
+
+def model_at(path: KeyPath, data: Mapping[str, object]) -> type[BaseModel] | None:
+    """The model of the section at `path`; None where there is none. `data` tells which engine a stage has."""
+    model: type[BaseModel] | None = OmniConfig
+    here: object = data
+    for depth, part in enumerate(path):
+        here = here.get(part) if isinstance(here, Mapping) else None
+        if depth == 2 and path[:2] == ("pipeline", "stages"):
+            engine = here.get("engine") if isinstance(here, Mapping) else None
+            model = STAGE_TYPES.get(str(engine))
+        elif model is not None and not part.isdecimal():  # an index stays in the model of the list's items
+            field = next((f for n, f in model.model_fields.items() if part in (n, f.serialization_alias)), None)
+            models = [] if field is None else list(_models_in(field.annotation))
+            model = models[0] if len(models) == 1 else None
+    return model
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _models_in(argument)

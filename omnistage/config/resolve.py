@@ -1,0 +1,140 @@
+"""From what a user gives to a checked configuration: family defaults < configuration file < options < `--set`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
+from omnistage.config.emit import emit_yaml
+from omnistage.config.graph import PipelineGraph, check_names
+from omnistage.config.layers import Layers
+from omnistage.config.located import DEFAULT, KeyPath, LocatedConfigError, Source, Sources, dotted, nearest_source
+from omnistage.config.problems import to_config_error
+from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig
+from omnistage.config.yamlio import load_file
+from omnistage.errors import ConfigError
+from omnistage.pipeline.registry import REGISTRY, Family, Registry
+from omnistage.types import DTypeName
+
+
+class OmniEngineArgs(ConfigModel):
+    """What a user says to start an engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="A folder, or a name in the local hub cache.")
+    config: Path | None = Field(default=None, description="A YAML file laid over the family's defaults.")
+    overrides: tuple[str, ...] = Field(default=(), description="KEY=VALUE strings, as for --set.")
+    device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
+    dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
+    cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's own choice.")
+    allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, object]) -> Self:
+        """Build from untrusted values, turning pydantic's error into a `ConfigError`."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            path = dotted(tuple(str(part) for part in first["loc"]))
+            message = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "extra_forbidden":
+                message = f"there is no such argument; known: {', '.join(cls.model_fields)}"
+            raise ConfigError(message, param=path or None) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A configuration that was checked, and where each of its values came from."""
+
+    config: OmniConfig
+    graph: PipelineGraph
+    model: OmniModelConfig
+    provenance: Mapping[str, Source]
+    """Source of every value by its dotted path, in the order of `to_yaml`."""
+
+
+def resolve(args: OmniEngineArgs, *, registry: Registry = REGISTRY) -> ResolvedConfig:
+    """Find the model, lay the layers over each other, check the result.
+
+    Raises `CheckpointError` where the model is at fault and `ConfigError` where the configuration is.
+    """
+    folder = find_model(
+        args.model, revision=args.revision, cache_dir=args.cache_dir, allow_download=args.allow_download
+    )
+    hf_config = read_model_config(folder)
+    family = detect_family(hf_config, registry)
+    layers = _stack(args, family)
+    config, graph = check(layers.data, layers.sources, registry)
+    name = folder.name if Path(args.model).expanduser().is_dir() else args.model
+    return ResolvedConfig(
+        config=config,
+        graph=graph,
+        model=OmniModelConfig(folder=folder, hf_config=hf_config, family=family.name, name=name, config=config),
+        provenance=_provenance(config, layers.sources),
+    )
+
+
+def check(
+    data: Mapping[str, object], sources: Sources, registry: Registry = REGISTRY
+) -> tuple[OmniConfig, PipelineGraph]:
+    """Validate merged data; every error carries the path and, by `sources`, the file and line."""
+    try:
+        config = OmniConfig.model_validate(data)
+    except ValidationError as error:
+        raise to_config_error(error, data, sources) from error
+    try:
+        graph = PipelineGraph.build(config.pipeline)
+        check_names(config.pipeline, registry)
+    except ConfigError as error:
+        path = tuple((error.param or "").split("."))
+        raise LocatedConfigError(error.message, param=error.param, where=nearest_source(path, sources)) from error
+    return config, graph
+
+
+def to_yaml(resolved: ResolvedConfig) -> str:
+    """The whole configuration with the source of each value behind it; usable as a `--config` file."""
+    header = f"# Configuration of {resolved.model.name} (family {resolved.model.family})\n"
+    return header + emit_yaml(_dump(resolved.config), resolved.provenance)
+
+
+def _stack(args: OmniEngineArgs, family: Family) -> Layers:
+    layers = Layers()
+    layers.add(load_file(family.pipeline, label=f"{family.name}/{family.pipeline.name}"))
+    if args.config is not None:
+        layers.add(load_file(args.config))
+    if args.device is not None:
+        layers.set(("deployment", "device"), args.device, Source("--device"))
+    if args.dtype is not None:
+        layers.set(("deployment", "dtype"), args.dtype, Source("--dtype"))
+    layers.apply_overrides(args.overrides)
+    return layers
+
+
+def _dump(config: OmniConfig) -> dict[str, object]:
+    return config.model_dump(mode="json", by_alias=True)
+
+
+def _provenance(config: OmniConfig, sources: Sources) -> Mapping[str, Source]:
+    # A value that a layer gives inside a list or mapping of its own has a source there; all others are defaults.
+    return MappingProxyType({dotted(path): sources.get(path, DEFAULT) for path in _leaves(_dump(config), ())})
+
+
+def _leaves(value: object, path: KeyPath) -> Iterator[KeyPath]:
+    """Paths of what `emit_yaml` prints a value for."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, str(index)))
+    else:
+        yield path

@@ -1,0 +1,259 @@
+"""The configuration as typed, frozen models: pipeline, deployment, limits.
+
+Every model refuses unknown keys. Checks that need more than one stage live in `graph`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
+
+from omnistage.media.limits import MediaLimits
+from omnistage.types import CodecParams, DTypeName, Modality, SamplingParams
+
+# --------------------------------------------------------------------------------------------- scalar types
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
+_SIZE_HELP = "use bytes or a number with a unit, like 2GiB or 512MiB"
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+_BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from `2GiB`, `1.5 GB` or a whole number of bytes. Raises ValueError with the accepted forms."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ValueError(f"a size must not be negative; {_SIZE_HELP}")
+        return value
+    if isinstance(value, str):
+        if value.isdecimal():
+            return int(value)
+        match = _SIZE.fullmatch(value.strip())
+        if match is not None and match[2].lower() in _UNITS:
+            return round(float(match[1]) * _UNITS[match[2].lower()])
+    raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
+
+
+def format_size(value: int) -> str:
+    """The shortest exact spelling that `parse_size` reads back."""
+    for unit in _BINARY_UNITS:
+        factor = _UNITS[unit.lower()]
+        if value and value % factor == 0:
+            return f"{value // factor}{unit}"
+    return f"{value}B"
+
+
+def _parse_size_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from error
+
+
+def _format_size_or_auto(value: int | str) -> str:
+    return value if isinstance(value, str) else format_size(value)
+
+
+def _refuse_bool(value: object) -> object:
+    # YAML reads `yes` as true and pydantic reads true as 1: that is never what was meant.
+    if isinstance(value, bool):
+        raise ValueError(f"use a number, not {str(value).lower()}")
+    return value
+
+
+def _check_device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError(f"{value!r} is not a device; use auto, cpu, cuda, cuda:N or mps")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, return_type=str, when_used="json")]
+"""Bytes, written as `2GiB`."""
+SizeOrAuto = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_parse_size_or_auto),
+    PlainSerializer(_format_size_or_auto, return_type=str, when_used="json"),
+]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+"""A whole number of at least one."""
+CountOrZero = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+DeviceName = Annotated[str, AfterValidator(_check_device)]
+
+
+class ConfigModel(BaseModel):
+    """Base of every section: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# -------------------------------------------------------------------------------------------------- budgets
+
+
+class ARBudget(ConfigModel):
+    """What an autoregressive stage may use."""
+
+    max_batch_tokens: Count = Field(default=2048, description="Tokens computed in one step, over all requests.")
+    max_running: Count = Field(default=64, description="Requests in the batch at once.")
+    max_model_len: Count | None = Field(default=None, description="Longest sequence; null: as the model's config says.")
+    block_size: Literal[8, 16, 32, 64] = Field(default=16, description="Tokens in one block of the KV cache.")
+    kv_memory: SizeOrAuto = Field(default="auto", description="Size of the KV cache; auto: planned from what is free.")
+    kv_blocks: Count | None = Field(default=None, description="Blocks of the KV cache; overrides kv_memory.")
+    prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of equal prompt beginnings.")
+    ageing_steps: Count = Field(default=64, description="Steps of waiting that are worth one priority level.")
+    encoder_cache: Size = Field(default=256 * 2**20, description="Memory for the outputs of media encoders.")
+    attention: Literal["auto", "sdpa", "triton"] = Field(default="auto", description="sdpa runs on every device.")
+    cuda_graphs: bool = Field(default=True, description="Replay decode steps as CUDA graphs; only used on CUDA.")
+    graph_batch_sizes: tuple[Count, ...] = Field(
+        default=(1, 2, 4, 8, 16, 32, 64), description="Batch sizes to capture a graph for, ascending."
+    )
+    compile: bool = Field(default=False, description="Compile the decode step: slower start, faster steps.")
+    prefill_chunk: Count | None = Field(
+        default=None, description="Most prompt tokens of one request in a step; null: as many as the batch takes."
+    )
+
+    @field_validator("graph_batch_sizes")
+    @classmethod
+    def _ascending(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if not sizes:
+            raise ValueError("name at least one batch size, or turn graphs off with cuda_graphs: false")
+        if list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"list each batch size once, ascending: {sorted(set(sizes))}")
+        return sizes
+
+
+class CodecBudget(ConfigModel):
+    """What a codec stage may use."""
+
+    max_batch: Count = Field(default=8, description="Chunks decoded in one forward.")
+    max_running: Count = Field(default=64, description="Requests held at once.")
+    first_chunk_blocks: Count = Field(default=1, description="Blocks in the first chunk: small means early sound.")
+    max_chunk_blocks: Count = Field(default=8, description="Chunks grow up to this many blocks.")
+    lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
+    cuda_graphs: bool = Field(default=True, description="Replay forwards as CUDA graphs; only used on CUDA.")
+    tf32: bool = Field(default=True, description="Allow TF32 matrix products; only used on CUDA.")
+    compile: bool = Field(default=False, description="Compile the decoder: slower start, faster chunks.")
+
+    @model_validator(mode="after")
+    def _chunks_grow(self) -> Self:
+        if self.first_chunk_blocks > self.max_chunk_blocks:
+            raise ValueError(
+                f"first_chunk_blocks ({self.first_chunk_blocks}) must not exceed max_chunk_blocks "
+                f"({self.max_chunk_blocks}); lower the first or raise the second"
+            )
+        return self
+
+
+# --------------------------------------------------------------------------------------------------- stages
+
+
+class _StageConfig(ConfigModel):
+    component: str = Field(description="Registry name of the network that this stage runs.")
+    output: Modality | None = Field(default=None, description="What the stage gives the user; null: nothing.")
+    device: DeviceName | None = Field(default=None, description="null: the deployment's.")
+    dtype: DTypeName | None = Field(default=None, description="null: the deployment's.")
+
+
+class ARStageConfig(_StageConfig):
+    """A stage on the autoregressive engine."""
+
+    engine: Literal["autoregressive"]
+    params: SamplingParams = Field(default_factory=SamplingParams)
+    budget: ARBudget = Field(default_factory=ARBudget)
+
+
+class CodecStageConfig(_StageConfig):
+    """A stage on the codec engine."""
+
+    engine: Literal["codec"]
+    params: CodecParams = Field(default_factory=CodecParams)
+    budget: CodecBudget = Field(default_factory=CodecBudget)
+
+
+StageConfig = ARStageConfig | CodecStageConfig
+STAGE_TYPES: dict[str, type[ARStageConfig] | type[CodecStageConfig]] = {
+    "autoregressive": ARStageConfig,
+    "codec": CodecStageConfig,
+}
+"""Stage model by engine name."""
+
+
+# ----------------------------------------------------------------------------------------- pipeline and rest
+
+
+class EdgeConfig(ConfigModel):
+    """All that flows into one stage: the chunks of one or more sources, through one bridge."""
+
+    # A plain `alias` would make `from`, a keyword, the only constructor argument.
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    source: tuple[str, ...] = Field(
+        validation_alias="from", serialization_alias="from", min_length=1, description="One stage, or a list."
+    )
+    to: str
+    bridge: str = Field(description="Registry name of the function that turns chunks into inputs.")
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class PipelineConfig(ConfigModel):
+    """The stages of a model family and what flows between them. `graph.PipelineGraph` checks it as a whole."""
+
+    name: str = Field(min_length=1, max_length=100)
+    entry: str | None = Field(default=None, description="Where requests start; null: the stage that no edge leads to.")
+    stages: dict[str, Annotated[StageConfig, Field(discriminator="engine")]]
+    edges: tuple[EdgeConfig, ...] = ()
+
+
+class DeploymentConfig(ConfigModel):
+    """Where it runs and how much it holds."""
+
+    device: DeviceName = Field(default="auto", description="auto: CUDA, then MPS, then CPU.")
+    dtype: DTypeName = Field(default="auto", description="auto: the checkpoint's on a GPU, float32 on CPU.")
+    max_inflight: Count = Field(default=256, description="Requests running or queued before new ones are refused.")
+    trace_history: CountOrZero = Field(default=1024, description="Traces of finished requests that are kept.")
+    output_buffer: Count = Field(default=1024, description="Chunks held for a reader that is slow.")
+    torch_threads: Count | None = Field(default=None, description="CPU threads of torch; null: torch's choice.")
+
+
+class LimitsConfig(ConfigModel):
+    """What a request may ask for."""
+
+    media: MediaLimits = Field(default_factory=MediaLimits)
+    max_prompt_tokens: Count | None = Field(default=None, description="null: as long as the entry stage can hold.")
+    max_deadline_seconds: Seconds = Field(default=3600.0, description="Longest deadline that a request may set.")
+
+
+class OmniConfig(ConfigModel):
+    """Everything: what `omnistage config` prints."""
+
+    pipeline: PipelineConfig
+    deployment: DeploymentConfig = Field(default_factory=DeploymentConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)

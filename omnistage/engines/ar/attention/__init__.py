@@ -1,0 +1,128 @@
+"""Attention over the paged KV pool: the interface, and the glue that hands it to `transformers` modules.
+
+A backend turns a step's layout (host arrays) into a plan (device tensors) once a step, then attends layer by layer.
+`sdpa` is the reference and runs on every device; GPU kernels must match it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnistage.errors import ConfigError, StageError
+from omnistage.hf import transformers
+
+ATTENTION_NAME = "omnistage_paged"
+"""Name under which `transformers` finds our attention. No mask function is registered, so it builds no mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """A step's sequences on the host. S sequences, T tokens in all, sequence i has its queries concatenated."""
+
+    query_lengths: np.ndarray
+    """int32 [S]"""
+    sequence_lengths: np.ndarray
+    """int32 [S], this step's tokens included."""
+    slots: list[np.ndarray]
+    """Per sequence, int64 slots of all its tokens (at least `sequence_lengths[i]` of them)."""
+    block_tables: list[np.ndarray]
+    """Per sequence, int32 blocks."""
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """What attention needs in a forward; rides to every layer as the keyword argument `paged`."""
+
+    backend: AttentionBackend
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    """Per layer K and V, `[num_blocks, block_size, kv_heads, head_dim]`."""
+    slot_mapping: torch.Tensor
+    """int64 [T]: where this step's keys and values go; -1 for padding."""
+    plan: AttentionPlan
+
+
+class AttentionPlan:
+    """Base of a backend's per-step metadata."""
+
+    __slots__ = ()
+
+
+class AttentionBackend(ABC):
+    """Writes keys and values into the pool and attends through it."""
+
+    name: str
+    supports_graphs = False
+    """Its plan is made of static tensors, so that a decode step can be captured in a CUDA graph."""
+
+    @abstractmethod
+    def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
+        """Device metadata of one step."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        paged: PagedContext,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """`[T, heads, d]`, `[T, kv_heads, d]` twice → `[T, heads, d]`. Causal within each sequence."""
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    paged: PagedContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`transformers`' attention signature: query `[1, heads, T, d]` in, `[1, T, heads, d]` out."""
+    if paged is None:
+        raise StageError(f"{type(module).__name__} does not hand keyword arguments to its attention; use another family")
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise StageError("attention with soft-capping or sinks is not served yet")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = paged.backend.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged.caches[module.layer_idx],  # type: ignore[index]
+        paged,
+        scale=scale,
+        window=sliding_window,
+    )
+    return out.unsqueeze(0), None
+
+
+transformers.AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+def make_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the fastest that the device has."""
+    from omnistage.engines.ar.attention.sdpa import SdpaBackend
+    from omnistage.engines.ar.attention.triton_backend import TritonBackend, triton_available
+
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and triton_available() else "sdpa"
+    if name == "sdpa":
+        return SdpaBackend()
+    if name == "triton":
+        if not triton_available():
+            raise ConfigError("the triton attention backend needs a CUDA device and the triton package; use sdpa")
+        return TritonBackend()
+    raise ConfigError(f"unknown attention backend {name!r}; known: auto, sdpa, triton")

@@ -1,0 +1,159 @@
+"""Reference attention on torch's scaled_dot_product_attention, for every device.
+
+Sequences that compute one token share one padded call; each longer chunk gets its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, PagedContext
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One sequence with more than one query: rows [start, end) of the batch, its slots, its query positions."""
+
+    start: int
+    end: int
+    slots: torch.Tensor
+    length: int
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """bool [queries, length]; None when plain causal attention over equal lengths does."""
+        queries = self.end - self.start
+        if queries == self.length and (window is None or window >= self.length):
+            return None
+        if window not in self.masks:
+            keys = torch.arange(self.length, device=self.slots.device)
+            rows = keys[self.length - queries :, None]
+            mask = keys[None, :] <= rows
+            if window is not None:
+                mask &= keys[None, :] > rows - window
+            self.masks[window] = mask
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class SdpaPlan(AttentionPlan):
+    """`single_rows` are the batch rows of one-query sequences, `single_slots` `[B, longest]` their padded slots."""
+
+    single_rows: torch.Tensor | None
+    all_single: bool
+    single_slots: torch.Tensor | None
+    lengths: torch.Tensor | None
+    """int64 [B, 1], or None when all are equally long and no mask is needed."""
+    longest: int
+    chunks: list[_Chunk]
+    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    def single_mask(self, window: int | None) -> torch.Tensor | None:
+        """bool [B, 1, 1, longest] over the padded slots."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(window)
+        return self.masks[window]
+
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        if self.single_slots is None or (self.lengths is None and window is None):
+            return None
+        keys = torch.arange(self.longest, device=self.single_slots.device)[None, :]
+        lengths = self.lengths if self.lengths is not None else torch.full_like(keys[:, :1], self.longest)
+        mask = keys < lengths
+        if window is not None:
+            mask = mask & (keys >= lengths - window)
+        return mask[:, None, None, :]
+
+
+class SdpaBackend(AttentionBackend):
+    name = "sdpa"
+
+    def plan(self, layout: BatchLayout, device: torch.device) -> SdpaPlan:
+        queries, lengths = layout.query_lengths, layout.sequence_lengths
+        starts = np.concatenate(([0], np.cumsum(queries)))
+        single = np.flatnonzero(queries == 1)
+        chunks = [
+            _Chunk(
+                int(starts[i]),
+                int(starts[i + 1]),
+                torch.from_numpy(layout.slots[i][: lengths[i]]).to(device),
+                int(lengths[i]),
+            )
+            for i in np.flatnonzero(queries > 1)
+        ]
+        if not len(single):
+            return SdpaPlan(None, False, None, None, 0, chunks)
+        longest = int(lengths[single].max())
+        padded = np.zeros((len(single), longest), dtype=np.int64)
+        for row, i in enumerate(single):
+            padded[row, : lengths[i]] = layout.slots[i][: lengths[i]]
+        ragged = bool((lengths[single] != longest).any())
+        return SdpaPlan(
+            torch.from_numpy(starts[single].astype(np.int64)).to(device),
+            not chunks,
+            torch.from_numpy(padded).to(device),
+            torch.from_numpy(lengths[single].astype(np.int64)).to(device)[:, None] if ragged else None,
+            longest,
+            chunks,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        paged: PagedContext,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        plan = paged.plan
+        if not isinstance(plan, SdpaPlan):
+            raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        keys, values = (c.view(-1, *c.shape[2:]) for c in cache)
+        keys.index_copy_(0, paged.slot_mapping, key)
+        values.index_copy_(0, paged.slot_mapping, value)
+        if plan.all_single:
+            return _attend_single(query, keys, values, plan, scale, window)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if plan.single_rows is not None:
+            out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, scale, window)
+        for chunk in plan.chunks:
+            out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, scale, window)
+        return out
+
+
+def _attend_single(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, scale: float, window: int | None
+) -> torch.Tensor:
+    """One query a sequence: the heads of a KV group become the queries, so that nothing is repeated."""
+    if plan.single_slots is None:
+        raise TypeError("the plan has no one-query sequences")
+    batch, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    flat = plan.single_slots.reshape(-1)
+    k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
+    v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
+    q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
+    return out.reshape(batch, heads, values.shape[2])
+
+
+def _attend_chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: _Chunk, scale: float, window: int | None
+) -> torch.Tensor:
+    q = query[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
+    k = keys.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
+    v = values.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
+    mask = chunk.mask(window)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,128 @@
+"""Paged attention on our Triton kernels. Its plan is static tensors, so decode can be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, PagedContext
+
+
+def triton_available() -> bool:
+    try:
+        from omnistage.engines.ar.attention import triton_paged
+    except ImportError:
+        return False
+    return triton_paged.is_available()
+
+
+@dataclass(slots=True)
+class TritonPlan(AttentionPlan):
+    """int32 tensors; see `triton_paged.paged_attention`. The two bounds are host numbers, fixed in a graph."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class TritonBackend(AttentionBackend):
+    name = "triton"
+    supports_graphs = True
+
+    def plan(self, layout: BatchLayout, device: torch.device) -> TritonPlan:
+        queries, lengths = layout.query_lengths, layout.sequence_lengths
+        count = len(queries)
+        width = max(len(table) for table in layout.block_tables)
+        # One host-to-device copy for all the metadata.
+        packed = np.zeros(2 * count + 1 + count * width, dtype=np.int32)
+        packed[1 : count + 1] = np.cumsum(queries)
+        packed[count + 1 : 2 * count + 1] = lengths
+        tables = packed[2 * count + 1 :].reshape(count, width)
+        for row, table in enumerate(layout.block_tables):
+            tables[row, : len(table)] = table
+        moved = torch.from_numpy(packed).to(device)
+        return TritonPlan(
+            moved[: count + 1],
+            moved[count + 1 : 2 * count + 1],
+            moved[2 * count + 1 :].view(count, width),
+            int(queries.max()),
+            int(lengths.max()),
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        paged: PagedContext,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        plan = paged.plan
+        if not isinstance(plan, TritonPlan):
+            raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        _attend_op(
+            query,
+            key,
+            value,
+            cache[0],
+            cache[1],
+            out,
+            paged.slot_mapping,
+            plan.query_start_loc,
+            plan.seq_lens,
+            plan.block_tables,
+            scale,
+            plan.max_query_len,
+            plan.max_seq_len,
+            0 if window is None else window,
+        )
+        return out
+
+
+@torch.library.custom_op("omnistage::paged_attention", mutates_args=("k_cache", "v_cache", "out"))
+def _attend_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int,
+) -> None:
+    """One opaque operator, so that `torch.compile` of a layer does not break or look inside."""
+    from omnistage.engines.ar.attention import triton_paged
+
+    triton_paged.write_kv(key, value, k_cache, v_cache, slot_mapping)
+    triton_paged.paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        out,
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        sliding_window=window or None,
+    )
+
+
+@_attend_op.register_fake
+def _attend_fake(*args: object) -> None:
+    return None

@@ -1,0 +1,138 @@
+"""Decode under CUDA graphs: one captured step per batch bucket and length bucket, fed through static buffers.
+
+An optimisation beside the plain path in `runner.py`: off by one flag, same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.attention.triton_backend import TritonPlan
+from omnistage.engines.ar.rows import SequenceRows
+from omnistage.engines.ar.scheduler import ScheduledSequence
+
+if TYPE_CHECKING:
+    from omnistage.engines.ar.runner import Runner
+
+_LENGTHS = (1024, 4096, 16384)
+
+
+class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
+    """Static buffers and the graph for `size` sequences of at most `length` tokens."""
+
+    def __init__(self, runner: Runner, size: int, length: int, pool: tuple[int, int] | None) -> None:
+        component, block = runner.component, runner.block_size
+        spec, device = component.spec, component.device
+        self.size = size
+        self.width = -(-length // block)
+        dims = spec.position_dims
+        self.longs_host = torch.zeros(size * (2 + dims), dtype=torch.int64, pin_memory=True)
+        self.ints_host = torch.zeros(size * (1 + self.width), dtype=torch.int32, pin_memory=True)
+        self.longs = torch.zeros_like(self.longs_host, device=device)
+        self.ints = torch.zeros_like(self.ints_host, device=device)
+        self.longs_host[size : 2 * size] = -1
+        self.longs.copy_(self.longs_host)
+        ids, slots = self.longs[:size], self.longs[size : 2 * size]
+        positions = self.longs[2 * size :].view(dims, size)
+        self.side = (
+            torch.zeros(size, spec.embed_size, dtype=component.dtype, device=device) if spec.side_input else None
+        )
+        plan = TritonPlan(
+            torch.arange(size + 1, dtype=torch.int32, device=device),
+            self.ints[:size],
+            self.ints[size:].view(size, self.width),
+            1,
+            self.width * block,
+        )
+        paged = PagedContext(runner.backend, runner.caches, slots, plan)
+        no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
+        trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
+
+        def step() -> tuple[torch.Tensor, torch.Tensor | None]:
+            embeds = component.embed(ids)
+            if self.side is not None:
+                embeds = embeds + self.side
+            hidden = component.forward(embeds, positions, paged)
+            rows = None
+            if runner.emit_pool is not None:
+                rows = component.emit(embeds, hidden, no_media)
+                runner.emit_pool.index_copy_(0, torch.where(slots < 0, trash, slots), rows)
+            return component.logits(hidden), rows
+
+        for _ in range(2):  # kernels compile and workspaces appear before the capture
+            step()
+        torch.cuda.current_stream(device).synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            self.graph, pool=pool, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"
+        ):
+            self.logits, self.rows = step()
+
+
+class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
+    """Captures lazily, except the shortest length bucket of every batch size, which is ready before requests come."""
+
+    def __init__(self, runner: Runner, batch_sizes: Sequence[int], max_length: int) -> None:
+        self._runner = runner
+        self._sizes = sorted(set(batch_sizes))
+        self._lengths = [n for n in _LENGTHS if n < max_length] + [max_length]
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._pool: tuple[int, int] | None = None
+        for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
+            self._get(size, self._lengths[0])
+
+    def _get(self, size: int, length: int) -> _Captured:
+        found = self._captured.get((size, length))
+        if found is None:
+            with torch.inference_mode():
+                found = _Captured(self._runner, size, length, self._pool)
+            self._pool = found.graph.pool()
+            self._captured[size, length] = found
+        return found
+
+    def run(
+        self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[len(batch), V]` and emitted rows of a batch of generated tokens, one each."""
+        logits: list[torch.Tensor] = []
+        emitted: list[torch.Tensor] = []
+        largest = self._sizes[-1]
+        for first in range(0, len(batch), largest):
+            part = batch[first : first + largest]
+            captured = self._replay(part, [sequences[item.key] for item in part])
+            more = len(batch) > largest
+            logits.append(captured.logits[: len(part)].clone() if more else captured.logits[: len(part)])
+            if captured.rows is not None:
+                emitted.append(captured.rows[: len(part)].clone())
+        if len(logits) == 1:
+            return logits[0], emitted[0] if emitted else None
+        return torch.cat(logits), torch.cat(emitted) if emitted else None
+
+    def _replay(self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]) -> _Captured:
+        count = len(part)
+        longest = max(item.start for item in part) + 1
+        size = next(s for s in self._sizes if s >= count)
+        length = next(n for n in self._lengths if n >= longest)
+        captured = self._get(size, length)
+        longs, ints, width = captured.longs_host.numpy(), captured.ints_host.numpy(), captured.width
+        longs[size : 2 * size] = -1
+        ints[:size] = 0
+        for i, (item, row) in enumerate(zip(part, rows, strict=True)):
+            longs[i] = row.tokens[item.start]
+            longs[size + i] = row.slots[item.start]
+            longs[2 * size + i :: size] = row.position(item.start)
+            ints[i] = item.start + 1
+            table = row.table[:width]
+            ints[size + i * width : size + i * width + len(table)] = table
+        captured.longs.copy_(captured.longs_host, non_blocking=True)
+        captured.ints.copy_(captured.ints_host, non_blocking=True)
+        if captured.side is not None:
+            torch.stack(
+                [row.side_row(item.start) for item, row in zip(part, rows, strict=True)], out=captured.side[:count]
+            )
+        captured.graph.replay()
+        return captured

@@ -1,0 +1,125 @@
+"""What the runner remembers of each sequence: tokens, positions, prompt rows, side rows, slots. No policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from omnistage.errors import InternalError
+from omnistage.types import ARInput
+
+_EMPTY_SLOTS = np.empty(0, dtype=np.int64)
+_EMPTY_TABLE = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceRows:
+    """Tensor-side state of one sequence, kept over preemption (only the slots are forgotten then)."""
+
+    key: str
+    payload: ARInput
+    tokens: np.ndarray
+    length: int
+    emit: bool
+    embeds: torch.Tensor | None
+    positions: np.ndarray | None
+    media_index: np.ndarray
+    """Prompt indices filled by media, ascending; `media_rows` is in this order once encoded."""
+    media_rows: torch.Tensor | None = None
+    side: torch.Tensor | None = None
+    side_count: int = 0
+    side_final: bool = False
+    emitted: int = 0
+    slots: np.ndarray = field(default_factory=lambda: _EMPTY_SLOTS)
+    table: np.ndarray = field(default_factory=lambda: _EMPTY_TABLE)
+
+    @classmethod
+    def open(
+        cls, key: str, payload: ARInput, capacity: int, emit: bool, device: torch.device, dtype: torch.dtype
+    ) -> SequenceRows:
+        prompt = len(payload.token_ids)
+        tokens = np.zeros(max(capacity, prompt + 1), dtype=np.int64)
+        tokens[:prompt] = payload.token_ids
+        positions = None
+        if payload.positions is not None:
+            positions = np.atleast_2d(payload.positions.cpu().numpy())
+        media = [span.positions.cpu().numpy() for span in payload.media]
+        return cls(
+            key=key,
+            payload=payload,
+            tokens=tokens,
+            length=prompt,
+            emit=emit,
+            embeds=None if payload.embeds is None else payload.embeds.to(device=device, dtype=dtype),
+            positions=positions,
+            media_index=np.sort(np.concatenate(media)) if media else _EMPTY_SLOTS,
+        )
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.payload.token_ids)
+
+    def append(self, token_id: int) -> None:
+        if self.length == len(self.tokens):
+            self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
+        self.tokens[self.length] = token_id
+        self.length += 1
+
+    def position(self, index: int) -> int:
+        """Position of a generated token, the same in all dimensions."""
+        return index + self.payload.position_delta
+
+    def fill_positions(self, out: np.ndarray, start: int, end: int) -> None:
+        """Write the positions of tokens [start, end) into `out [dims, end - start]`."""
+        prompt = self.prompt_length
+        split = min(max(prompt, start), end)
+        if split > start:
+            known = self.positions
+            out[:, : split - start] = np.arange(start, split) if known is None else known[:, start:split]
+        if end > split:
+            out[:, split - start :] = np.arange(split, end) + self.payload.position_delta
+
+    # --------------------------------------------------------------------------------------------- blocks
+
+    def sync_blocks(self, blocks: Sequence[int], block_size: int) -> None:
+        """Take over blocks appended since the last call."""
+        known = len(self.table)
+        if len(blocks) > known:
+            new = np.asarray(blocks[known:], dtype=np.int64)
+            self.table = np.concatenate((self.table, new.astype(np.int32)))
+            fresh = (new[:, None] * block_size + np.arange(block_size)[None, :]).reshape(-1)
+            self.slots = np.concatenate((self.slots, fresh))
+
+    def forget_blocks(self) -> None:
+        self.table, self.slots = _EMPTY_TABLE, _EMPTY_SLOTS
+
+    # ------------------------------------------------------------------------------------------ side rows
+
+    def feed(self, rows: torch.Tensor, *, final: bool, device: torch.device, dtype: torch.dtype) -> None:
+        """Append side rows; they are copied, so that the upstream's memory is free again."""
+        count = len(rows)
+        if self.side is None:
+            capacity = max(64, count)
+            self.side = torch.empty(capacity, rows.shape[1], device=device, dtype=dtype)
+        if self.side_count + count > len(self.side):
+            capacity = max(2 * len(self.side), self.side_count + count)
+            grown = torch.empty(capacity, self.side.shape[1], device=device, dtype=dtype)
+            grown[: self.side_count] = self.side[: self.side_count]
+            self.side = grown
+        self.side[self.side_count : self.side_count + count] = rows.to(device=device, dtype=dtype)
+        self.side_count += count
+        self.side_final = self.side_final or final
+
+    def side_row(self, index: int) -> torch.Tensor:
+        """The row for the generated token at sequence index `index`."""
+        step = index - self.prompt_length
+        if step >= self.side_count:
+            if not self.side_final or self.side_count == 0:
+                raise InternalError(f"sequence {self.key!r} was scheduled past its side rows")
+            step = self.side_count - 1
+        if self.side is None:
+            raise InternalError(f"sequence {self.key!r} has no side rows")
+        return self.side[step]

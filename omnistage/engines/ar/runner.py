@@ -1,0 +1,327 @@
+"""Runs a scheduled batch through the component: tensors, no policy.
+
+All scheduled tokens of all sequences go through one flattened forward. A batch of nothing but generated tokens may
+replay a captured CUDA graph instead (`graphs.py`); both paths share the component and give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.graphs import DecodeGraphs
+from omnistage.engines.ar.rows import SequenceRows
+from omnistage.engines.ar.sampler import Sampled, Sampler
+from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
+from omnistage.errors import InternalError, OmniError, StageError
+from omnistage.types import ARInput, SamplingParams, SideRows
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Rows of tokens [start, start + len(rows)) of a sequence."""
+
+    rows: torch.Tensor
+    start: int
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """What a step gave, by sequence key."""
+
+    sampled: dict[str, Sampled] = field(default_factory=dict)
+    hidden: dict[str, HiddenRows] = field(default_factory=dict)
+    failed: dict[str, OmniError] = field(default_factory=dict)
+
+
+class EncoderCache:
+    """Encoded media by content, least recently used first out, bounded in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self.bytes = 0
+        self.hits = 0
+
+    def get(self, key: bytes) -> torch.Tensor | None:
+        rows = self._rows.get(key)
+        if rows is not None:
+            self._rows.move_to_end(key)
+            self.hits += 1
+        return rows
+
+    def put(self, key: bytes, rows: torch.Tensor) -> None:
+        size = rows.numel() * rows.element_size()
+        if size > self._max_bytes or key in self._rows:
+            return
+        self._rows[key] = rows
+        self.bytes += size
+        while self.bytes > self._max_bytes:
+            _key, old = self._rows.popitem(last=False)
+            self.bytes -= old.numel() * old.element_size()
+
+
+class Runner:
+    """Owns the KV tensors, the sequences' rows and the sampler of one stage."""
+
+    def __init__(
+        self,
+        component: ARComponent,
+        backend: AttentionBackend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_length: int,
+        encoder_cache_bytes: int,
+        graph_batch_sizes: Sequence[int] = (),
+    ) -> None:
+        spec = component.spec
+        self.component = component
+        self.backend = backend
+        self.block_size = block_size
+        self.encoder_cache = EncoderCache(encoder_cache_bytes)
+        device, dtype = component.device, component.dtype
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
+        self.caches = [
+            (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
+            for _ in range(spec.num_layers)
+        ]
+        # The last row takes what padding writes.
+        self.emit_pool = (
+            torch.zeros(num_blocks * block_size + 1, spec.emit_size, device=device, dtype=dtype)
+            if spec.emit_size
+            else None
+        )
+        self.sampler = Sampler(
+            spec.vocab_size, device, tokenizer=component.tokenizer, eos_token_ids=component.eos_token_ids
+        )
+        self._rows: dict[str, SequenceRows] = {}
+        self.graphs: DecodeGraphs | None = None
+        if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
+            with self._on_stream():
+                self.graphs = DecodeGraphs(self, graph_batch_sizes, max_length)
+
+    # ------------------------------------------------------------------------------------------ sequences
+
+    def add(self, key: str, payload: ARInput, params: SamplingParams, *, capacity: int, emit: bool) -> None:
+        """Open a sequence. Raises (and keeps nothing) when its parameters do not fit the model."""
+        with self._on_stream():
+            self.sampler.add(key, params, payload.token_ids)
+            device, dtype = self.component.device, self.component.dtype
+            rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
+            if payload.side_rows is not None and len(payload.side_rows):
+                self._share(payload.side_rows)
+                rows.feed(payload.side_rows, final=False, device=device, dtype=dtype)
+            if payload.embeds is not None:
+                self._share(payload.embeds)
+            self._rows[key] = rows
+
+    def feed(self, key: str, side: SideRows) -> int:
+        """Append side rows, the component's final ones behind the last; how many came."""
+        rows = self._rows[key]
+        device, dtype = self.component.device, self.component.dtype
+        with self._on_stream():
+            self._share(side.rows)
+            new = side.rows
+            if side.final:
+                tail = self.component.final_side_rows()
+                new = torch.cat((new.to(tail), tail)) if len(new) else tail
+            if len(new):
+                rows.feed(new, final=side.final, device=device, dtype=dtype)
+            return len(new)
+
+    def remove(self, key: str) -> None:
+        self._rows.pop(key, None)
+        self.sampler.remove(key)
+
+    def keys(self) -> list[str]:
+        return list(self._rows)
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
+        result = RunnerOutput()
+        with self._on_stream():
+            for key in output.preempted:
+                if key in self._rows:
+                    self._rows[key].forget_blocks()
+            batch = [item for item in output.batch if self._ready(item, result)]
+            if not batch:
+                return result
+            for item in batch:
+                self._rows[item.key].sync_blocks(item.blocks, self.block_size)
+            if self.graphs is not None and all(self._is_decode(item) for item in batch):
+                logits, rows = self.graphs.run(batch, self._rows)
+                sampling = batch
+            else:
+                logits, rows, sampling = self._forward(batch)
+            if rows is not None:
+                self._gather_hidden(batch, rows, result)
+            self._sample(logits, sampling, result)
+            if self._stream is not None and not sampling:
+                self._stream.synchronize()
+        return result
+
+    def _sample(
+        self, logits: torch.Tensor | None, sampling: Sequence[ScheduledSequence], result: RunnerOutput
+    ) -> None:
+        if logits is None:
+            return
+        keys = [item.key for item in sampling]
+        for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
+            result.sampled[key] = sampled
+            if sampled.error is None:
+                self._rows[key].append(sampled.token_id)
+
+    def _forward(
+        self, batch: Sequence[ScheduledSequence]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]:
+        """The plain path: any mixture of prompt chunks and generated tokens."""
+        device = self.component.device
+        total = sum(item.count for item in batch)
+        ids = np.empty(total, dtype=np.int64)
+        slots = np.empty(total, dtype=np.int64)
+        positions = np.empty((self.component.spec.position_dims, total), dtype=np.int64)
+        offset = 0
+        for item in batch:
+            rows, end = self._rows[item.key], item.start + item.count
+            ids[offset : offset + item.count] = rows.tokens[item.start : end]
+            slots[offset : offset + item.count] = rows.slots[item.start : end]
+            rows.fill_positions(positions[:, offset : offset + item.count], item.start, end)
+            offset += item.count
+        packed = torch.from_numpy(np.concatenate((ids, slots, positions.reshape(-1)))).to(device)
+        slot_mapping = packed[total : 2 * total]
+        embeds, media = self._embed(packed[:total], batch)
+        paged = PagedContext(
+            self.backend, self.caches, slot_mapping, self.backend.plan(self._layout(batch), device)
+        )
+        hidden = self.component.forward(embeds, packed[2 * total :].view(-1, total), paged)
+        rows_out = None
+        if self.emit_pool is not None:
+            rows_out = self.component.emit(embeds, hidden, media)
+            self.emit_pool.index_copy_(0, slot_mapping, rows_out)
+        sampling = [item for item in batch if item.sample]
+        if not sampling:
+            return None, rows_out, []
+        if len(sampling) != total:
+            ends = np.cumsum([item.count for item in batch]) - 1
+            last = [int(e) for e, item in zip(ends, batch, strict=True) if item.sample]
+            hidden = hidden.index_select(0, torch.tensor(last, device=device))
+        return self.component.logits(hidden), rows_out, sampling
+
+    def _embed(
+        self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of the batch with prompt rows, media rows and side rows in place; and where media stand."""
+        embeds = self.component.embed(ids)
+        media = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        offset = 0
+        for item in batch:
+            rows, end = self._rows[item.key], item.start + item.count
+            prompt_end = min(end, rows.prompt_length)
+            if rows.embeds is not None and item.start < prompt_end:
+                embeds[offset : offset + prompt_end - item.start] = rows.embeds[item.start : prompt_end]
+            if rows.media_rows is not None and item.start < prompt_end:
+                low, high = np.searchsorted(rows.media_index, (item.start, end))
+                if high > low:
+                    where = torch.from_numpy(rows.media_index[low:high] - item.start + offset).to(ids.device)
+                    embeds[where] = rows.media_rows[low:high]
+                    media[where] = True
+                if prompt_end == rows.prompt_length:
+                    rows.media_rows = None
+            if rows.payload.streaming:
+                for index in range(max(item.start, rows.prompt_length), end):
+                    embeds[offset + index - item.start] += rows.side_row(index)
+            offset += item.count
+        return embeds, media
+
+    def _layout(self, batch: Sequence[ScheduledSequence]) -> BatchLayout:
+        rows = [self._rows[item.key] for item in batch]
+        return BatchLayout(
+            np.fromiter((item.count for item in batch), dtype=np.int32, count=len(batch)),
+            np.fromiter((item.start + item.count for item in batch), dtype=np.int32, count=len(batch)),
+            [r.slots for r in rows],
+            [r.table for r in rows],
+        )
+
+    # --------------------------------------------------------------------------------------------- pieces
+
+    def _is_decode(self, item: ScheduledSequence) -> bool:
+        return item.count == 1 and item.start >= self._rows[item.key].prompt_length
+
+    def _ready(self, item: ScheduledSequence, result: RunnerOutput) -> bool:
+        """Encode the sequence's media on first need; a failure ends this sequence alone."""
+        rows = self._rows.get(item.key)
+        if rows is None:
+            raise InternalError(f"sequence {item.key!r} was scheduled but never added")
+        if not len(rows.media_index) or rows.media_rows is not None or item.start >= rows.prompt_length:
+            return True
+        try:
+            rows.media_rows = self._encode_media(rows)
+        except OmniError as error:
+            result.failed[item.key] = error
+        except Exception as error:  # the boundary of one request's media: record it and end that request
+            result.failed[item.key] = StageError(f"the media encoder failed: {type(error).__name__}: {error}")
+        return item.key not in result.failed
+
+    def _encode_media(self, rows: SequenceRows) -> torch.Tensor:
+        parts = []
+        for span in rows.payload.media:
+            encoded = self.encoder_cache.get(span.key)
+            if encoded is None:
+                encoded = self.component.encode(span).to(self.component.dtype)
+                if len(encoded) != len(span.positions):
+                    raise StageError(
+                        f"the {span.kind} encoder gave {len(encoded)} rows for {len(span.positions)} placeholders"
+                    )
+                self.encoder_cache.put(span.key, encoded)
+            parts.append(encoded)
+        order = np.argsort(np.concatenate([s.positions.cpu().numpy() for s in rows.payload.media]), kind="stable")
+        joined = torch.cat(parts)
+        return joined.index_select(0, torch.from_numpy(order).to(joined.device))
+
+    def _gather_hidden(
+        self, batch: Sequence[ScheduledSequence], step_rows: torch.Tensor, result: RunnerOutput
+    ) -> None:
+        """Rows not handed out yet: this step's, and before them those of a reused prefix."""
+        offset = 0
+        for item in batch:
+            rows, end = self._rows[item.key], item.start + item.count
+            if rows.emit and end > rows.emitted:
+                first = max(rows.emitted, item.start)
+                new = step_rows[offset + first - item.start : offset + item.count]
+                if rows.emitted < item.start:
+                    new = torch.cat((self._pooled(rows, rows.emitted, item.start), new))
+                result.hidden[item.key] = HiddenRows(new, rows.emitted)
+                rows.emitted = end
+            offset += item.count
+
+    def _pooled(self, rows: SequenceRows, start: int, end: int) -> torch.Tensor:
+        if self.emit_pool is None:
+            raise InternalError("this component emits no rows")
+        return self.emit_pool.index_select(0, torch.from_numpy(rows.slots[start:end]).to(self.emit_pool.device))
+
+    def _share(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that another stage's tensor is read on this stage's stream."""
+        if self._stream is not None and tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            with torch.inference_mode():
+                yield
+        else:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                yield

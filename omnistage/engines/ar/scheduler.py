@@ -1,0 +1,297 @@
+"""Which tokens of which requests run in the next step. Pure Python: knows counters and blocks, no tensors.
+
+There is no prefill or decode phase: a request has `computed` tokens catching up with `known` tokens, under a token
+budget. All requests stand in one strict order, their rank: priority plus the time of arrival, so that waiting makes
+up for priority and nothing starves. When blocks run out, the worst-ranked running request gives its blocks back and
+is computed anew later. Since ranks never change, two requests cannot evict each other in turn, and the best-ranked
+runnable request always moves.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from omnistage.engines.ar.block_pool import BlockPool, block_hash
+from omnistage.errors import InternalError
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One sequence as the scheduler sees it."""
+
+    key: str
+    rank: float
+    token_ids: list[int]
+    prompt_length: int
+    side_rows: float | None = None
+    """None: not streaming. Else how many generated tokens have their side row (inf once the stream is final)."""
+    media_keys: Callable[[int, int], Sequence[bytes]] | None = None
+    """Digests of the media overlapping tokens [start, end), with their offset; None: no media."""
+    cacheable: bool = True
+    """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    running: bool = False
+    started: bool = False
+    preemptions: int = 0
+
+    @property
+    def ready(self) -> int:
+        """How many tokens could have been computed by now."""
+        known = len(self.token_ids)
+        return known if self.side_rows is None else int(min(known, self.prompt_length + self.side_rows))
+
+    @property
+    def starved(self) -> bool:
+        """It has computed all that it may and waits for its upstream."""
+        return self.computed >= self.ready
+
+    def extend_hashes(self, block_size: int, upto: int) -> None:
+        """Hash the full blocks within the first `upto` tokens."""
+        while self.cacheable and (len(self.hashes) + 1) * block_size <= upto:
+            start = len(self.hashes) * block_size
+            end = start + block_size
+            extra = self.media_keys(start, end) if self.media_keys is not None else ()
+            parent = self.hashes[-1] if self.hashes else b""
+            self.hashes.append(block_hash(parent, self.token_ids[start:end], extra))
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute tokens [start, start + count) of a sequence; `sample` when that reaches its last known token."""
+
+    key: str
+    start: int
+    count: int
+    sample: bool
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's batch, in order."""
+
+    batch: tuple[ScheduledSequence, ...]
+    started: tuple[str, ...] = ()
+    """Sequences that run for the first time."""
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.count for item in self.batch)
+
+
+class Scheduler:
+    """Owns the order, the budget and the block pool of one stage."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        ageing_steps: int = 64,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._ageing_steps = ageing_steps
+        self._prefill_chunk = prefill_chunk or max_batch_tokens
+        self._sequences: dict[str, SequenceState] = {}
+        self._running: list[SequenceState] = []
+        self._waiting: list[SequenceState] = []
+        self._arrivals = 0
+        self._stalled = False
+        self.steps = 0
+        self.preemptions = 0
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def add(self, state: SequenceState, priority: int = 0) -> None:
+        """Queue a sequence. Lower `priority` runs earlier; `ageing_steps` steps of waiting are worth one level."""
+        if state.key in self._sequences:
+            raise InternalError(f"sequence {state.key!r} is scheduled already")
+        self._arrivals += 1
+        # The arrival number breaks ties, far below the weight of one step.
+        state.rank = priority + self.steps / self._ageing_steps + self._arrivals * 1e-9
+        self._sequences[state.key] = state
+        insort(self._waiting, state, key=_rank)
+        self._stalled = False
+
+    def remove(self, key: str) -> None:
+        """Forget a sequence (finished, aborted or failed) and free its blocks. Unknown keys are ignored."""
+        state = self._sequences.pop(key, None)
+        if state is None:
+            return
+        (self._running if state.running else self._waiting).remove(state)
+        self._free(state)
+        self._stalled = False
+
+    def feed(self, key: str, rows: int, *, final: bool) -> None:
+        """`rows` more side rows arrived; `final`: the last one serves all further tokens."""
+        state = self._sequences.get(key)
+        if state is None or state.side_rows is None:
+            return
+        state.side_rows = float("inf") if final else state.side_rows + rows
+        self._stalled = False
+
+    def append(self, key: str, token_id: int) -> None:
+        """A token was sampled."""
+        self._sequences[key].token_ids.append(token_id)
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    def has_work(self) -> bool:
+        """Whether `schedule` might give a batch: something is not starved and the last try was not in vain."""
+        return not self._stalled and any(not s.starved for s in (*self._running, *self._waiting))
+
+    def schedule(self) -> SchedulerOutput:
+        """The next batch, blocks allocated. Call `commit` once it has run."""
+        self.steps += 1
+        batch: list[ScheduledSequence] = []
+        started: list[str] = []
+        preempted: list[str] = []
+        budget = self._schedule_running(batch, preempted)
+        self._admit(batch, started, preempted, budget)
+        self._stalled = not batch
+        return SchedulerOutput(tuple(batch), tuple(started), tuple(preempted))
+
+    def commit(self, output: SchedulerOutput) -> None:
+        """The batch was computed: advance the counters and publish blocks that became full."""
+        size = self.pool.block_size
+        for item in output.batch:
+            state = self._sequences.get(item.key)
+            if state is None:
+                continue
+            state.computed = item.start + item.count
+            full = state.computed // size
+            if state.cacheable and full > item.start // size:
+                state.extend_hashes(size, full * size)
+                for index in range(item.start // size, full):
+                    self.pool.publish(state.blocks[index], state.hashes[index])
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _schedule_running(self, batch: list[ScheduledSequence], preempted: list[str]) -> int:
+        budget = self._max_batch_tokens
+        for state in list(self._running):
+            if budget == 0:
+                break
+            if not state.running or state.starved:
+                continue
+            count = min(state.ready - state.computed, budget, self._prefill_chunk)
+            if not self._grow(state, state.computed + count, preempted):
+                continue
+            batch.append(_scheduled(state, count))
+            budget -= count
+        return budget
+
+    def _admit(
+        self, batch: list[ScheduledSequence], started: list[str], preempted: list[str], budget: int
+    ) -> None:
+        # What was evicted a moment ago must not come back in the same step.
+        for state in [s for s in self._waiting if s.key not in preempted]:
+            if budget == 0:
+                return
+            if state.starved:
+                continue
+            if len(self._running) >= self._max_running and not self._evict_for(state, preempted, batch):
+                return
+            cached = self._reuse_prefix(state)
+            count = min(state.ready - state.computed, budget, self._prefill_chunk)
+            while not self._try_grow(state, state.computed + count):
+                if not self._evict_for(state, preempted, batch):
+                    self.pool.release(cached)
+                    state.blocks, state.computed = [], 0
+                    return
+            self._waiting.remove(state)
+            insort(self._running, state, key=_rank)
+            state.running = True
+            if not state.started:
+                state.started = True
+                started.append(state.key)
+            batch.append(_scheduled(state, count))
+            budget -= count
+
+    def _reuse_prefix(self, state: SequenceState) -> list[int]:
+        """Start from blocks that hold the sequence's prefix already. The last token is always computed."""
+        if not state.cacheable or not self.pool.prefix_caching:
+            return []
+        size = self.pool.block_size
+        state.extend_hashes(size, len(state.token_ids))
+        usable = (len(state.token_ids) - 1) // size
+        cached = self.pool.match(state.hashes[:usable])
+        self.pool.acquire(cached)
+        state.blocks = list(cached)
+        state.computed = len(cached) * size
+        return cached
+
+    def _grow(self, state: SequenceState, tokens: int, preempted: list[str]) -> bool:
+        """Give a running sequence room for `tokens`, evicting worse-ranked ones, at the last itself."""
+        while not self._try_grow(state, tokens):
+            victim = self._running[-1]
+            self._preempt(victim, preempted)
+            if victim is state:
+                return False
+        return True
+
+    def _try_grow(self, state: SequenceState, tokens: int) -> bool:
+        missing = self.pool.blocks_for(tokens) - len(state.blocks)
+        if missing <= 0:
+            return True
+        taken = self.pool.allocate(missing)
+        if taken is None:
+            return False
+        state.blocks.extend(taken)
+        return True
+
+    def _evict_for(self, state: SequenceState, preempted: list[str], batch: Sequence[ScheduledSequence]) -> bool:
+        """Evict the worst running sequence if `state` outranks it and it is not in this step's batch."""
+        if not self._running:
+            return False
+        victim = self._running[-1]
+        if victim.rank <= state.rank or any(item.key == victim.key for item in batch):
+            return False
+        self._preempt(victim, preempted)
+        return True
+
+    def _preempt(self, victim: SequenceState, preempted: list[str]) -> None:
+        self._running.remove(victim)
+        self._free(victim)
+        victim.running = False
+        victim.preemptions += 1
+        self.preemptions += 1
+        insort(self._waiting, victim, key=_rank)
+        preempted.append(victim.key)
+
+    def _free(self, state: SequenceState) -> None:
+        self.pool.release(state.blocks)
+        state.blocks = []
+        state.computed = 0
+
+    # ------------------------------------------------------------------------------------------- insight
+
+    def counts(self) -> tuple[int, int, int]:
+        """(waiting, running, starved)."""
+        starved = sum(1 for s in self._running if s.starved)
+        return len(self._waiting), len(self._running), starved
+
+    def keys(self) -> list[str]:
+        return list(self._sequences)
+
+    def check(self) -> None:
+        """Integrity of the pool against all sequences."""
+        self.pool.check([s.blocks for s in self._sequences.values()])
+
+
+def _rank(state: SequenceState) -> float:
+    return state.rank
+
+
+def _scheduled(state: SequenceState, count: int) -> ScheduledSequence:
+    sample = state.computed + count == len(state.token_ids)
+    return ScheduledSequence(state.key, state.computed, count, sample, state.blocks)

@@ -1,0 +1,361 @@
+"""The autoregressive stage: scheduler, runner and the text each sequence has produced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from omnistage.config.schema import ARBudget
+from omnistage.engines.ar.attention import make_backend
+from omnistage.engines.ar.block_pool import BlockPool
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.memory import plan_blocks
+from omnistage.engines.ar.runner import Runner, RunnerOutput
+from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
+from omnistage.engines.ar.text import TextStream
+from omnistage.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OmniError,
+    PromptTooLongError,
+    StageError,
+)
+from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.types import (
+    ARInput,
+    FinishReason,
+    MediaSpan,
+    SamplingParams,
+    SideRows,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    TokenChunk,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One of a request's answers while it is generated."""
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    payload: ARInput
+    text: TextStream | None
+    limit: int
+    """Tokens that it may generate, by its parameters and by the room left behind its prompt."""
+    stop_ids: frozenset[int]
+    generated: int = 0
+    announced: bool = False
+
+
+class ARStage(Stage):
+    """A stage on the autoregressive engine."""
+
+    params_type = SamplingParams
+
+    def __init__(self, name: str, component: ARComponent, budget: ARBudget) -> None:
+        spec = component.spec
+        self.name = name
+        self.component = component
+        self._budget = budget
+        max_length = min(budget.max_model_len or spec.max_length, spec.max_length)
+        num_blocks = plan_blocks(component, budget, max_length)
+        self.max_length = min(max_length, num_blocks * budget.block_size)
+        pool = BlockPool(num_blocks, budget.block_size, prefix_caching=budget.prefix_caching)
+        self.scheduler = Scheduler(
+            pool,
+            max_batch_tokens=budget.max_batch_tokens,
+            max_running=budget.max_running,
+            ageing_steps=budget.ageing_steps,
+            prefill_chunk=budget.prefill_chunk,
+        )
+        if budget.compile:
+            for layer in component.decoder.layers:  # type: ignore[union-attr]
+                layer.compile()
+        self.runner = Runner(
+            component,
+            make_backend(budget.attention, component.device),
+            num_blocks=num_blocks,
+            block_size=budget.block_size,
+            max_length=self.max_length,
+            encoder_cache_bytes=budget.encoder_cache,
+            graph_batch_sizes=budget.graph_batch_sizes if budget.cuda_graphs else (),
+        )
+        self._answers: dict[str, _Answer] = {}
+        self._requests: dict[str, list[str]] = {}
+        self._tokens = 0
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def check(self, stage_input: StageInput) -> None:
+        params, payload = _typed(stage_input)
+        self.component.check(stage_input.info, payload)
+        self.runner.sampler.check(params)
+        _check_payload(payload, self.component)
+        length = len(payload.token_ids)
+        if length >= self.max_length:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens; stage {self.name!r} holds {self.max_length} with at least one for "
+                f"the answer: shorten it or raise {self.name}.budget.max_model_len / kv_memory",
+                param="prompt",
+            )
+
+    def submit(self, stage_input: StageInput) -> None:
+        params, payload = _typed(stage_input)
+        payload = self.component.prepare(stage_input.info, payload)
+        self.check(
+            StageInput(stage_input.info, params, payload, stage_input.emit_hidden)
+        )
+        request_id = stage_input.info.request_id
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        prompt = len(payload.token_ids)
+        limit = min(params.max_tokens, self.max_length - prompt)
+        if limit < params.min_tokens:
+            raise CapacityError(
+                f"min_tokens={params.min_tokens} does not fit: {limit} tokens are left behind the prompt",
+                param="min_tokens",
+            )
+        keys: list[str] = []
+        try:
+            for index in range(params.n):
+                keys.append(self._open(stage_input, payload, params, index, limit))
+        except OmniError:
+            for key in keys:
+                self._forget(key)
+            raise
+        self._requests[request_id] = keys
+
+    def _open(
+        self, stage_input: StageInput, payload: ARInput, params: SamplingParams, index: int, limit: int
+    ) -> str:
+        info, component = stage_input.info, self.component
+        key = f"{info.request_id}/{index}"
+        own = params
+        if index and params.seed is not None:
+            own = params.model_copy(update={"seed": (params.seed + index) % 2**63})
+        if component.suppress_token_ids:
+            banned = tuple(sorted({*own.suppress_token_ids, *component.suppress_token_ids}))
+            own = own.model_copy(update={"suppress_token_ids": banned})
+        prompt = len(payload.token_ids)
+        self.runner.add(key, payload, own, capacity=prompt + limit, emit=stage_input.emit_hidden)
+        side = None
+        if payload.streaming:
+            side = float(len(payload.side_rows)) if payload.side_rows is not None else 0.0
+        state = SequenceState(
+            key=key,
+            rank=0.0,
+            token_ids=list(payload.token_ids),
+            prompt_length=prompt,
+            side_rows=side,
+            media_keys=_MediaKeys(payload.media) if payload.media else None,
+            cacheable=payload.embeds is None and not payload.streaming,
+        )
+        self.scheduler.add(state, info.priority)
+        text = TextStream(component.tokenizer, own) if component.tokenizer is not None else None
+        own_eos = () if own.ignore_eos else component.eos_token_ids
+        stop_ids = frozenset((*own.stop_token_ids, *own_eos))
+        self._answers[key] = _Answer(info.request_id, index, own, payload, text, limit, stop_ids)
+        return key
+
+    def feed(self, request_id: str, feed: StageFeed) -> None:
+        if not isinstance(feed, SideRows):
+            raise StageError(f"stage {self.name!r} takes side rows, not {type(feed).__name__}")
+        for key in self._requests.get(request_id, ()):
+            if key in self._answers:
+                count = self.runner.feed(key, feed)
+                self.scheduler.feed(key, count, final=feed.final)
+
+    def abort(self, request_id: str) -> None:
+        for key in self._requests.pop(request_id, ()):
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self.scheduler.remove(key)
+        self.runner.remove(key)
+        self._answers.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StageChunk]:
+        plan = self.scheduler.schedule()
+        chunks = self._announce(plan)
+        if not plan.batch:
+            return chunks
+        try:
+            result = self.runner.execute(plan)
+        except Exception as error:  # the boundary of a step: its requests end, the stage goes on
+            return chunks + self._fail_batch(plan, error)
+        for key, problem in result.failed.items():
+            chunks.append(self._end(key, FinishReason.ERROR, error=problem))
+        self.scheduler.commit(plan)
+        self._tokens += plan.num_tokens
+        for item in plan.batch:
+            if item.key in self._answers:
+                chunks.extend(self._update(item.key, result))
+        return chunks
+
+    def _announce(self, plan: SchedulerOutput) -> list[StageChunk]:
+        chunks = []
+        for key in plan.started:
+            answer = self._answers[key]
+            if answer.index == 0:
+                chunks.append(StageChunk(answer.request_id, self.name))
+        return chunks
+
+    def _update(self, key: str, result: RunnerOutput) -> list[StageChunk]:
+        """Account for what one sequence got; at most one chunk."""
+        answer = self._answers[key]
+        sampled = result.sampled.get(key)
+        hidden = result.hidden.get(key)
+        if sampled is not None and sampled.error is not None:
+            return [self._end(key, FinishReason.ERROR, error=sampled.error)]
+        if sampled is None and hidden is None:
+            return []
+        text, finish, ended_by = "", None, None
+        tokens: tuple[int, ...] = ()
+        if sampled is not None:
+            tokens = (sampled.token_id,)
+            self.scheduler.append(key, sampled.token_id)
+            text, finish, ended_by = self._advance(answer, sampled.token_id)
+        payload = TokenChunk(
+            token_ids=tokens,
+            text=text,
+            logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs is not None else (),
+            hidden=hidden.rows if hidden is not None else None,
+            hidden_start=hidden.start if hidden is not None else 0,
+            prompt=None if answer.announced else answer.payload,
+            ended_by=ended_by,
+        )
+        answer.announced = True
+        if finish is not None:
+            return [self._end(key, finish, payload=payload)]
+        return [StageChunk(answer.request_id, self.name, payload, answer.index)]
+
+    @staticmethod
+    def _advance(answer: _Answer, token_id: int) -> tuple[str, FinishReason | None, int | None]:
+        """Count a sampled token; the text that it released, and whether and by which id it ended the answer."""
+        answer.generated += 1
+        ends = token_id in answer.stop_ids and answer.generated >= answer.params.min_tokens
+        text = ""
+        # A stop token that the user named is dropped from the text, like a stop string.
+        if answer.text is not None:
+            text = "" if ends else answer.text.push(token_id)
+        finish = None
+        if ends or (answer.text is not None and answer.text.stopped):
+            finish = FinishReason.STOP
+        elif answer.generated >= answer.limit:
+            finish = FinishReason.LENGTH
+        if finish is not None and answer.text is not None:
+            text += answer.text.finish()
+        return text, finish, token_id if ends else None
+
+    def _end(
+        self,
+        key: str,
+        finish: FinishReason,
+        *,
+        payload: TokenChunk | None = None,
+        error: OmniError | None = None,
+    ) -> StageChunk:
+        answer = self._answers[key]
+        self._forget(key)
+        keys = self._requests.get(answer.request_id, [])
+        if key in keys:
+            keys.remove(key)
+        if not keys:
+            self._requests.pop(answer.request_id, None)
+        return StageChunk(answer.request_id, self.name, payload, answer.index, finish, error)
+
+    def _fail_batch(self, plan: SchedulerOutput, error: Exception) -> list[StageChunk]:
+        logger.error("stage %s: a step of %d sequences failed: %s", self.name, len(plan.batch), type(error).__name__)
+        problem = error if isinstance(error, OmniError) else _step_error(self.name, error)
+        # Keys and values of the batch may be half written: nothing computed so far may be reused.
+        self.scheduler.pool.forget_prefixes()
+        return [self._end(item.key, FinishReason.ERROR, error=problem) for item in plan.batch]
+
+    # -------------------------------------------------------------------------------------------- insight
+
+    def stats(self) -> StageStats:
+        waiting, running, starved = self.scheduler.counts()
+        pool = self.scheduler.pool
+        return StageStats(
+            waiting=waiting,
+            running=running,
+            starved=starved,
+            steps=self.scheduler.steps,
+            tokens=self._tokens,
+            preemptions=self.scheduler.preemptions,
+            extra={
+                "blocks": pool.num_blocks,
+                "blocks_free": pool.free_blocks,
+                "prefix_lookups": pool.lookups,
+                "prefix_hits": pool.hits,
+                "encoder_cache_bytes": self.runner.encoder_cache.bytes,
+                "encoder_cache_hits": self.runner.encoder_cache.hits,
+            },
+        )
+
+    def check_integrity(self) -> None:
+        """Raise if a block leaked or is owned twice, or if the stage's tables disagree."""
+        self.scheduler.check()
+        if not set(self.scheduler.keys()) == set(self.runner.keys()) == set(self._answers):
+            raise StageError(f"stage {self.name!r}: scheduler, runner and answers hold different sequences")
+
+
+class _MediaKeys:
+    """Which media overlap a range of the prompt, as hash parts: the content's key and where the overlap begins."""
+
+    def __init__(self, spans: Sequence[MediaSpan]) -> None:
+        self._spans = [(span.key, sorted(span.positions.tolist())) for span in spans]
+
+    def __call__(self, start: int, end: int) -> list[bytes]:
+        parts: list[bytes] = []
+        for key, positions in self._spans:
+            inside = [i for i, p in enumerate(positions) if start <= p < end]
+            if inside:
+                parts.append(key + inside[0].to_bytes(4, "little") + (positions[inside[0]] - start).to_bytes(4, "little"))
+        return parts
+
+
+def _step_error(stage: str, error: Exception) -> StageError:
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return StageError(f"stage {stage!r} ran out of device memory in this step; lower its budget.max_batch_tokens")
+    return StageError(f"a step of stage {stage!r} failed: {type(error).__name__}: {error}")
+
+
+def _typed(stage_input: StageInput) -> tuple[SamplingParams, ARInput]:
+    if not isinstance(stage_input.params, SamplingParams):
+        raise InvalidRequestError(f"this stage takes SamplingParams, not {type(stage_input.params).__name__}")
+    if not isinstance(stage_input.payload, ARInput):
+        raise StageError(f"an autoregressive stage takes ARInput, not {type(stage_input.payload).__name__}")
+    return stage_input.params, stage_input.payload
+
+
+def _check_payload(payload: ARInput, component: ARComponent) -> None:
+    """Shapes and ranges, before anything is queued."""
+    spec, length = component.spec, len(payload.token_ids)
+    if length == 0:
+        raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
+    if payload.embeds is not None:
+        if payload.embeds.ndim != 2 or payload.embeds.shape != (length, spec.embed_size):
+            raise InvalidRequestError(
+                f"prompt embeddings must be [{length}, {spec.embed_size}], got {list(payload.embeds.shape)}",
+                param="prompt_embeds",
+            )
+    elif min(payload.token_ids) < 0 or max(payload.token_ids) >= spec.vocab_size:
+        raise InvalidRequestError(f"prompt token ids must be in [0, {spec.vocab_size})", param="prompt_token_ids")
+    if payload.positions is not None and payload.positions.shape[-1] != length:
+        raise InvalidRequestError(f"positions for {payload.positions.shape[-1]} of {length} prompt tokens")
+    if payload.streaming and not spec.side_input:
+        raise InvalidRequestError("this stage takes no streaming side input")

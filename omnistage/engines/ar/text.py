@@ -1,0 +1,154 @@
+"""From token ids to text as they come: incremental detokenisation and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from omnistage.errors import ConfigError
+from omnistage.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONTEXT_TOKENS = 8
+"""Prompt tokens that the decoder sees before the output: enough for a leading space and an unfinished character."""
+
+
+class _StopString:
+    """Knuth-Morris-Pratt matching of one stop string: linear in the text, whatever the string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        """Characters of the stop string that the text so far ends with."""
+        self._fallback = [0] * (len(text) + 1)
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._fallback[length]
+            if text[i] == text[length]:
+                length += 1
+            self._fallback[i + 1] = length
+
+    def feed(self, character: str) -> bool:
+        """Take one more character; True if it completes the stop string."""
+        matched = self.matched
+        if matched == len(self.text):
+            matched = self._fallback[matched]
+        while matched and self.text[matched] != character:
+            matched = self._fallback[matched]
+        if self.text[matched] == character:
+            matched += 1
+        self.matched = matched
+        return matched == len(self.text)
+
+    @property
+    def pending(self) -> int:
+        """Last characters of the text that may still become the stop string."""
+        return self._fallback[self.matched] if self.matched == len(self.text) else self.matched
+
+
+class TextStream:
+    """Text of one answer, released as soon as nothing that follows can change it.
+
+    The pushes and `finish()` together give what `tokenizer.decode` gives for all the ids at once, up to the first
+    stop string to be completed. With `prompt_token_ids` the text continues the prompt: a tokenizer that drops a
+    leading space then keeps it. Not thread-safe.
+    """
+
+    stopped: bool
+    """A stop string was found; everything pushed after it is dropped."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.stopped = False
+        self._tokenizer = _backend(tokenizer)
+        self._skip_special = params.skip_special_tokens
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = [_StopString(text) for text in dict.fromkeys(params.stop)]
+        self._held = ""
+        self._pushed = 0
+        self._finished = False
+        # Ids that the stream has not turned into text yet, and those before them that it decodes along with them.
+        self._context = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
+        self._pending: list[int] = []
+        self._stream = self._new_stream()
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._context or None, skip_special_tokens=self._skip_special)
+
+    def push(self, token_id: int) -> str:
+        """Take one token; returns the newly released text.
+
+        That is '' while a character is incomplete or the text may still become a stop string.
+        """
+        if self.stopped or self._finished:
+            return ""
+        self._pushed += 1
+        return self._release(self._decode(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back; an incomplete character comes out as U+FFFD. Later calls return ''."""
+        if self.stopped or self._finished:
+            return ""
+        self._finished = True
+        text = self._release(self._remainder() if self._pending else "")
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            # tokenizers raises nothing narrower. Bytes that spell an invalid character can change how the ones
+            # before them decode (byte fallback); what was released stays, and the stream starts afresh behind it.
+            if "prefix" not in str(error).lower():
+                raise
+            text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special)
+            self._context = []
+            self._stream = self._new_stream()
+            self._stream.step(self._tokenizer, token_id)
+            self._context = [token_id]
+            self._pending = []
+            return text
+        if text is None:
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def _remainder(self) -> str:
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special)
+        whole = self._tokenizer.decode([*self._context, *self._pending], skip_special_tokens=self._skip_special)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special)
+
+    def _release(self, text: str) -> str:
+        if not self._stops or not text:
+            return text
+        text, start = self._held + text, len(self._held)
+        may_stop = self._pushed >= self._min_tokens
+        for end in range(start + 1, len(text) + 1):
+            found = [stop.text for stop in self._stops if stop.feed(text[end - 1])]
+            if found and may_stop:
+                self.stopped = True
+                self._held = ""
+                return text[: end if self._include_stop else end - max(map(len, found))]
+        keep = len(text) - max(stop.pending for stop in self._stops)
+        self._held = text[keep:]
+        return text[:keep]
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(f"text output needs a fast tokenizer, but this model has a {type(tokenizer).__name__}")
+    return backend

@@ -1,0 +1,152 @@
+"""From a resolved configuration to running parts: where each stage runs, its component, its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from omnistage.config import (
+    ARStageConfig,
+    DeploymentConfig,
+    LimitsConfig,
+    OmniEngineArgs,
+    OmniModelConfig,
+    ResolvedConfig,
+    StageConfig,
+    resolve,
+)
+from omnistage.errors import ConfigError, RegistryError
+from omnistage.pipeline.registry import REGISTRY, Bridge, InputProcessor, LoadContext, Registry
+from omnistage.pipeline.request import GraphView
+from omnistage.pipeline.stage import Stage
+from omnistage.types import DTypeName, StageParams
+
+if TYPE_CHECKING:
+    import torch
+
+Report = Callable[[str, float], None]
+"""Called with what is being loaded and the share of it that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """All that a front door needs to run a model."""
+
+    graph: GraphView
+    stages: Mapping[str, Stage]
+    bridges: Mapping[str, Bridge]
+    defaults: Mapping[str, StageParams]
+    processor: InputProcessor
+    deployment: DeploymentConfig
+    limits: LimitsConfig
+
+
+def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
+    """Resolve the configuration and load every stage; stages that were loaded are closed if a later one fails."""
+    resolved = resolve(args, registry=registry)
+    config, graph = resolved.config, resolved.graph
+    if config.deployment.torch_threads is not None:
+        import torch
+
+        torch.set_num_threads(config.deployment.torch_threads)
+    names = {name: graph.bridge(name) for name in graph.order}
+    bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
+    processor = registry.family(resolved.model.family).processor(resolved.model)
+    return EngineParts(
+        graph,
+        _build_stages(resolved, progress, registry),
+        bridges,
+        {name: stage.params for name, stage in config.pipeline.stages.items()},
+        processor,
+        config.deployment,
+        config.limits,
+    )
+
+
+def _build_stages(resolved: ResolvedConfig, progress: bool, registry: Registry) -> dict[str, Stage]:
+    stages: dict[str, Stage] = {}
+    config = resolved.config
+    console = Console(stderr=True)
+    hidden = not (progress and console.is_terminal)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
+    with ExitStack() as undo, Progress(*columns, console=console, disable=hidden) as bar:
+        for name in resolved.graph.order:
+            task = bar.add_task(f"loading {name}", total=1.0, doing="")
+
+            def report(doing: str, done: float, task: object = task) -> None:
+                bar.update(task, completed=done, doing=doing)  # type: ignore[arg-type]
+
+            stage = build_stage(
+                resolved.model, name, config.pipeline.stages[name], config.deployment, report, registry=registry
+            )
+            undo.callback(stage.close)
+            stages[name] = stage
+            report("", 1.0)
+        undo.pop_all()
+    return stages
+
+
+def build_stage(
+    model: OmniModelConfig,
+    name: str,
+    stage_cfg: StageConfig,
+    deployment: DeploymentConfig,
+    progress: Report | None = None,
+    *,
+    registry: Registry = REGISTRY,
+) -> Stage:
+    """Load a stage's component where the configuration says and put it on its engine."""
+    device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
+    dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
+    context = LoadContext(model, name, stage_cfg, device, dtype, progress)
+    component = registry.component(stage_cfg.component)(context)
+    if isinstance(stage_cfg, ARStageConfig):
+        from omnistage.engines.ar.component import ARComponent
+        from omnistage.engines.ar.stage import ARStage
+
+        if not isinstance(component, ARComponent):
+            raise _wrong_component(name, stage_cfg, component)
+        return ARStage(name, component, stage_cfg.budget)
+    from omnistage.engines.codec.component import CodecComponent
+    from omnistage.engines.codec.stage import CodecStage
+
+    if not isinstance(component, CodecComponent):
+        raise _wrong_component(name, stage_cfg, component)
+    return CodecStage(name, component, stage_cfg.budget)
+
+
+def _wrong_component(name: str, stage_cfg: StageConfig, component: object) -> RegistryError:
+    return RegistryError(
+        f"component {stage_cfg.component!r} is a {type(component).__name__}, which the {stage_cfg.engine} engine "
+        "cannot run; use another component or engine",
+        param=f"pipeline.stages.{name}.component",
+    )
+
+
+def resolve_device(name: str, *, param: str = "deployment.device") -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU. MPS must be asked for by name."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        usable = torch.cuda.device_count()
+        raise ConfigError(f"{name} was asked for, but {usable} CUDA devices are usable; use cpu or auto", param=param)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("mps was asked for, but it is not available here; use cpu or auto", param=param)
+    return device
+
+
+def resolve_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
+    import torch
+
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

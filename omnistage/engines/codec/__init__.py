@@ -1,0 +1,6 @@
+"""The codec engine: streaming vocoders and one-shot modules, batched across requests."""
+
+from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
+from omnistage.engines.codec.stage import CodecStage
+
+__all__ = ["CodecComponent", "CodecLayout", "CodecStage", "Window"]

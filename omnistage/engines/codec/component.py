@@ -1,0 +1,81 @@
+"""What the codec engine needs of a network that turns codes into samples. No torch: a component may run on anything."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnistage.types import CodecParams
+
+
+@dataclass(frozen=True, slots=True)
+class CodecLayout:
+    """How an utterance may be cut into windows. Everything is counted in codes or in blocks of codes."""
+
+    block_codes: int
+    """Codes in a block. Windows start on block borders; only an utterance's last window may end inside a block."""
+    codebook_size: int
+    """Codes are in `[0, codebook_size)`."""
+    max_codes: int
+    """Longest utterance."""
+    history_blocks: int = 0
+    """Blocks before a window that can change its result or its shapes; two windows that have at least this many
+    before them are alike."""
+    max_lookahead_blocks: int = 0
+    """Most blocks after a window that can change its result: 0 for a causal decoder."""
+    first_blocks: int = 1
+    """Fewest blocks from which the first window gives any samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One request's share of a forward.
+
+    `codes` is `history` codes that were decoded before, then `emit` codes to decode now, then look-ahead: codes whose
+    result is thrown away and computed again by the next window. `last` ends the utterance (there is no look-ahead
+    then) and asks for every sample that was held back; only then may `emit` be 0.
+    """
+
+    state: object
+    codes: tuple[int, ...]
+    history: int
+    emit: int
+    last: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, bool]:
+        return self.history, len(self.codes), self.emit, self.last
+
+
+class CodecComponent(ABC):
+    """A network behind a codec stage: streaming vocoders, and one-shot modules (one block, no context)."""
+
+    sample_rate: int
+    layout: CodecLayout
+
+    @property
+    @abstractmethod
+    def voices(self) -> tuple[str, ...]:
+        """Names that `open` takes; empty where there is one voice only. Thread-safe."""
+
+    @abstractmethod
+    def group(self, params: CodecParams) -> Hashable:
+        """Requests share a forward only where this is equal. Thread-safe."""
+
+    @abstractmethod
+    def open(self, request_id: str, params: CodecParams, voice: str | None) -> object:
+        """A request's state, handed back in each of its windows. `voice` is one of `voices` or None (the default)."""
+
+    @abstractmethod
+    def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
+        """Samples (`float32 [n]`, n may be 0) that each window completes, in order.
+
+        The windows have one `shape` and one `group`, and belong to different requests. States change only when the
+        whole call succeeds, so that a failed batch can be run again one by one.
+        """
+
+    def close(self) -> None:  # noqa: B027  (most components hold nothing that the garbage collector cannot free)
+        """Release device memory."""

@@ -1,0 +1,133 @@
+"""CUDA graphs of whole calls, captured on first use and kept in a bounded cache; plain calls everywhere else.
+
+A decoder's forward is hundreds of small kernels, and launching them costs more than running them. Replaying a graph
+costs one launch. Turning graphs off (or running on another device) calls the same function directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as _Pool
+
+logger = logging.getLogger(__name__)
+
+_tf32_lock = threading.Lock()
+_tf32_users = 0
+_tf32_before = False
+
+
+@contextlib.contextmanager
+def allow_tf32(enabled: bool) -> Iterator[None]:
+    """Allow TF32 in float32 matrix products within the block, as far as torch can.
+
+    The switch is one for the process and is read when a kernel is launched or captured: replayed graphs keep what
+    they were captured with, but float32 products that another thread launches meanwhile see it too. `enabled=False`
+    leaves the process's setting alone. Blocks may nest and overlap: the last one to end restores.
+    """
+    global _tf32_users, _tf32_before
+    if not enabled:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    with _tf32_lock:
+        if not _tf32_users:
+            # Read through the new name, which never raises; set through the old one, which keeps both in agreement.
+            _tf32_before = matmul.fp32_precision == "tf32"
+            matmul.allow_tf32 = True
+        _tf32_users += 1
+    try:
+        yield
+    finally:
+        with _tf32_lock:
+            _tf32_users -= 1
+            if not _tf32_users:
+                matmul.allow_tf32 = _tf32_before
+
+
+def bucket(count: int) -> int:
+    """The next power of two: batches are padded to it so that few graphs exist."""
+    return 1 << (count - 1).bit_length()
+
+
+class _Graph:  # pragma: no cover  (needs a CUDA device)
+    """One captured call with its static inputs and output."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: _Pool) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            function(*self._inputs)  # libraries set themselves up on first use, which cannot be captured
+            # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other
+            # stages. Thread-local: other stages go on allocating and launching while this thread captures.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._output = function(*self._inputs)
+            finally:
+                self._graph.capture_end()
+        current.wait_stream(stream)
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        return self._output
+
+
+class GraphCache:
+    """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream."""
+
+    def __init__(self, *, enabled: bool, capacity: int = 48) -> None:
+        self.enabled = enabled
+        self._capacity = capacity
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._pool: _Pool | None = None
+        self.captures = 0
+
+    def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`. The answer may be a buffer that the next call overwrites.
+
+        Calls with an equal key must have the same function and shapes. A failed capture turns graphs off for good.
+        """
+        if not self.enabled or inputs[0].device.type != "cuda":
+            return function(*inputs)
+        return self._replay(key, function, inputs)  # pragma: no cover  (needs a CUDA device)
+
+    def _replay(
+        self, key: Hashable, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+    ) -> Tensor:  # pragma: no cover  (needs a CUDA device)
+        graph = self._graphs.get(key)
+        if graph is None:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                graph = _Graph(function, inputs, self._pool)
+            except RuntimeError as error:
+                self.clear()
+                self.enabled = False
+                logger.warning("CUDA graph capture failed, running without graphs from here on: %s", error)
+                return function(*inputs)
+            self.captures += 1
+            self._graphs[key] = graph
+            if len(self._graphs) > self._capacity:
+                # Its kernels may still be running; their memory must not go to the next graph before they are done.
+                torch.cuda.current_stream().synchronize()
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph(inputs)
+
+    def clear(self) -> None:
+        """Give the graphs' memory back."""
+        self._graphs.clear()

@@ -1,0 +1,218 @@
+"""Which requests decode which codes next. Pure Python: it knows counters, not tensors.
+
+A request is a growing list of codes and a counter of those that are done. Its next window is ready when there are
+enough codes for a chunk and for the look-ahead beyond it, or when the utterance is complete. Ready windows of one
+shape share a forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from omnistage.engines.codec.component import CodecLayout
+
+AGE_LIMIT = 16
+"""A ready request that was passed over this many times goes before every priority, longest wait first."""
+
+
+class CodecLimits(Protocol):
+    """The part of a codec stage's budget that scheduling reads."""
+
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def first_chunk_blocks(self) -> int: ...
+    @property
+    def max_chunk_blocks(self) -> int: ...
+    @property
+    def lookahead_blocks(self) -> int: ...
+
+
+class Shape(NamedTuple):
+    """What windows must have in common to share a forward."""
+
+    group: Hashable
+    history: int
+    length: int
+    emit: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """A window of one request: `codes` is `history` old codes, `emit` new ones, then look-ahead."""
+
+    request_id: str
+    codes: tuple[int, ...]
+    history: int
+    emit: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work. `empty` names utterances without a single code, which end without running."""
+
+    windows: tuple[WindowPlan, ...] = ()
+    started: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    group: Hashable
+    priority: int
+    streaming: bool
+    order: int
+    codes: list[int] = field(default_factory=list)
+    final: bool = False
+    done: int = 0
+    started: bool = False
+    age: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the oldest."""
+        if self.age >= AGE_LIMIT:
+            return -self.age, 0, self.order
+        return 0, self.priority, self.order
+
+
+class CodecScheduler:
+    """Picks one batch of equally shaped windows at a time.
+
+    Chunks are powers of two of blocks, as many as the codes at hand allow when the window is scheduled: the first one
+    small for early sound, later ones larger under load, which spreads the cost of context and look-ahead. Powers of
+    two, so that requests meet in few shapes.
+    """
+
+    def __init__(self, layout: CodecLayout, limits: CodecLimits) -> None:
+        self._layout = layout
+        self._limits = limits
+        self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
+        self._requests: dict[str, _Request] = {}
+        self._orders = itertools.count()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
+        self._requests[request_id] = _Request(request_id, group, priority, streaming, next(self._orders))
+
+    def extend(self, request_id: str, codes: Sequence[int], final: bool) -> None:
+        """More codes; ignored once the utterance is complete or the request has ended."""
+        request = self._requests.get(request_id)
+        if request is None or request.final:
+            return
+        request.codes.extend(codes)
+        request.final = final
+
+    def length(self, request_id: str) -> int:
+        """Codes known so far; 0 for a request that has ended."""
+        request = self._requests.get(request_id)
+        return len(request.codes) if request else 0
+
+    def is_complete(self, request_id: str) -> bool:
+        """Whether more codes would be ignored."""
+        request = self._requests.get(request_id)
+        return request is None or request.final
+
+    def remove(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        free = self.running < self._limits.max_running
+        return any(
+            self._is_empty(r) or ((r.started or free) and self._next_shape(r) is not None)
+            for r in self._requests.values()
+        )
+
+    @property
+    def running(self) -> int:
+        return sum(r.started for r in self._requests.values())
+
+    @property
+    def waiting(self) -> int:
+        return len(self._requests) - self.running
+
+    @property
+    def starved(self) -> int:
+        """Requests that have run all they can and wait for their upstream."""
+        return sum(r.started and self._next_shape(r) is None for r in self._requests.values())
+
+    def schedule(self) -> SchedulerOutput:
+        """The next batch. The caller runs it and then calls `update`."""
+        empty = tuple(r.request_id for r in self._requests.values() if self._is_empty(r))
+        ready = [(r, s) for r in self._requests.values() if (s := self._next_shape(r)) is not None]
+        ready.sort(key=lambda pair: pair[0].rank)
+        free = self._limits.max_running - self.running
+        picked: list[_Request] = []
+        shape: Shape | None = None
+        for request, candidate in ready:
+            admissible = request.started or free > 0
+            if admissible and len(picked) < self._limits.max_batch and shape in (None, candidate):
+                shape = candidate
+                free -= not request.started
+                picked.append(request)
+            else:
+                request.age += 1
+        started = (*empty, *(r.request_id for r in picked if not r.started))
+        for request in picked:
+            request.started, request.age = True, 0
+        windows = tuple(_plan(request, shape) for request in picked) if shape else ()
+        return SchedulerOutput(windows, started, empty)
+
+    def update(self, output: SchedulerOutput, failed: Collection[str]) -> None:
+        """Count what ran and forget what ended: complete, empty and failed requests."""
+        for window in output.windows:
+            if window.last or window.request_id in failed:
+                self.remove(window.request_id)
+            else:
+                self._requests[window.request_id].done += window.emit
+        for request_id in output.empty:
+            self.remove(request_id)
+
+    def _is_empty(self, request: _Request) -> bool:
+        return request.final and not request.codes
+
+    def _next_shape(self, request: _Request) -> Shape | None:
+        """The window that could run now, or None while codes are missing."""
+        if self._is_empty(request):
+            return None
+        if not request.streaming:
+            count = len(request.codes)
+            return Shape(request.group, 0, count, count, True) if request.final else None
+        block = self._layout.block_codes
+        first = request.done == 0
+        available = len(request.codes) - request.done
+        complete = (available - self._lookahead) // block
+        chunk = self._chunk_blocks(first, complete)
+        history = min(request.done, self._layout.history_blocks * block)
+        reach = (chunk if first else self._limits.max_chunk_blocks) * block + self._lookahead
+        if request.final and available <= reach:
+            # The window reaches the end of the utterance, so what would be look-ahead is exact: emit it all.
+            return Shape(request.group, history, history + available, available, True)
+        if complete < chunk:
+            return None
+        emit = chunk * block
+        return Shape(request.group, history, history + emit + self._lookahead, emit, False)
+
+    def _chunk_blocks(self, first: bool, complete: int) -> int:
+        """Blocks of the next chunk where `complete` of them have their look-ahead."""
+        if first:
+            return max(self._limits.first_chunk_blocks, self._layout.first_blocks)
+        if complete >= self._limits.max_chunk_blocks:
+            return self._limits.max_chunk_blocks
+        return 1 << (max(complete, 1).bit_length() - 1)
+
+
+def _plan(request: _Request, shape: Shape) -> WindowPlan:
+    start = request.done - shape.history
+    codes = tuple(request.codes[start : start + shape.length])
+    return WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last)

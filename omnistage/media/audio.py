@@ -1,0 +1,229 @@
+"""Decoding sound: everything becomes mono float32, measured before it is decoded and again while it is."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.audio_output import AudioOutput, encode_wav
+from omnistage.media.container import check_decoder, open_container
+from omnistage.media.limits import MediaLimits
+from omnistage.media.source import BytesSource, load_bytes
+
+__all__ = ["PCM16_RATE", "AudioClip", "AudioOutput", "AudioSource", "decode_audio", "decode_audio_track", "encode_wav"]
+
+PCM16_RATE = 24_000
+MIN_RATE, MAX_RATE = 1_000, 384_000
+_MAX_CHANNELS = 32
+_BLOCK_FRAMES = 65_536
+# What writers that do not know the length yet put into a WAV header.
+_UNKNOWN_WAV_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF, 0xFFFFF000)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioClip:
+    """Decoded sound: `samples` is mono float32 `[n]`, n > 0, all finite."""
+
+    samples: NDArray[np.float32]
+    sample_rate: int
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.sample_rate
+
+    def __repr__(self) -> str:
+        return f"AudioClip({self.seconds:.2f} s at {self.sample_rate} Hz)"
+
+
+AudioSource = BytesSource | AudioClip | tuple[NDArray[Any], int]
+
+
+def decode_audio(
+    source: AudioSource,
+    limits: MediaLimits,
+    target_rate: int | None = None,
+    *,
+    format: str | None = None,
+    bare_base64: bool = False,
+) -> AudioClip:
+    """Return `source` as mono float32, resampled to `target_rate` where one is given.
+
+    `source` is what `load_bytes` takes, a clip, or `(samples, rate)` with samples `[n]` or `[n, channels]`, float
+    or int16/int32. Channels are averaged. `format="pcm16"` says that the bytes are headerless 16-bit little-endian
+    mono at 24 kHz; any other container is recognised by its content. Sound that is longer than
+    `limits.max_audio_seconds` is refused from its header, or as soon as decoding passes the limit.
+    """
+    if target_rate is not None:
+        _check_rate(target_rate, InvalidRequestError)
+    seconds = limits.max_audio_seconds
+    if isinstance(source, AudioClip):
+        source = (source.samples, source.sample_rate)
+    if isinstance(source, tuple):
+        samples, rate = _checked_array(source)
+        _check_seconds(len(samples) / rate, seconds)
+        return _collect(_blocks_of(samples), rate, target_rate, seconds)
+    data = load_bytes(source, limits, bare_base64=bare_base64)
+    if format == "pcm16":
+        if len(data) % 2:
+            raise MediaError(f"pcm16 sound has an odd number of bytes ({len(data)}); send whole 16-bit samples")
+        samples = np.frombuffer(data, dtype="<i2")
+        _check_seconds(len(samples) / PCM16_RATE, seconds)
+        return _collect(_blocks_of(samples), PCM16_RATE, target_rate, seconds)
+    _check_seconds(_wav_header_seconds(data), seconds)
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except soundfile.LibsndfileError:
+        clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio")
+        if clip is None:
+            raise MediaError("the file has no audio track; send a sound file, or a video with sound") from None
+        return clip
+    with file:
+        return _decode_soundfile(file, target_rate, seconds)
+
+
+def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: float, kind: str) -> AudioClip | None:
+    """Return the first audio track of any container that FFmpeg reads, or None where there is no such track."""
+    # A cover picture inside a music file needs a frame too, but never a large one.
+    with open_container(data, kind, max_frame_pixels=4096 * 4096) as container:
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        check_decoder(stream, kind)
+        if stream.duration is not None and stream.time_base is not None:
+            _check_seconds(float(stream.duration * stream.time_base), max_seconds)
+        elif container.duration is not None:
+            _check_seconds(container.duration / av.time_base, max_seconds)
+        rate = stream.codec_context.sample_rate
+        _check_rate(rate, MediaError)
+        return _collect(_decoded_blocks(container.decode(stream), rate), rate, target_rate, max_seconds)
+
+
+def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_seconds: float) -> AudioClip:
+    rate = int(file.samplerate)
+    _check_rate(rate, MediaError)
+    _check_channels(file.channels)
+    # Some formats have no length in their header and report the largest integer.
+    if file.frames < np.iinfo(np.int64).max:
+        _check_seconds(file.frames / rate, max_seconds)
+    try:
+        return _collect(_file_blocks(file), rate, target_rate, max_seconds)
+    except soundfile.SoundFileError as error:
+        raise MediaError(f"audio does not decode ({error}); the file may be truncated or damaged") from error
+
+
+def _file_blocks(file: soundfile.SoundFile) -> Iterator[NDArray[Any]]:
+    # Not SoundFile.blocks: it goes on, with empty blocks, for as long as the header promises samples.
+    while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
+        yield block
+
+
+def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDArray[Any]]:
+    """Yield each frame as float32 `[n, channels]`."""
+    to_float = av.AudioResampler(format="fltp")
+    for frame in frames:
+        if frame.sample_rate != rate:
+            raise MediaError(f"audio changes its rate from {rate} to {frame.sample_rate} Hz midway; encode it again")
+        _check_channels(frame.layout.nb_channels)
+        try:
+            converted = to_float.resample(frame)
+        except ValueError as error:
+            raise MediaError(f"audio changes its layout midway ({error}); encode it again") from error
+        for piece in converted:
+            yield piece.to_ndarray().T
+
+
+def _collect(blocks: Iterable[NDArray[Any]], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
+    """Average channels, check and resample block by block, so that memory follows the result and not the source."""
+    resampler = None
+    if target_rate is not None and target_rate != rate:
+        resampler = soxr.ResampleStream(rate, target_rate, 1, dtype="float32", quality="HQ")
+    done: list[NDArray[np.float32]] = []
+    count = 0
+    for block in blocks:
+        count += len(block)
+        _check_seconds(count / rate, max_seconds)
+        mono = _to_mono(block)
+        if not np.isfinite(mono).all():
+            raise MediaError("audio has NaN or infinite samples; encode it again")
+        done.append(resampler.resample_chunk(mono) if resampler else mono)
+    if resampler is not None:
+        done.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+    samples = np.concatenate(done) if done else np.zeros(0, np.float32)
+    if count == 0 or len(samples) == 0:
+        raise MediaError("audio has no samples; send at least a few milliseconds of sound")
+    return AudioClip(samples, rate if target_rate is None else target_rate)
+
+
+def _to_mono(block: NDArray[Any]) -> NDArray[np.float32]:
+    """Return `[n]` float32 that the caller owns; integers are scaled to -1..1."""
+    scale = 1.0 / (np.iinfo(block.dtype).max + 1) if block.dtype.kind == "i" else 1.0
+    mono = block.mean(axis=1, dtype=np.float64) if block.ndim == 2 else block.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return (mono * scale).astype(np.float32)
+
+
+def _blocks_of(samples: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for start in range(0, len(samples), _BLOCK_FRAMES):
+        yield samples[start : start + _BLOCK_FRAMES]
+
+
+def _checked_array(source: tuple[Any, ...]) -> tuple[NDArray[Any], int]:
+    if len(source) != 2 or not isinstance(source[0], np.ndarray):
+        raise InvalidRequestError("a sound as a tuple must be (numpy samples, sample rate)")
+    samples, rate = source
+    if isinstance(rate, bool) or not isinstance(rate, int | np.integer):
+        raise InvalidRequestError(f"the sample rate must be a whole number of Hz, got {type(rate).__name__}")
+    _check_rate(int(rate), InvalidRequestError)
+    if samples.ndim not in (1, 2):
+        raise InvalidRequestError(f"sound array has shape {samples.shape}; give [n] or [n, channels]")
+    if samples.ndim == 2 and not 1 <= samples.shape[1] <= _MAX_CHANNELS:
+        raise InvalidRequestError(f"sound array has shape {samples.shape}; give [n, channels], transposed if need be")
+    if samples.dtype.kind != "f" and samples.dtype not in (np.int16, np.int32):
+        raise InvalidRequestError(f"sound array is of type {samples.dtype}; give floats in -1..1, int16 or int32")
+    return samples, int(rate)
+
+
+def _check_rate(rate: int, error: type[InvalidRequestError]) -> None:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise error(f"a sample rate of {rate} Hz is outside {MIN_RATE}..{MAX_RATE}; resample the sound")
+
+
+def _check_channels(channels: int) -> None:
+    if channels > _MAX_CHANNELS:
+        raise MediaError(f"audio has {channels} channels, more than {_MAX_CHANNELS}; mix it down")
+
+
+def _check_seconds(seconds: float, max_seconds: float) -> None:
+    if seconds > max_seconds:
+        raise LimitExceededError(
+            f"audio of at least {seconds:.2f} seconds is over the limit of {max_seconds:g}; send a shorter piece"
+        )
+
+
+def _wav_header_seconds(data: bytes) -> float:
+    """Return the length that a WAV header claims, 0 where it claims none.
+
+    libsndfile reports what the file really holds, and so would let a header that lies about its length through.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return 0.0
+    bytes_per_second, position = 0, 12
+    while position + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, position)
+        if name == b"fmt " and position + 20 <= len(data):
+            bytes_per_second = struct.unpack_from("<I", data, position + 16)[0]
+        if name == b"data":
+            known = bytes_per_second > 0 and size not in _UNKNOWN_WAV_SIZES
+            return size / bytes_per_second if known else 0.0
+        position += 8 + size + size % 2
+    return 0.0

@@ -1,0 +1,74 @@
+"""Encoding sound that a pipeline made."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from omnistage.errors import InvalidRequestError, MediaError
+
+_FORMATS = {
+    ".wav": ("WAV", "PCM_16"),
+    ".flac": ("FLAC", "PCM_16"),
+    ".ogg": ("OGG", "VORBIS"),
+    ".mp3": ("MP3", "MPEG_LAYER_III"),
+}
+# libsndfile's Vorbis encoder keeps a write's samples on the stack and overflows it with long ones.
+_BLOCK_FRAMES = 16_384
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioOutput:
+    """Generated sound: `samples` is mono float32 `[n]` in -1..1."""
+
+    samples: NDArray[np.float32]
+    sample_rate: int
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.sample_rate
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to `path` in the format of its extension (wav, flac, ogg, mp3) and return the path."""
+        target = Path(path)
+        if target.suffix.lower() not in _FORMATS:
+            raise InvalidRequestError(f"cannot save sound as {target.name!r}; end the name in {', '.join(_FORMATS)}")
+        encoded = io.BytesIO()
+        _encode(encoded, self.samples, self.sample_rate, target.suffix.lower())
+        target.write_bytes(encoded.getbuffer())
+        return target
+
+    def to_wav_bytes(self) -> bytes:
+        return encode_wav(self.samples, self.sample_rate)
+
+    def __repr__(self) -> str:
+        return f"AudioOutput({self.seconds:.2f} s at {self.sample_rate} Hz)"
+
+
+def encode_wav(samples: NDArray[Any], rate: int) -> bytes:
+    """Return mono samples `[n]` as a 16-bit WAV file; values outside -1..1 are clipped, NaN is refused."""
+    encoded = io.BytesIO()
+    _encode(encoded, samples, rate, ".wav")
+    return encoded.getvalue()
+
+
+def _encode(file: IO[bytes], samples: NDArray[Any], rate: int, extension: str) -> None:
+    if samples.ndim != 1 or samples.dtype.kind != "f":
+        raise MediaError(f"sound to encode must be floats [n], got {samples.dtype} {samples.shape}")
+    if not np.isfinite(samples).all():
+        raise MediaError("sound to encode has NaN or infinite samples")
+    kind, subtype = _FORMATS[extension]
+    clipped = np.clip(samples, -1.0, 1.0).astype(np.float32)
+    try:
+        with soundfile.SoundFile(file, "w", rate, 1, subtype=subtype, format=kind) as writer:
+            for start in range(0, len(clipped), _BLOCK_FRAMES):
+                writer.write(clipped[start : start + _BLOCK_FRAMES])
+    except soundfile.SoundFileError as error:
+        raise MediaError(f"cannot encode {extension[1:]} at {rate} Hz ({error}); use wav, or another rate") from error

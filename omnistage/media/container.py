@@ -1,0 +1,39 @@
+"""Opening untrusted containers with FFmpeg, through PyAV."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import av
+from av.container import InputContainer
+
+from omnistage.errors import MediaError
+
+# FFmpeg has demuxers (concat, hls, dash, ...) whose input names further files and URLs, which it then opens. Only
+# formats that hold their media themselves may be probed.
+_FORMATS = "mov,mp4,m4a,3gp,matroska,webm,ogg,mp3,aac,flac,wav,w64,aiff,au,amr,avi,asf,flv,mpeg,mpegts,mpegvideo,gif"
+
+
+@contextmanager
+def open_container(data: bytes, kind: str, *, max_frame_pixels: int) -> Iterator[InputContainer]:
+    """Open `data`; whatever FFmpeg cannot read inside the block becomes a `MediaError` about this `kind`.
+
+    `max_frame_pixels` stops probing from allocating a frame larger than that.
+    """
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": "", "max_pixels": str(max_frame_pixels)}
+    try:
+        with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="replace") as container:
+            yield container
+    except (av.FFmpegError, IndexError) as error:
+        # PyAV itself raises IndexError where a damaged file brings in a new track midway.
+        why = error.strerror if isinstance(error, av.FFmpegError) else "its tracks change midway"
+        raise MediaError(f"{kind} does not decode ({why}); it may be damaged or not {kind} at all") from error
+
+
+def check_decoder(stream: Any, kind: str) -> None:
+    """Refuse a track of an unknown codec. PyAV's types promise a codec context that is then None."""
+    if stream.codec_context is None:
+        raise MediaError(f"{kind} has a track of an unknown codec; encode it again with a common one")

@@ -1,0 +1,72 @@
+"""How much media one request may bring, and where it may come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+MIB = 1024 * 1024
+
+
+class MediaLimits(BaseModel):
+    """Bounds that are checked before the work that they bound.
+
+    The defaults suit offline use by the machine's owner. A service sets `allow_paths=False`, so that a client
+    cannot name files of the host.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_bytes: PositiveInt = Field(
+        default=100 * MIB,
+        description="Largest encoded item in bytes (a file, a decoded data: URL, an HTTP body).",
+    )
+    max_items: PositiveInt = Field(default=64, description="Most images, sounds and videos in one request, together.")
+    max_text_chars: PositiveInt = Field(
+        default=2_000_000, description="Most characters of text in one request, over all of its messages."
+    )
+
+    max_image_pixels: PositiveInt = Field(
+        default=64_000_000,
+        le=178_000_000,
+        description="Largest image in pixels, read from its header. Pillow itself refuses anything above 178 MP.",
+    )
+    max_image_aspect: float = Field(
+        default=200.0, ge=1.0, description="Largest ratio of an image's longer side to its shorter side."
+    )
+
+    max_audio_seconds: PositiveFloat = Field(
+        default=1800.0, description="Longest sound, by its header and again while it is decoded."
+    )
+
+    max_video_seconds: PositiveFloat = Field(
+        default=3600.0, description="Longest video; also bounds the sound that is read from a video."
+    )
+    max_video_frames: PositiveInt = Field(
+        default=768, ge=2, description="Most frames sampled from one video; sampling is thinned to stay within it."
+    )
+    max_video_pixels: PositiveInt = Field(
+        default=4096 * 4096, description="Largest frame of a video in pixels; a larger one is refused."
+    )
+    max_video_total_pixels: PositiveInt = Field(
+        default=512_000_000,
+        description=(
+            "Most pixels held for one video, over all of its sampled frames (3 bytes each). Frames are scaled down, "
+            "keeping their aspect, to stay within it."
+        ),
+    )
+
+    allow_urls: bool = Field(default=False, description="Whether http(s) URLs are fetched.")
+    allow_private_urls: bool = Field(
+        default=False,
+        description="Whether a URL may lead to a loopback, private or otherwise not public address.",
+    )
+    url_timeout_seconds: PositiveFloat = Field(
+        default=20.0, description="Time for fetching one URL, from connecting to its last byte."
+    )
+    allow_paths: bool = Field(default=True, description="Whether file paths and file:// URLs are read.")
+    allowed_path_roots: tuple[Path, ...] = Field(
+        default=(),
+        description="Folders that files must lie in once symbolic links are resolved; empty means any folder.",
+    )

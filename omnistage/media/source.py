@@ -1,0 +1,131 @@
+"""Where media comes from: bytes, base64, files, URLs. All of it is bounded before it is read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.fetch import fetch_url
+from omnistage.media.limits import MediaLimits
+
+BytesSource = bytes | bytearray | memoryview | str | Path
+
+_SHOWN_CHARS = 80
+_WHITESPACE = b" \t\r\n"
+
+
+def load_bytes(source: BytesSource, limits: MediaLimits, *, bare_base64: bool = False) -> bytes:
+    """Return the encoded bytes of one media item, at most `limits.max_bytes` of them.
+
+    A `str` is a `data:` URL, an `http(s)://` URL, a `file://` URL or a path. With `bare_base64` it is base64
+    text, with or without a `data:` prefix, and never a URL or a path.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        size = source.nbytes if isinstance(source, memoryview) else len(source)
+        check_size(size, limits)
+        return _not_empty(bytes(source))
+    if isinstance(source, Path):
+        return _not_empty(_read_file(source, limits))
+    if not isinstance(source, str):
+        raise InvalidRequestError(f"expected bytes, a data: URL, a URL or a file path, got {type(source).__name__}")
+    scheme = source[:8].lower()
+    if scheme.startswith("data:"):
+        return _not_empty(_decode_data_url(source, limits))
+    if bare_base64:
+        return _not_empty(_decode_base64(_ascii(source), limits))
+    if scheme.startswith(("http://", "https://")):
+        return _not_empty(fetch_url(source, limits))
+    return _not_empty(_read_file(_path_of(source, limits), limits))
+
+
+def check_size(size: int, limits: MediaLimits) -> None:
+    """Refuse an item of `size` encoded bytes that is over the limit."""
+    if size > limits.max_bytes:
+        raise LimitExceededError(
+            f"media item of {size} bytes is over the limit of {limits.max_bytes}; send a smaller file"
+        )
+
+
+def _not_empty(data: bytes) -> bytes:
+    if not data:
+        raise MediaError("media item is empty (0 bytes); send an encoded image, sound or video")
+    return data
+
+
+def _ascii(text: str) -> bytes:
+    try:
+        return text.encode("ascii")
+    except UnicodeEncodeError:
+        raise MediaError("base64 text has characters that are not ASCII; encode the bytes again") from None
+
+
+def _decode_data_url(url: str, limits: MediaLimits) -> bytes:
+    head, comma, payload = url.partition(",")
+    if not comma:
+        raise MediaError("data: URL has no comma; write data:<type>;base64,<data>")
+    if head.rpartition(";")[2].strip().lower() != "base64":
+        raise MediaError("data: URL is not base64; write data:<type>;base64,<data>")
+    encoded = _ascii(payload)
+    # "+" and "/" arrive percent-encoded from clients that treat the whole as a URL.
+    return _decode_base64(unquote_to_bytes(encoded) if b"%" in encoded else encoded, limits)
+
+
+def _decode_base64(encoded: bytes, limits: MediaLimits) -> bytes:
+    compact = encoded.translate(None, _WHITESPACE)
+    check_size(len(compact) // 4 * 3 - compact[-2:].count(b"="), limits)
+    try:
+        return base64.b64decode(compact, validate=True)
+    except binascii.Error as error:
+        raise MediaError(f"malformed base64 ({error}); encode the bytes again with standard base64") from None
+
+
+def _path_of(source: str, limits: MediaLimits) -> Path:
+    """Return the path that a non-URL string or a file:// URL names."""
+    if not limits.allow_paths:
+        # The text is not repeated: it may be a whole file in base64 without its prefix.
+        raise InvalidRequestError(
+            "file paths are not allowed here; send the bytes as data:<type>;base64,<data> (text without a data: "
+            "or http(s):// prefix is read as a path)"
+        )
+    if "://" not in source[:16]:
+        return Path(source)
+    parts = urlsplit(source)
+    if parts.scheme.lower() != "file":
+        raise InvalidRequestError(
+            f"URL scheme {parts.scheme[:_SHOWN_CHARS]!r} is not supported; use data:, http(s):// or a file path"
+        )
+    if parts.netloc not in ("", "localhost"):
+        raise InvalidRequestError("a file:// URL must name a local file, as in file:///folder/name.png")
+    return Path(unquote(parts.path))
+
+
+def _read_file(path: Path, limits: MediaLimits) -> bytes:
+    if not limits.allow_paths:
+        raise InvalidRequestError("file paths are not allowed here; send the bytes as data:<type>;base64,<data>")
+    shown = repr(str(path)[:_SHOWN_CHARS])
+    try:
+        resolved = path.resolve()
+        # Checked before the file is looked at, so that the answer does not tell which files exist elsewhere.
+        _check_roots(resolved, shown, limits)
+        # Opening a pipe or a device could block for ever.
+        if not resolved.is_file():
+            raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file")
+        with resolved.open("rb") as file:
+            check_size(os.fstat(file.fileno()).st_size, limits)
+            data = file.read(limits.max_bytes + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read file {shown}: {error.strerror or error}") from error
+    except (ValueError, RuntimeError) as error:  # an embedded NUL; a loop of symbolic links
+        raise InvalidRequestError(f"not a usable file path: {shown}") from error
+    check_size(len(data), limits)
+    return data
+
+
+def _check_roots(resolved: Path, shown: str, limits: MediaLimits) -> None:
+    roots = limits.allowed_path_roots
+    if roots and not any(resolved.is_relative_to(root.resolve()) for root in roots):
+        raise InvalidRequestError(f"file {shown} is outside the allowed folders; move it into one of them")

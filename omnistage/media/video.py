@@ -1,0 +1,237 @@
+"""Decoding video: a bounded number of frames, evenly spaced, with memory for those frames only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.audio import AudioClip, decode_audio_track
+from omnistage.media.container import check_decoder, open_container
+from omnistage.media.limits import MediaLimits
+from omnistage.media.source import BytesSource, load_bytes
+
+# Models that fold frames in pairs need an even number of them.
+FRAME_FACTOR = 2
+MIN_FRAMES = 4
+# Bounds the frames to be decoded, where a file has few seconds but countless frames.
+_MAX_SOURCE_FPS = 240
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoClip:
+    """Sampled video: `frames` is RGB uint8 `[n, h, w, 3]`, `fps` the rate of those frames, `seconds` the length."""
+
+    frames: NDArray[np.uint8]
+    fps: float
+    seconds: float
+    audio: AudioClip | None = None
+
+    def __repr__(self) -> str:
+        count, height, width, _ = self.frames.shape
+        sound = "with" if self.audio is not None else "without"
+        return (
+            f"VideoClip({count} frames of {width}x{height} at {self.fps:.2f} fps, {self.seconds:.2f} s, {sound} audio)"
+        )
+
+
+VideoSource = BytesSource | VideoClip | tuple[NDArray[Any], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """How many frames are wanted; valid by construction."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+
+    def indices(self, total: int, seconds: float) -> NDArray[np.int64]:
+        """Return the evenly spaced frames to keep, by the rule of Qwen's `smart_nframes`."""
+        wanted = min(max(seconds * self.fps, self.min_frames), self.max_frames, total)
+        count = math.floor(wanted / FRAME_FACTOR) * FRAME_FACTOR
+        # A video of one frame keeps it: there is nothing to pair it with.
+        return np.linspace(0, total - 1, max(count, min(total, FRAME_FACTOR))).round().astype(np.int64)
+
+
+def decode_video(
+    source: VideoSource,
+    limits: MediaLimits,
+    fps: float = 2.0,
+    max_frames: int | None = None,
+    min_frames: int = MIN_FRAMES,
+    with_audio: bool = False,
+    audio_rate: int = 16_000,
+) -> VideoClip:
+    """Return frames of `source` sampled at `fps`, at least `min_frames` and at most `max_frames` where it has them.
+
+    The number of frames is even (but for a video of one frame) and they are evenly spaced from the first to the
+    last. `source` is what `load_bytes` takes, a clip (checked, and returned as it is) or `(frames, fps)` with
+    frames uint8 `[n, h, w, 3]`. `with_audio` also decodes the first audio track; `audio` stays None where the
+    video has none. Length and frame size are checked before decoding, and again while it goes on.
+    """
+    sampling = _sampling(fps, min_frames, max_frames, limits)
+    if isinstance(source, VideoClip):
+        _check_array(source.frames, limits)
+        _check_frame_count(len(source.frames), limits)
+        return source
+    if isinstance(source, tuple):
+        return _sample_array(source, sampling, limits)
+    data = load_bytes(source, limits)
+    total, source_fps = _measure(data, limits)
+    seconds = float(total / source_fps)
+    frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits)
+    if frames is None and decoded:
+        # Some codecs have packets that show nothing. Now the true count is known, so sample by that.
+        seconds = float(decoded / source_fps)
+        frames, _ = _sample_file(data, sampling.indices(decoded, seconds), limits)
+    if frames is None:
+        raise MediaError("video has no frames that decode; the file may be damaged")
+    audio = None
+    if with_audio:
+        audio = decode_audio_track(data, audio_rate, max_seconds=limits.max_video_seconds, kind="video")
+    return VideoClip(frames, len(frames) / seconds, seconds, audio)
+
+
+def _sampling(fps: float, min_frames: int, max_frames: int | None, limits: MediaLimits) -> _Sampling:
+    if not (math.isfinite(fps) and fps > 0):
+        raise InvalidRequestError(f"fps must be a number above 0, got {fps}")
+    if min_frames < 1:
+        raise InvalidRequestError(f"min_frames must be at least 1, got {min_frames}")
+    if max_frames is None:
+        max_frames = limits.max_video_frames
+    if max_frames < FRAME_FACTOR:
+        raise InvalidRequestError(f"max_frames must be at least {FRAME_FACTOR}, got {max_frames}")
+    _check_frame_count(max_frames, limits)
+    even_min = math.ceil(min_frames / FRAME_FACTOR) * FRAME_FACTOR
+    return _Sampling(fps, even_min, max_frames)
+
+
+def _measure(data: bytes, limits: MediaLimits) -> tuple[int, Fraction]:
+    """Return the number of frames and their rate, from the headers and the packets; nothing is decoded."""
+    with _open_video(data, limits) as (container, stream):
+        if container.duration is not None:
+            _check_seconds(container.duration / av.time_base, limits)
+        rate = stream.average_rate or stream.guessed_rate
+        if not rate or rate <= 0:
+            raise MediaError("video gives no frame rate; encode it again")
+        most = math.ceil(limits.max_video_seconds * _MAX_SOURCE_FPS)
+        total = 0
+        # Counted rather than believed: a header's count may be missing or false.
+        for packet in container.demux(stream):
+            if not packet.size:
+                continue
+            total += 1
+            _check_seconds(float(total / rate), limits)
+            if total > most:
+                raise LimitExceededError(f"video has over {most} frames; lower its rate below {_MAX_SOURCE_FPS} fps")
+    if total == 0:
+        raise MediaError("video has no frames; send one with at least one frame")
+    return total, rate
+
+
+def _sample_file(data: bytes, indices: NDArray[np.int64], limits: MediaLimits) -> tuple[NDArray[np.uint8] | None, int]:
+    """Decode up to the last wanted frame; return the wanted frames, or None and the count where there were fewer."""
+    with _open_video(data, limits) as (container, stream):
+        stream.thread_type = "AUTO"
+        return _keep(container.decode(stream), indices.tolist(), limits)
+
+
+def _keep(
+    decoded: Iterator[av.VideoFrame], wanted: list[int], limits: MediaLimits
+) -> tuple[NDArray[np.uint8] | None, int]:
+    kept: NDArray[np.uint8] | None = None
+    width = height = turns = done = seen = 0
+    for frame in decoded:
+        _check_frame_size(frame.width, frame.height, limits)
+        if wanted[done] == seen:
+            if kept is None:
+                width, height = _fit(frame.width, frame.height, len(wanted), limits)
+                turns = round(frame.rotation / 90) % 4  # counter-clockwise
+                shape = (width, height) if turns % 2 else (height, width)
+                kept = np.empty((len(wanted), *shape, 3), np.uint8)
+            # A later frame of another size is scaled to the first one's.
+            pixels = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
+            kept[done] = np.rot90(pixels, turns)
+            done += 1
+        seen += 1
+        if done == len(wanted):
+            return kept, seen
+    return None, seen
+
+
+@contextmanager
+def _open_video(data: bytes, limits: MediaLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
+    # Somewhat above the limit, so that a frame just over it is refused by its own numbers.
+    with open_container(data, "video", max_frame_pixels=4 * limits.max_video_pixels) as container:
+        if not container.streams.video:
+            raise MediaError("the file has no video track; send a video, or this file as audio")
+        stream = container.streams.video[0]
+        check_decoder(stream, "video")
+        _check_frame_size(stream.codec_context.width, stream.codec_context.height, limits)
+        yield container, stream
+
+
+def _fit(width: int, height: int, count: int, limits: MediaLimits) -> tuple[int, int]:
+    """Return the size at which `count` frames stay within the pixels that one video may hold."""
+    scale = math.sqrt(limits.max_video_total_pixels / (count * width * height))
+    if scale >= 1.0:
+        return width, height
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def _sample_array(source: tuple[Any, ...], sampling: _Sampling, limits: MediaLimits) -> VideoClip:
+    if len(source) != 2 or not isinstance(source[0], np.ndarray):
+        raise InvalidRequestError("a video as a tuple must be (numpy frames, fps)")
+    frames, source_fps = source
+    if isinstance(source_fps, bool) or not isinstance(source_fps, int | float | np.number):
+        raise InvalidRequestError(f"the fps of video frames must be a number, got {type(source_fps).__name__}")
+    if not (math.isfinite(source_fps) and source_fps > 0):
+        raise InvalidRequestError(f"the fps of video frames must be above 0, got {source_fps}")
+    _check_array(frames, limits)
+    seconds = len(frames) / float(source_fps)
+    _check_seconds(seconds, limits)
+    kept = frames[sampling.indices(len(frames), seconds)]
+    return VideoClip(kept, len(kept) / seconds, seconds)
+
+
+def _check_array(frames: NDArray[Any], limits: MediaLimits) -> None:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise InvalidRequestError(f"video frames are {frames.dtype} {frames.shape}; give uint8 [n, h, w, 3]")
+    if len(frames) == 0:
+        raise MediaError("video has no frames; send at least one")
+    _check_frame_size(frames.shape[2], frames.shape[1], limits)
+
+
+def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
+    if width < 1 or height < 1:
+        raise MediaError("video has no readable frame size, or one far over the limit; encode it again, smaller")
+    if width * height > limits.max_video_pixels:
+        raise LimitExceededError(
+            f"video frames of {width}x{height} = {width * height} pixels are over the limit of "
+            f"{limits.max_video_pixels}; scale the video down"
+        )
+
+
+def _check_frame_count(count: int, limits: MediaLimits) -> None:
+    if count > limits.max_video_frames:
+        raise LimitExceededError(
+            f"{count} frames of video are over the limit of {limits.max_video_frames}; ask for fewer"
+        )
+
+
+def _check_seconds(seconds: float, limits: MediaLimits) -> None:
+    if seconds > limits.max_video_seconds:
+        raise LimitExceededError(
+            f"video of at least {seconds:.2f} seconds is over the limit of {limits.max_video_seconds:g}; cut it"
+        )

@@ -1,0 +1,1 @@
+"""Plain decoder-only language models."""

@@ -1,0 +1,73 @@
+"""Text prompts and chats for a plain causal LM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from omnistage.chat import ChatMessage, TextPart
+from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
+from omnistage.hf import transformers
+from omnistage.models.prompts import PromptTokenizer, tokens_input
+from omnistage.types import ARInput, Modality, OmniTokensPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class CausalLMProcessor:
+    """Applies the tokenizer's chat template."""
+
+    input_modalities = frozenset({Modality.TEXT})
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, embed_size: int) -> None:
+        self._prompts = PromptTokenizer(tokenizer)
+        self._vocab_size = vocab_size
+        self._embed_size = embed_size
+
+    @classmethod
+    def load(cls, folder: Path) -> CausalLMProcessor:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        return cls(load_tokenizer(folder), int(config.vocab_size), int(config.hidden_size))
+
+    def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
+        tokenizer, guarded = self._prompts.tokenizer, self._prompts.guarded()
+        if not tokenizer.chat_template:
+            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        turns = []
+        for message in messages:
+            for part in message.parts:
+                if not isinstance(part, TextPart):
+                    raise UnsupportedModalityError(f"this model reads text only, not {type(part).__name__}")
+            content = "".join(guarded.guard(part.text) for part in message.parts if isinstance(part, TextPart))
+            turns.append({"role": message.role, "content": content})
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        return ARInput(self._prompts.encode(str(text), guarded))
+
+    def text(self, prompt: str) -> ARInput:
+        ids = self._prompts.encode_plain(prompt)
+        if not prompt or not ids:
+            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
+        return ARInput(ids)
+
+    def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
+        return tokens_input(prompt, self._vocab_size, self._embed_size)
+
+    def voices(self) -> Sequence[str]:
+        return ()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"the tokenizer in {folder} has no fast (tokenizer.json) form; convert it first")
+    return tokenizer  # type: ignore[no-any-return]

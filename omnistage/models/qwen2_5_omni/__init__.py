@@ -1,0 +1,1 @@
+"""Qwen2.5-Omni: a thinker, a talker and a streaming vocoder."""

@@ -1,0 +1,101 @@
+"""The two edges of Qwen2.5-Omni: thinker → talker and talker → token2wav. Pure folds over chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from omnistage.errors import BridgeError
+from omnistage.pipeline.registry import BridgeResult
+from omnistage.types import (
+    ARInput,
+    CodecFrames,
+    CodecInput,
+    FinishReason,
+    RequestInfo,
+    SideRows,
+    StageChunk,
+    StageFeed,
+    StagePayloadIn,
+    TokenChunk,
+)
+
+
+@dataclass(slots=True)
+class _Listening:
+    """thinker2talker before the talker has started: rows of the prompt and of the first reply token gather here."""
+
+    prompt: ARInput | None = None
+    first_token: int | None = None
+    rows: list[torch.Tensor] = field(default_factory=list)
+    count: int = 0
+    started: bool = False
+
+
+def thinker2talker(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+    """Hidden rows of the thinker become the talker's prompt, then one side row a reply token.
+
+    The talker's prompt is the thinker's prompt rows and the row of the first reply token, so it starts when the
+    thinker has computed that token. The thinker's last token is never computed: it has no row.
+    """
+    del request
+    if not isinstance(chunk.payload, TokenChunk):
+        return state, ()
+    listening = state if isinstance(state, _Listening) else _Listening()
+    payload, inputs = chunk.payload, list[StagePayloadIn | StageFeed]()
+    if payload.prompt is not None:
+        listening.prompt = payload.prompt
+    if listening.first_token is None and payload.token_ids:
+        listening.first_token = payload.token_ids[0]
+    final = chunk.finish is not None
+    rows = payload.hidden
+    if not listening.started:
+        if rows is not None:
+            listening.rows.append(rows)
+            listening.count += len(rows)
+        start = _start_talker(listening)
+        if start is not None:
+            inputs.append(start)
+            if final:
+                inputs.append(SideRows(start.embeds[:0], final=True))  # type: ignore[index]
+    elif rows is not None or final:
+        empty = listening.rows[0][:0]
+        inputs.append(SideRows(empty if rows is None else rows, final=final))
+    return listening, inputs
+
+
+def _start_talker(listening: _Listening) -> ARInput | None:
+    """The talker's input once the first reply token has been computed, else None."""
+    if listening.prompt is None or listening.first_token is None:
+        return None
+    needed = len(listening.prompt.token_ids) + 1
+    if listening.count < needed:
+        return None
+    rows = torch.cat(listening.rows)
+    if len(rows) != listening.count:
+        raise BridgeError("the thinker's rows do not add up")
+    listening.started = True
+    listening.rows = [rows[:0]]
+    return ARInput(
+        token_ids=(*listening.prompt.token_ids, listening.first_token),
+        embeds=rows[:needed],
+        context=listening.prompt.context,
+        streaming=True,
+        side_rows=rows[needed:],
+    )
+
+
+def talker2token2wav(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+    """Codec tokens as they come; the end token is not a code."""
+    del request
+    if not isinstance(chunk.payload, TokenChunk):
+        return state, ()
+    codes = chunk.payload.token_ids
+    if chunk.payload.ended_by is not None:
+        codes = codes[:-1]
+    final = chunk.finish in (FinishReason.STOP, FinishReason.LENGTH)
+    if not codes and not final:
+        return state, ()
+    item: CodecInput | CodecFrames = CodecInput(codes, final) if state is None else CodecFrames(codes, final)
+    return True, (item,)

@@ -1,0 +1,180 @@
+"""Thinker and talker of Qwen2.5-Omni on the autoregressive engine, around `transformers`' own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.errors import InvalidRequestError, StageError
+from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
+from omnistage.types import ARInput, MediaSpan, Modality, RequestInfo
+
+if TYPE_CHECKING:
+    from transformers import (
+        Qwen2_5OmniTalkerForConditionalGeneration,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+    )
+
+Speakers = Mapping[str, Mapping[str, Any]]
+DEFAULT_VOICE = "Chelsie"
+"""`transformers`' default speaker."""
+
+
+def default_voice(speakers: Speakers) -> str:
+    return DEFAULT_VOICE if DEFAULT_VOICE in speakers else next(iter(speakers))
+
+
+class Thinker(ARComponent):
+    """The language model with its vision and audio towers. Emits embedding plus final hidden state, for the talker."""
+
+    def __init__(self, model: Qwen2_5OmniThinkerForConditionalGeneration, tokenizer: Any = None) -> None:
+        self.model = freeze(model)
+        self.decoder = model.get_decoder()
+        self._embedding = self.decoder.get_input_embeddings()
+        config = model.config.text_config
+        layers, kv_heads, head_dim = kv_shape(config)
+        self.device, self.dtype = model.device, model.dtype
+        self.tokenizer = tokenizer
+        self.spec = ARSpec(
+            num_layers=layers,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=int(config.vocab_size),
+            embed_size=int(config.hidden_size),
+            max_length=int(config.max_position_embeddings),
+            position_dims=3,
+            emit_size=int(config.hidden_size),
+        )
+        self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
+        use_paged_attention(self.decoder)
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        del info
+        return _with_positions(self.model, payload, payload.token_ids)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding(token_ids)  # type: ignore[no-any-return]
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        return _decode(self.decoder, embeds, positions, paged)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        # The talker is told of media through the hidden state only: their embeddings count as zero.
+        return embeds.masked_fill(media, 0.0) + hidden
+
+    def encode(self, span: MediaSpan) -> torch.Tensor:
+        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
+        if span.kind is Modality.IMAGE:
+            out = self.model.get_image_features(**inputs, return_dict=True)
+            return torch.cat(tuple(out.pooler_output))
+        if span.kind is Modality.VIDEO:
+            out = self.model.get_video_features(**inputs, return_dict=True)
+            return torch.cat(tuple(out.pooler_output))
+        if span.kind is Modality.AUDIO:
+            inputs["input_features"] = inputs["input_features"].to(self.dtype)
+            return self.model.get_audio_features(**inputs, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
+        raise StageError(f"Qwen2.5-Omni has no encoder for {span.kind}")
+
+
+class Talker(ARComponent):
+    """The codec language model. Each of its tokens needs a row of the thinker's reply: it runs as the reply grows.
+
+    `text_rows` are rows of the *thinker's* embedding: the end and the padding of the reply, and each speaker's own
+    beginning. Holding them here leaves the talker independent of the thinker's stage.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2_5OmniTalkerForConditionalGeneration,
+        speakers: Speakers,
+        text_rows: Mapping[int, torch.Tensor],
+        num_codes: int,
+    ) -> None:
+        self.model = freeze(model)
+        self.decoder = model.model
+        config = model.config
+        layers, kv_heads, head_dim = kv_shape(config)
+        self.device, self.dtype = model.device, model.dtype
+        self.spec = ARSpec(
+            num_layers=layers,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=int(config.vocab_size),
+            embed_size=int(config.embedding_size),
+            max_length=int(config.max_position_embeddings),
+            position_dims=3,
+            side_input=True,
+        )
+        self._speakers = speakers
+        self._rows = {token: row.to(self.device, self.dtype) for token, row in text_rows.items()}
+        self.eos_token_ids = (model.codec_pad_token, model.codec_eos_token)
+        # What is neither a code nor an end cannot be spoken.
+        self.suppress_token_ids = (
+            model.codec_bos_token,
+            *(i for i in range(num_codes, self.spec.vocab_size) if i not in self.eos_token_ids),
+        )
+        use_paged_attention(self.decoder)
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        """Thinker rows `[p + 1]` → prompt rows `[p + 2]`: prompt, the speaker's beginning, first reply token."""
+        if payload.embeds is None or len(payload.token_ids) < 2:
+            raise InvalidRequestError("the talker's prompt is made of the thinker's rows")
+        begin = int(self._speaker(info)["bos_token"])
+        model, table = self.model, self.model.get_input_embeddings()
+        with torch.inference_mode():
+            codes = table(torch.tensor([model.codec_pad_token, model.codec_bos_token], device=self.device))
+            rows = payload.embeds.to(self.device, self.dtype)
+            embeds = torch.cat((rows[:-1], (self._rows[begin] + codes[0])[None], (rows[-1] + codes[1])[None]))
+        text_ids = (*payload.token_ids[:-1], begin, payload.token_ids[-1])
+        ids = (model.codec_mask_token,) * (len(text_ids) - 2) + (model.codec_pad_token, model.codec_bos_token)
+        prepared = _with_positions(model, payload, text_ids)
+        return replace(prepared, token_ids=ids, embeds=embeds)
+
+    def _speaker(self, info: RequestInfo) -> Mapping[str, Any]:
+        name = info.voice or default_voice(self._speakers)
+        if name not in self._speakers:
+            raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._speakers)}", param="voice")
+        return self._speakers[name]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.get_input_embeddings()(token_ids)  # type: ignore[no-any-return]
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        return _decode(self.decoder, self.model.thinker_to_talker_proj(embeds), positions, paged)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.codec_head(hidden)  # type: ignore[no-any-return]
+
+    def final_side_rows(self) -> torch.Tensor:
+        return torch.stack((self._rows[self.model.text_eos_token], self._rows[self.model.text_pad_token]))
+
+
+def _decode(decoder: Any, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+    out = decoder(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, paged=paged)
+    return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def _with_positions(model: Any, payload: ARInput, text_ids: tuple[int, ...]) -> ARInput:
+    """m-RoPE positions by the model's own rule. Without pictures they are 0, 1, 2, ... and need no work."""
+    context = payload.context
+    if "image_grid_thw" not in context and "video_grid_thw" not in context:
+        return payload
+    ids = torch.tensor([text_ids])
+    positions, delta = model.get_rope_index(
+        ids,
+        image_grid_thw=context.get("image_grid_thw"),
+        video_grid_thw=context.get("video_grid_thw"),
+        attention_mask=torch.ones_like(ids),
+        use_audio_in_video=bool(context["use_audio_in_video"].item()),
+        audio_seqlens=context.get("audio_seqlens"),
+        second_per_grids=context.get("video_second_per_grid"),
+    )
+    return replace(payload, positions=positions[:, 0], position_delta=int(delta.item()))

@@ -1,0 +1,241 @@
+"""Chats with text, images, audio and video into the thinker's input, by `transformers`' own processor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.compat import prepare_torchvision
+from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.hf import transformers
+from omnistage.media.hashing import content_key
+from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
+from omnistage.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
+
+_AUDIO_RATE = 16_000
+
+
+@dataclass(slots=True)
+class _Media:
+    """A chat's media in the order in which the template names them."""
+
+    images: list[Any] = field(default_factory=list)
+    audios: list[np.ndarray] = field(default_factory=list)
+    videos: list[np.ndarray] = field(default_factory=list)
+    fps: list[float] = field(default_factory=list)
+    with_audio: set[bool] = field(default_factory=set)
+
+    @property
+    def use_audio_in_video(self) -> bool:
+        return self.with_audio == {True}
+
+
+class Qwen25OmniProcessor:
+    """Thread-safe: `transformers`' processor is used by one thread at a time."""
+
+    input_modalities = frozenset({Modality.TEXT, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO})
+
+    def __init__(self, processor: Any, config: Any, voices: Sequence[str]) -> None:
+        self._processor = processor
+        self._prompts = PromptTokenizer(processor.tokenizer)
+        self._thinker = config.thinker_config
+        self._voices = tuple(voices)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: Path) -> Qwen25OmniProcessor:
+        prepare_torchvision()
+        from omnistage.models.qwen2_5_omni.load import read_config, read_speakers
+
+        try:
+            processor = transformers.Qwen2_5OmniProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"no usable processor in {folder}: {error}") from error
+        config = read_config(folder)
+        voices = tuple(read_speakers(folder)) if config.enable_audio_output else ()
+        return cls(processor, config, voices)
+
+    # --------------------------------------------------------------------------------------------- inputs
+
+    def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
+        media, guarded = _Media(), self._prompts.guarded()
+        turns = [{"role": m.role, "content": [_template_part(p, media, guarded) for p in m.parts]} for m in messages]
+        if len(media.with_audio) > 1:
+            raise InvalidRequestError(
+                "use_audio_in_video needs a sound track in every video of the chat, or in none", param="messages"
+            )
+        try:
+            text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        rendered = str(text[0] if isinstance(text, list) else text)
+        if not (media.images or media.audios or media.videos):
+            return ARInput(self._prompts.encode(rendered, guarded))
+        return self._with_media(rendered, media, guarded)
+
+    def text(self, prompt: str) -> ARInput:
+        ids = self._prompts.encode_plain(prompt)
+        if not prompt or not ids:
+            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
+        return ARInput(ids)
+
+    def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
+        config = self._thinker.text_config
+        made = tokens_input(prompt, int(config.vocab_size), int(config.hidden_size))
+        if made.embeds is None:
+            placeholders = {self._thinker.image_token_index, self._thinker.audio_token_index, self._thinker.video_token_index}
+            if placeholders & set(made.token_ids):
+                raise InvalidRequestError(
+                    "prompt_token_ids hold media placeholders without media; use chat() to send media",
+                    param="prompt_token_ids",
+                )
+        return made
+
+    def voices(self) -> Sequence[str]:
+        return self._voices
+
+    # ---------------------------------------------------------------------------------------------- media
+
+    def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
+        with self._lock:
+            features = self._features(rendered, media)
+            expanded = self._expand(rendered, media, features)
+        ids = self._prompts.encode(expanded, guarded)
+        spans, context = self._spans(ids, media, features)
+        return ARInput(ids, media=tuple(spans), context=context)
+
+    def _features(self, rendered: str, media: _Media) -> Any:
+        """Pixels, mel frames and grids of all items, as the reference computes them."""
+        options: dict[str, Any] = {}
+        if media.audios:
+            # The extractor would cut a longer clip in silence.
+            longest = int(self._processor.feature_extractor.n_samples)
+            if any(len(samples) > longest for samples in media.audios):
+                raise LimitExceededError(
+                    f"this model hears at most {longest / _AUDIO_RATE:.0f} s in one clip; split the audio over parts",
+                    param="messages",
+                )
+            options["audio"] = media.audios
+        if media.images:
+            options["images"] = media.images
+        if media.videos:
+            options["videos"] = media.videos
+            options["videos_kwargs"] = {
+                "use_audio_in_video": media.use_audio_in_video,
+                "do_sample_frames": False,
+                "fps": media.fps[0],
+            }
+        try:
+            return self._processor(text=rendered, return_tensors="pt", **options)
+        except (ValueError, StopIteration) as error:
+            raise MediaError(f"the processor cannot take these media: {error}") from error
+
+    def _expand(self, rendered: str, media: _Media, features: Any) -> str:
+        """Placeholders repeated to each item's length, with each video's own frame rate."""
+        lengths = iter(_audio_lengths(features).tolist()) if media.audios else iter([])
+        images = iter(features["image_grid_thw"]) if media.images else iter([])
+        videos = iter(features["video_grid_thw"]) if media.videos else iter([])
+        seconds = [self._processor.video_processor.temporal_patch_size / fps for fps in media.fps]
+        features["video_second_per_grid"] = torch.tensor(seconds)
+        expanded = self._processor.replace_multimodal_special_tokens(
+            [rendered],
+            lengths,
+            images,
+            videos,
+            video_second_per_grid=iter(seconds),
+            use_audio_in_video=media.use_audio_in_video,
+            position_id_per_seconds=self._thinker.position_id_per_seconds,
+            seconds_per_chunk=self._thinker.seconds_per_chunk,
+        )
+        return str(expanded[0])
+
+    def _spans(
+        self, ids: tuple[int, ...], media: _Media, features: Any
+    ) -> tuple[list[MediaSpan], dict[str, torch.Tensor]]:
+        tokens = torch.tensor(ids)
+        context: dict[str, torch.Tensor] = {"use_audio_in_video": torch.tensor(media.use_audio_in_video)}
+        spans: list[MediaSpan] = []
+        merge = self._processor.image_processor.merge_size**2
+        for kind, pixels, grid, token in (
+            (Modality.IMAGE, "pixel_values", "image_grid_thw", self._thinker.image_token_index),
+            (Modality.VIDEO, "pixel_values_videos", "video_grid_thw", self._thinker.video_token_index),
+        ):
+            if grid not in features:
+                continue
+            grids = features[grid]
+            context[grid] = grids
+            patches = torch.split(features[pixels], grids.prod(-1).tolist())
+            where = torch.split(_positions(tokens, token, int(grids.prod(-1).sum()) // merge), (grids.prod(-1) // merge).tolist())
+            for index, rows in enumerate(where):
+                inputs = {pixels: patches[index], grid: grids[index : index + 1]}
+                extra = repr(media.fps[index]) if kind is Modality.VIDEO else ""
+                key = content_key(kind.value, patches[index].numpy(), str(grids[index].tolist()), extra)
+                spans.append(MediaSpan(kind, key, rows, inputs))
+        if media.videos:
+            context["video_second_per_grid"] = features["video_second_per_grid"]
+        if media.audios:
+            spans.extend(self._audio_spans(tokens, features, context))
+        return spans, context
+
+    def _audio_spans(
+        self, tokens: torch.Tensor, features: Any, context: dict[str, torch.Tensor]
+    ) -> list[MediaSpan]:
+        masks, mels = features["feature_attention_mask"], features["input_features"]
+        context["audio_seqlens"] = masks.sum(-1)
+        lengths = _audio_lengths(features)
+        where = torch.split(_positions(tokens, self._thinker.audio_token_index, int(lengths.sum())), lengths.tolist())
+        spans = []
+        for index, rows in enumerate(where):
+            frames = int(masks[index].sum())
+            # Only the valid frames: padding to the extractor's full length carries nothing.
+            mel, mask = mels[index : index + 1, :, :frames], masks[index : index + 1, :frames]
+            key = content_key("audio", mel.contiguous().numpy())
+            spans.append(MediaSpan(Modality.AUDIO, key, rows, {"input_features": mel, "feature_attention_mask": mask}))
+        return spans
+
+
+def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[str, str]:
+    """What the chat template sees of a part; media are collected on the way, in the template's order."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": guarded.guard(part.text)}
+    if isinstance(part, ImagePart):
+        media.images.append(part.image)
+        return {"type": "image", "image": ""}
+    if isinstance(part, AudioPart):
+        media.audios.append(_speech(part.clip.samples, part.clip.sample_rate))
+        return {"type": "audio", "audio": ""}
+    if isinstance(part, VideoPart):
+        media.videos.append(part.clip.frames)
+        media.fps.append(part.clip.fps)
+        media.with_audio.add(part.use_audio)
+        if part.use_audio and part.clip.audio is not None:
+            media.audios.append(_speech(part.clip.audio.samples, part.clip.audio.sample_rate))
+        return {"type": "video", "video": ""}
+    raise InvalidRequestError(f"this model does not take {type(part).__name__}", param="messages")
+
+
+def _speech(samples: np.ndarray, rate: int) -> np.ndarray:
+    if rate != _AUDIO_RATE:
+        raise InvalidRequestError(f"audio must be resampled to {_AUDIO_RATE} Hz, got {rate}", param="messages")
+    return samples
+
+
+def _audio_lengths(features: Any) -> torch.Tensor:
+    """Rows that each clip fills in the prompt: two strides of two, as in the model's own rule."""
+    after_cnn = (features["feature_attention_mask"].sum(-1) - 1) // 2 + 1
+    return (after_cnn - 2) // 2 + 1
+
+
+def _positions(tokens: torch.Tensor, token: int, expected: int) -> torch.Tensor:
+    where = torch.nonzero(tokens == token).flatten()
+    if len(where) != expected:
+        raise InvalidRequestError(f"{len(where)} media placeholders in the prompt for {expected} media rows")
+    return where

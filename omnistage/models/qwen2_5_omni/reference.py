@@ -1,0 +1,155 @@
+"""Stock `transformers` on the same chats: what our pipeline must equal. Used by `verify`, tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.compat import prepare_torchvision
+from omnistage.hf import transformers
+
+Noise = Callable[[int], torch.Tensor]
+"""Initial noise `[1, frames, mel]` of token2wav by its number of mel frames."""
+
+
+@dataclass(slots=True)
+class ReferenceOutput:
+    """`token_ids` and `codes` as generated, the codes without their end token."""
+
+    token_ids: list[int]
+    codes: list[int] = field(default_factory=list)
+    waveform: np.ndarray | None = None
+
+
+class Reference:
+    """`Qwen2_5OmniForConditionalGeneration.generate`, greedy, one chat at a time."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        prepare_torchvision()
+        self.model = transformers.Qwen2_5OmniForConditionalGeneration.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        self.model.talker.register_forward_pre_hook(_keep_mask, with_kwargs=True)
+        self.processor = transformers.Qwen2_5OmniProcessor.from_pretrained(folder, local_files_only=True)
+
+    def inputs(self, messages: Sequence[ChatMessage]) -> tuple[Any, bool]:
+        """The stock processor's tensors for a chat, and whether videos bring their sound."""
+        turns: list[dict[str, Any]] = []
+        images: list[Any] = []
+        audios: list[np.ndarray] = []
+        videos: list[np.ndarray] = []
+        fps, with_audio = 2.0, False
+        for message in messages:
+            content: list[dict[str, str]] = []
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    content.append({"type": "text", "text": part.text})
+                elif isinstance(part, ImagePart):
+                    images.append(part.image)
+                    content.append({"type": "image", "image": ""})
+                elif isinstance(part, AudioPart):
+                    audios.append(part.clip.samples)
+                    content.append({"type": "audio", "audio": ""})
+                elif isinstance(part, VideoPart):
+                    videos.append(part.clip.frames)
+                    fps = part.clip.fps
+                    if part.use_audio and part.clip.audio is not None:
+                        with_audio = True
+                        audios.append(part.clip.audio.samples)
+                    content.append({"type": "video", "video": ""})
+            turns.append({"role": message.role, "content": content})
+        text = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        options: dict[str, Any] = {}
+        if images:
+            options["images"] = images
+        if audios:
+            options["audio"] = audios
+        if videos:
+            options["videos"] = videos
+            options["videos_kwargs"] = {"use_audio_in_video": with_audio, "do_sample_frames": False, "fps": fps}
+        return self.processor(text=text, return_tensors="pt", **options), with_audio
+
+    @torch.inference_mode()
+    def run(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        max_tokens: int,
+        max_codes: int = 0,
+        voice: str | None = None,
+        noise: Noise | None = None,
+    ) -> ReferenceOutput:
+        """Greedy answer; with `max_codes` also speech, from the given initial noise."""
+        made, with_audio = self.inputs(messages)
+        length = made["input_ids"].shape[1]
+        # Without the prefix the pixels would also go to the talker, which refuses them.
+        inputs = {f"thinker_{k}" if k.startswith("pixel_values") else k: v for k, v in made.items()}
+        options: dict[str, Any] = {
+            "use_audio_in_video": with_audio,
+            "thinker_max_new_tokens": max_tokens,
+            "thinker_do_sample": False,
+        }
+        if not max_codes:
+            out = self.model.generate(**inputs, **options, generation_mode="text")
+            return ReferenceOutput(out[0, length:].tolist())
+        codes: list[int] = []
+
+        def note_codes(_module: object, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+            codes.extend(args[0][0].tolist())
+
+        handle = self.model.token2wav.register_forward_pre_hook(note_codes, with_kwargs=True)
+        try:
+            with fixed_noise(noise):
+                sequences, wave = self.model.generate(
+                    **inputs,
+                    **options,
+                    **({"speaker": voice} if voice else {}),
+                    talker_max_new_tokens=max_codes,
+                    talker_do_sample=False,
+                )
+        finally:
+            handle.remove()
+        return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())
+
+
+def _keep_mask(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the talker the all-ones mask back that newer `generate` drops for a prompt without padding.
+
+    The talker adds its codec embeddings and computes its positions only where it sees a mask; without one it speaks
+    other codes than the same chat gets in a padded batch.
+    """
+    if kwargs.get("attention_mask") is None:
+        given = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        past = kwargs.get("past_key_values")
+        length = given.shape[1] + (past.get_seq_length() if past is not None else 0)
+        kwargs["attention_mask"] = torch.ones(given.shape[0], length, dtype=torch.long, device=given.device)
+    return args, kwargs
+
+
+@contextmanager
+def fixed_noise(noise: Noise | None) -> Iterator[None]:
+    """Let the reference's `torch.randn` give our noise: it takes none as an argument."""
+    if noise is None:
+        yield
+        return
+
+    stock = torch.randn
+
+    def randn(shape: Sequence[int], **options: Any) -> torch.Tensor:
+        if options.get("generator") is not None:  # our own draw of that noise
+            return stock(shape, **options)
+        given = noise(int(shape[1])).to(device=options["device"], dtype=options["dtype"])
+        if list(given.shape) != list(shape):
+            raise ValueError(f"noise of shape {list(given.shape)} for {list(shape)}")
+        return given
+
+    with mock.patch("torch.randn", randn):
+        yield

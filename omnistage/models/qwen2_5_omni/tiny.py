@@ -1,0 +1,432 @@
+"""A random Qwen2.5-Omni checkpoint in the layout of the published one, from a toy up to the true 7B shapes.
+
+File names, tensor names, token roles and speaker entries are those of the real checkpoint, so everything that loads
+this one loads that one. `scale` 0 is a toy of a few million parameters, 1 the true shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from omnistage.compat import prepare_torchvision
+from omnistage.errors import ConfigError
+from omnistage.models import _tiny_common as common
+from omnistage.models._tiny_common import Draw, between
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+
+REAL_VOCAB = 152064
+CODEC_TOKENS = 8192  # ids of sound; the talker's few control ids lie above
+CODEC_PAD, CODEC_BOS, CODEC_EOS, CODEC_MASK = 8292, 8293, 8294, 8296
+
+# In the order of the real vocabulary, where the first one has the id 151643.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|AUDIO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_bos|>",
+    "<|vision_eos|>",
+    "<|vision_pad|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+# Ids without a token, in the embedding only: they steer the talker.
+_TEXT_PAD, _TEXT_START, _TEXT_END = 151859, 151860, 151861
+_SPEAKERS = {"Ethan": 151870, "Chelsie": 151872}
+
+TOKEN_ATTRIBUTES = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+
+_SYSTEM = "You are a helpful assistant."
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{- '<|im_start|>system\\n" + _SYSTEM + "<|im_end|>\\n' -}}"
+    "{%- endif -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' -}}"
+    "{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
+    "{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}"
+    "{%- elif part.type in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
+    "{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}"
+    "{%- elif part.type in ('video', 'video_url') or 'video' in part -%}"
+    "{{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}"
+    "{%- elif 'text' in part -%}{{- part.text -}}"
+    "{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+
+
+def token_id(real_id: int, vocab_size: int) -> int:
+    """Where a special id of the real vocabulary lies in one of `vocab_size`: as far from the end."""
+    return real_id - REAL_VOCAB + vocab_size
+
+
+def special_ids(vocab_size: int) -> dict[str, int]:
+    return {token: token_id(151643 + offset, vocab_size) for offset, token in enumerate(SPECIAL_TOKENS)}
+
+
+def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig:
+    """The configuration at `scale` in [0, 1]: every size grows with it, and 1 is the true 7B model.
+
+    It needs no files, so a benchmark can build the true shapes straight on a device; `initialise` then gives weights
+    whose codec ids stay inside the vocoder's vocabulary.
+    """
+    from transformers import Qwen2_5OmniConfig
+
+    common.check_scale(scale)
+    smallest = common.BASE_VOCAB + REAL_VOCAB - 151643
+    if vocab_size is None:
+        vocab_size = between(scale, (smallest, REAL_VOCAB), 16)
+    if vocab_size < smallest:
+        raise ConfigError(
+            f"the tokenizer needs a vocabulary of at least {smallest}; got {vocab_size}", param="vocab_size"
+        )
+    dtype = _dtype_name(scale)
+    heads, head_dim = between(scale, (4, 28), 4), between(scale, (16, 128), 16)
+    ids = special_ids(vocab_size)
+    shared_ids = {
+        "audio_token_index": ids["<|AUDIO|>"],
+        "image_token_index": ids["<|IMAGE|>"],
+        "video_token_index": ids["<|VIDEO|>"],
+        "audio_start_token_id": ids["<|audio_bos|>"],
+        "audio_end_token_id": ids["<|audio_eos|>"],
+        "vision_start_token_id": ids["<|vision_bos|>"],
+        "vision_end_token_id": ids["<|vision_eos|>"],
+        "position_id_per_seconds": 25,
+        "seconds_per_chunk": 2,
+    }
+    thinker = {
+        **shared_ids,
+        "bos_token_id": ids["<|im_start|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "user_token_id": common.USER_TOKEN_ID,
+        "tie_word_embeddings": False,
+        "text_config": _text_config(scale, vocab_size, heads, head_dim),
+        "vision_config": _vision_config(scale, heads * head_dim),
+        "audio_config": _audio_config(scale, heads * head_dim),
+        "dtype": dtype,
+    }
+    return Qwen2_5OmniConfig(
+        thinker_config=thinker,
+        talker_config={**shared_ids, **_talker_config(scale, vocab_size, heads * head_dim), "dtype": dtype},
+        token2wav_config={"dit_config": _dit_config(scale), "bigvgan_config": _bigvgan_config(scale)},
+        enable_audio_output=True,
+        architectures=["Qwen2_5OmniModel"],
+        dtype=dtype,
+    )
+
+
+def _dtype_name(scale: float) -> str:
+    # float32 runs everywhere; the large ones are stored as the real checkpoint is.
+    return "float32" if scale <= 0.5 else "bfloat16"
+
+
+def _rope(head_dim: int) -> dict[str, object]:
+    # Time, height and width share the head's half in the ratio 16 : 24 : 24.
+    section = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    return {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": section}
+
+
+def _text_config(scale: float, vocab_size: int, heads: int, head_dim: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": between(scale, (128, 18944), 32),
+        "num_hidden_layers": between(scale, (3, 28)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2 if scale < 0.5 else 4,
+        "max_position_embeddings": 32768,
+        "rope_parameters": _rope(head_dim),
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+
+
+def _vision_config(scale: float, out_hidden_size: int) -> dict[str, object]:
+    heads, head_dim, depth = between(scale, (4, 16), 4), between(scale, (16, 80), 8), between(scale, (2, 32))
+    # One block in eight attends to the whole image, the others to their windows; the last block always to all.
+    full = max(1, depth // 8)
+    return {
+        "depth": depth,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": between(scale, (96, 3420), 4),
+        "num_heads": heads,
+        "out_hidden_size": out_hidden_size,
+        "fullatt_block_indexes": [(number + 1) * depth // full - 1 for number in range(full)],
+        "window_size": 112,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
+def _audio_config(scale: float, output_dim: int) -> dict[str, object]:
+    heads, head_dim = between(scale, (4, 20), 4), between(scale, (16, 64), 8)
+    return {
+        "num_mel_bins": 128,
+        "encoder_layers": between(scale, (2, 32)),
+        "encoder_attention_heads": heads,
+        "encoder_ffn_dim": between(scale, (128, 5120), 32),
+        "d_model": heads * head_dim,
+        "max_source_positions": 1500,
+        "n_window": 100,
+        "output_dim": output_dim,
+    }
+
+
+def _talker_config(scale: float, vocab_size: int, embedding_size: int) -> dict[str, object]:
+    head_dim = between(scale, (16, 128), 16)
+    return {
+        "vocab_size": 8448,
+        "tts_text_start_token_id": token_id(_TEXT_START, vocab_size),
+        "tts_text_end_token_id": token_id(_TEXT_END, vocab_size),
+        "tts_text_pad_token_id": token_id(_TEXT_PAD, vocab_size),
+        "tts_codec_start_token_id": CODEC_BOS,
+        "tts_codec_end_token_id": CODEC_EOS,
+        "tts_codec_pad_token_id": CODEC_PAD,
+        "tts_codec_mask_token_id": CODEC_MASK,
+        "embedding_size": embedding_size,
+        "hidden_size": between(scale, (48, 896), 16),
+        "intermediate_size": between(scale, (96, 18944), 32),
+        "num_hidden_layers": between(scale, (2, 24)),
+        "num_attention_heads": between(scale, (4, 12), 4),
+        "num_key_value_heads": 2 if scale < 0.5 else 4,
+        "head_dim": head_dim,
+        "max_position_embeddings": 32768,
+        "rope_parameters": _rope(head_dim),
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+def _dit_config(scale: float) -> dict[str, object]:
+    heads, head_dim, layers = between(scale, (4, 16), 4), between(scale, (16, 64), 8), between(scale, (4, 22))
+    channels = between(scale, (32, 256), 16)
+    return {
+        "hidden_size": heads * head_dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "head_dim": head_dim,
+        "emb_dim": between(scale, (64, 512), 16),
+        "block_size": 24,
+        "look_ahead_layers": [10 * layers // 22],
+        "look_backward_layers": [0, 20 * layers // 22],
+        "repeats": 2,
+        "num_embeds": 8193,
+        "mel_dim": 80,
+        "enc_emb_dim": 192,
+        "enc_dim": 128,
+        "enc_channels": [channels] * 4 + [3 * channels],
+        "enc_attention_channels": between(scale, (16, 64), 8),
+        "enc_se_channels": between(scale, (16, 64), 8),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def _bigvgan_config(scale: float) -> dict[str, object]:
+    return {
+        "mel_dim": 80,
+        # Six layers halve the channels; the rates make 240 samples of a mel frame: 24 kHz.
+        "upsample_initial_channel": between(scale, (128, 1536), 64),
+        "upsample_rates": [5, 3, 2, 2, 2, 2],
+        "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
+    }
+
+
+def hub_name(name: str) -> str:
+    """A tensor's name in the published checkpoint, from its name in transformers (which has moved some of them)."""
+    for new, old in (
+        ("thinker.model.language_model.", "thinker.model."),
+        ("thinker.model.visual.", "thinker.visual."),
+        ("thinker.model.audio_tower.", "thinker.audio_tower."),
+    ):
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
+
+
+def weight_rule(config: Qwen2_5OmniConfig) -> common.Rule:
+    """How each weight is drawn: varied greedy answers of tokens that exist, and a sound that is not clipped."""
+    eos = config.thinker_config.eos_token_id
+
+    def rule(name: str, shape: Sequence[int]) -> Draw:
+        if name == "thinker.lm_head.weight":
+            # No placeholder of a medium and no id without a token is ever the best one.
+            keep = ((0, common.BASE_VOCAB), (eos, eos + 1))
+            return Draw(common.normal(shape, gain=4.0).std, keep_rows=keep)
+        if name == "talker.codec_head.weight":
+            # The vocoder embeds the ids of sound only; beside them the talker may end.
+            keep = ((0, CODEC_TOKENS), (CODEC_EOS, CODEC_EOS + 1))
+            return Draw(common.normal(shape, gain=4.0).std, keep_rows=keep)
+        if "code2wav_bigvgan_model" in name:
+            return _bigvgan_draw(name, shape)
+        if "code2wav_dit_model" in name:
+            return _dit_draw(name, shape)
+        return common.decoder_draw(name, shape)
+
+    return rule
+
+
+def _dit_draw(name: str, shape: Sequence[int]) -> Draw:
+    if len(shape) == 1:
+        return Draw(0.05)
+    if name.endswith("codec_embed.weight"):
+        return Draw(1.0)
+    if "norm" in name:
+        # Gates and shifts near a trained model's: each block adds a part, none takes over.
+        return common.normal(shape, gain=0.5)
+    return common.normal(shape)
+
+
+def _bigvgan_draw(name: str, shape: Sequence[int]) -> Draw:
+    if len(shape) == 1:
+        return Draw(0.1 if name.endswith(("alpha", "beta")) else 0.02)
+    if ".ups." in name:
+        return common.normal(shape, fan_in=2 * shape[0])  # [in, out, kernel]; about two taps reach each sample
+    if "resblocks" in name:
+        return common.normal(shape, gain=0.5)
+    return common.normal(shape, gain=0.1 if "conv_post" in name else 1.0)
+
+
+def initialise(model: Qwen2_5OmniForConditionalGeneration, *, seed: int = 0) -> None:
+    """Give a model that was built on its device the weights of a checkpoint, without files.
+
+    The values are those of `write` on a CPU; another device draws others from the same seed.
+    """
+    rule = weight_rule(model.config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(common.draw(hub_name(name), parameter.shape, rule, seed, parameter.device))
+
+
+def speakers(vocab_size: int, seed: int = 0) -> dict[str, dict[str, int | torch.Tensor]]:
+    """The voices: the text token that starts a reply, a speaker embedding [1, 192] and a reference mel [1, n, 80]."""
+    voices: dict[str, dict[str, int | torch.Tensor]] = {}
+    for name, start in _SPEAKERS.items():
+        voices[name] = {
+            "bos_token": token_id(start, vocab_size),
+            "cond": common.draw(f"{name}.cond", (1, 192), lambda *_: Draw(1.0), seed),
+            "ref_mel": common.draw(f"{name}.ref_mel", (1, 120, 80), lambda *_: Draw(1.5, mean=-4.0), seed),
+        }
+    return voices
+
+
+def write(
+    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Callable[[str, float], None] | None = None
+) -> None:
+    """Write the checkpoint into `folder`, which must be new or empty."""
+    prepare_torchvision()
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    config = config_for(scale)
+    common.new_folder(folder)
+    vocab_size: int = config.thinker_config.text_config.vocab_size
+    ids = special_ids(vocab_size)
+    _write_processor(folder, ids, full_size=scale == 1.0)
+    with torch.device("meta"):
+        tensors = Qwen2_5OmniForConditionalGeneration(config).state_dict()
+    stored = torch.float32 if scale <= 0.5 else torch.bfloat16
+    common.write_weights(
+        folder,
+        {hub_name(name): tensor for name, tensor in tensors.items()},
+        weight_rule(config),
+        lambda name: torch.float32 if name.startswith("token2wav.") else stored,
+        seed,
+        progress,
+    )
+    torch.save(speakers(vocab_size, seed), folder / "spk_dict.pt")
+    common.write_json(
+        folder / "generation_config.json",
+        {
+            "bos_token_id": ids["<|im_start|>"],
+            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+            "pad_token_id": ids["<|endoftext|>"],
+        },
+    )
+    config.save_pretrained(folder)  # last: a folder without it is no checkpoint
+
+
+def _write_processor(folder: Path, ids: dict[str, int], *, full_size: bool) -> None:
+    common.write_tokenizer(
+        folder,
+        ids,
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "processor_class": "Qwen2_5OmniProcessor",
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+            "add_prefix_space": False,
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "errors": "replace",
+            "model_max_length": 32768,
+            "extra_special_tokens": TOKEN_ATTRIBUTES,
+            "chat_template": CHAT_TEMPLATE,
+            **TOKEN_ATTRIBUTES,
+        },
+    )
+    common.write_json(folder / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+    # A small model must not need minutes for a photograph, nor pad every sound to the real model's five minutes.
+    seconds = 300 if full_size else 30
+    common.write_json(
+        folder / "preprocessor_config.json",
+        {
+            "processor_class": "Qwen2_5OmniProcessor",
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 3136,
+            "max_pixels": 12845056 if full_size else 64 * 28 * 28,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": _CLIP_MEAN,
+            "image_std": _CLIP_STD,
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "sampling_rate": 16000,
+            "hop_length": 160,
+            "n_fft": 400,
+            "chunk_length": seconds,
+            "n_samples": seconds * 16000,
+            "nb_max_frames": seconds * 100,
+            "padding_side": "right",
+            "padding_value": 0.0,
+            "dither": 0.0,
+            "return_attention_mask": True,
+        },
+    )

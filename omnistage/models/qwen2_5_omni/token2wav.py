@@ -1,0 +1,379 @@
+"""Qwen2.5-Omni's token2wav as a streaming codec component, on transformers' own modules.
+
+Codes become a mel spectrogram by flow matching (a transformer that attends in blocks, solved by Runge-Kutta 4), and
+the spectrogram becomes samples by BigVGAN (convolutions). A window of an utterance is solved with the blocks on its
+left pinned to their recorded trajectory (see `omnistage.engines.codec.flow`) and with look-ahead blocks on its right,
+whose results are thrown away. BigVGAN runs over the new frames with as much old context as its receptive field.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniToken2WavBigVGANModel,
+    Qwen2_5OmniToken2WavDiTModel,
+    Qwen2_5OmniToken2WavModel,
+)
+
+from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
+from omnistage.engines.codec.flow import evaluations, integrate, time_grid
+from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
+from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
+from omnistage.errors import CheckpointError
+from omnistage.types import CodecParams
+
+_M = TypeVar("_M", bound=nn.Module)
+
+SAMPLE_RATE = 24_000  # not in the checkpoint's config
+DEFAULT_VOICE = "Chelsie"  # transformers' default speaker
+
+# Longer windows (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
+_MAX_GRAPH_FRAMES = 1024
+_NO_GUIDANCE = 1e-5  # transformers' threshold
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    cond: Tensor
+    """`[1, enc_emb_dim]`, the pre-trained speaker embedding."""
+    reference: Tensor
+    """`[1, enc_dim + 1]`, a row for `_SpeakerRows`."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request's state between windows."""
+
+    params: CodecParams
+    voice: _Voice
+    generator: torch.Generator
+    noise: Tensor
+    """`[frames, mel]`: initial noise of the frames that are not emitted yet, as far as it was drawn."""
+    trajectory: Tensor
+    """`[evaluations, frames, mel]`: the solver's states of the blocks left of the next window."""
+    mel: Tensor
+    """`[frames, mel]`: the last frames, as far as BigVGAN still needs them."""
+    total: int = 0
+    """Mel frames solved so far; `mel` ends there."""
+    sent: int = 0
+    """Mel frames whose samples were given out."""
+
+
+class _SpeakerRows(nn.Module):
+    """Stands in for the DiT's speaker encoder, which transformers runs on the reference clip at every evaluation.
+
+    The clip never changes, so each voice is encoded once, and the DiT is given the result in the clip's place: rows
+    `[N, 1, enc_dim + 1]` whose last column is 1. Guidance replaces a row by zeros; that stands for the silent clip,
+    whose embedding is the same for every length (a constant stays one through reflect padding and pooling).
+    """
+
+    silence: Tensor
+
+    def __init__(self, silence: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("silence", silence, persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.where(rows[:, 0, -1:] > 0, rows[:, 0, :-1], self.silence)
+
+
+class Token2Wav(CodecComponent):
+    """Token2wav behind the codec engine. The given model's modules stay as they are; their tensors are shared.
+
+    `speakers` maps a voice to its `cond` (`[1, enc_emb_dim]`) and `ref_mel` (`[1, frames, mel_dim]`), as in the
+    checkpoint's speaker file. `early_vocoder` lets BigVGAN take the look-ahead's mel as its right context instead of
+    waiting for the next window: sound comes about 1.5 blocks earlier and is off by how far that mel is off.
+    """
+
+    sample_rate = SAMPLE_RATE
+
+    def __init__(
+        self,
+        model: Qwen2_5OmniToken2WavModel,
+        speakers: Mapping[str, Mapping[str, Tensor]],
+        device: torch.device | str | None = None,
+        *,
+        default_voice: str | None = None,
+        cuda_graphs: bool = True,
+        tf32: bool = True,
+        compile: bool = False,
+        early_vocoder: bool = False,
+    ) -> None:
+        if not speakers:
+            raise CheckpointError("token2wav has no speakers; the checkpoint's speaker file must name at least one")
+        self.device = torch.device(device) if device is not None else model.device
+        model.to(self.device).eval()
+        dit, vocoder = model.code2wav_dit_model, model.code2wav_bigvgan_model
+        config = dit.config
+        self._mel_dim: int = config.mel_dim
+        self._repeats: int = config.repeats
+        self._block_frames: int = config.block_size
+        self._dtype: torch.dtype = dit.proj_out.weight.dtype
+        self._left_blocks = len(config.look_backward_layers)
+        self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
+        self.vocoder_context = vocoder_context(vocoder)
+        self._early = early_vocoder
+        self._tf32 = tf32 and self.device.type == "cuda"
+        self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda")
+        self._default_voice = default_voice or (DEFAULT_VOICE if DEFAULT_VOICE in speakers else next(iter(speakers)))
+        self._voices = self._encode_voices(dit, speakers)
+        if self._default_voice not in self._voices:
+            raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
+        silence = _encode(dit, torch.zeros_like(next(iter(speakers.values()))["ref_mel"]).to(self.device, self._dtype))
+        self._dit = _shared_copy(dit, {dit.input_embed.spk_encoder: _SpeakerRows(silence)})
+        self._vocoder = vocoder
+        self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
+        self.layout = self._make_layout()
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        return tuple(self._voices)
+
+    @property
+    def samples_per_code(self) -> int:
+        return self._repeats * self._samples_per_frame
+
+    def group(self, params: CodecParams) -> Hashable:
+        return params.num_steps, params.guidance_scale, params.sway
+
+    def open(self, request_id: str, params: CodecParams, voice: str | None) -> _Stream:
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        kept = (evaluations(params.num_steps), 0, self._mel_dim)
+        return _Stream(
+            params=params,
+            voice=self._voices[voice if voice is not None else self._default_voice],
+            generator=torch.Generator().manual_seed(seed),
+            noise=torch.empty(0, self._mel_dim),
+            trajectory=torch.empty(kept, device=self.device, dtype=self._dtype),
+            mel=torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype),
+        )
+
+    def noise_for(self, seed: int, num_frames: int) -> Tensor:
+        """The initial noise (`float32 [1, num_frames, mel_dim]`, CPU) of a request with this seed, however cut."""
+        return self._draw(torch.Generator().manual_seed(seed), num_frames)[None, :num_frames]
+
+    def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
+        streams = [_stream(window) for window in windows]
+        if len({window.shape for window in windows}) != 1:
+            raise ValueError("the windows of one batch must have one shape")
+        with torch.inference_mode(), allow_tf32(self._tf32):
+            if windows[0].emit:
+                noise = [self._noise(s, w) for s, w in zip(streams, windows, strict=True)]
+                solved, kept = self._solve(streams, windows, noise)
+            else:  # a flush: all codes were solved before
+                noise, kept = [stream.noise for stream in streams], None
+                solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
+            return self._vocode_and_commit(streams, windows[0], noise, solved, kept)
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    # ------------------------------------------------------------------------------------------------ solver
+
+    def _solve(
+        self, streams: Sequence[_Stream], windows: Sequence[Window], noise: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Mel of the windows' new and look-ahead frames `[B, n, mel]`; trajectories to keep `[E, B, r, mel]`."""
+        window, params = windows[0], streams[0].params
+        left = min(window.history // self.layout.block_codes, self._left_blocks)
+        old = left * self.layout.block_codes  # codes of pinned blocks
+        frames = (len(window.codes) - window.history + old) * self._repeats
+        graphed = self._graphs.enabled and frames <= _MAX_GRAPH_FRAMES
+        # Padding rows repeat the first request; rows never meet, so their results are simply dropped.
+        rows = list(range(len(streams))) + [0] * ((bucket(len(streams)) - len(streams)) if graphed else 0)
+        codes = torch.tensor([windows[i].codes[window.history - old :] for i in rows], device=self.device)
+        x = torch.stack([noise[i] for i in rows]).to(self.device, self._dtype)
+        pinned = torch.stack([streams[i].trajectory for i in rows], dim=1)
+        cond = torch.stack([streams[i].voice.cond for i in rows])
+        reference = torch.stack([streams[i].voice.reference for i in rows])
+        scale = torch.full((len(rows), 1, 1), params.guidance_scale, device=self.device, dtype=self._dtype)
+        if params.guidance_scale < _NO_GUIDANCE:
+            scale = scale[:0]  # an empty tensor asks for no guidance, which is another graph
+        key = ("dit", len(rows), frames, len(scale))
+
+        def field(state: Tensor, t: Tensor) -> Tensor:
+            at = torch.full((len(rows),), t.item(), device=self.device, dtype=self._dtype)
+            inputs = (state, at, codes, cond, reference, scale)
+            return self._graphs(key, self._velocity, *inputs) if graphed else self._velocity(*inputs)
+
+        end = (old + window.emit) * self._repeats
+        keep = slice(end if window.last else max(0, end - self._left_blocks * self._block_frames), end)
+        solved, kept = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
+        return solved[: len(streams)], kept[:, : len(streams)]
+
+    def _guided(
+        self, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor
+    ) -> Tensor:
+        """One evaluation of the field, as in transformers' `sample`; shapes as in `_solve`."""
+        inputs = {
+            "hidden_states": x,
+            "speaker_embedding": cond.expand(-1, x.shape[1], -1),
+            "condition_vector": reference,
+            "quantized_code": codes,
+            "time_step": t,
+        }
+        if not len(scale):
+            return self._dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
+        guided, null = torch.chunk(self._dit(**inputs, apply_cfg=True), 2, dim=0)
+        return guided + (guided - null) * scale
+
+    def _draw(self, generator: torch.Generator, frames: int) -> Tensor:
+        """At least `frames` rows of noise, drawn a whole block at a time so that no cut changes what comes next."""
+        shape = (self._block_frames, self._mel_dim)
+        blocks = [torch.randn(shape, generator=generator) for _ in range(-(-frames // self._block_frames))]
+        return torch.cat(blocks) if blocks else torch.empty(0, self._mel_dim)
+
+    def _noise(self, stream: _Stream, window: Window) -> Tensor:
+        """Noise of the window's new and look-ahead frames. Drawing more than needed is harmless: it is kept."""
+        frames = (len(window.codes) - window.history) * self._repeats
+        missing = frames - len(stream.noise)
+        if missing > 0:
+            stream.noise = torch.cat((stream.noise, self._draw(stream.generator, missing)))
+        return stream.noise[:frames]
+
+    # ----------------------------------------------------------------------------------------------- vocoder
+
+    def _vocode_and_commit(
+        self, streams: Sequence[_Stream], window: Window, noise: Sequence[Tensor], solved: Tensor, kept: Tensor | None
+    ) -> list[np.ndarray]:
+        """Run BigVGAN over what is new, then move every stream on. Nothing before the last loop changes a stream."""
+        left, right = self.vocoder_context
+        emit = window.emit * self._repeats
+        first = streams[0]  # equal window shapes make these counters equal, up to a shift
+        shown = solved if self._early else solved[:, :emit]
+        total = first.total + emit
+        ahead = 0 if window.last else max(0, right - (shown.shape[1] - emit))
+        upto = max(first.sent, total - ahead)
+        begin = first.total - len(first.mel)
+        samples = torch.empty(len(streams), 0)
+        if upto > first.sent:
+            wave = self._vocode(torch.stack([torch.cat((s.mel, shown[i])) for i, s in enumerate(streams)]))
+            borders = ((first.sent - begin) * self._samples_per_frame, (upto - begin) * self._samples_per_frame)
+            samples = wave[:, slice(*borders)].float().cpu()
+        result = [part.numpy().copy() for part in samples]
+        advance = upto - first.sent
+        for i, stream in enumerate(streams):
+            stream.total += emit
+            stream.sent += advance
+            needed = stream.total - max(0, stream.sent - left)  # frames that BigVGAN will need again
+            joined = torch.cat((stream.mel, solved[i, :emit]))
+            stream.mel = joined[len(joined) - needed :].clone()
+            stream.noise = stream.noise[emit:]
+            if kept is not None:
+                stream.trajectory = kept[:, i].clone()
+        return result
+
+    def _vocode(self, mel: Tensor) -> Tensor:
+        """BigVGAN over `[B, frames, mel]`, giving `[B, samples]` on the device."""
+        count = len(mel)
+        graphed = self._graphs.enabled and mel.shape[1] <= _MAX_GRAPH_FRAMES
+        if graphed and bucket(count) > count:
+            mel = torch.cat((mel, mel[:1].expand(bucket(count) - count, -1, -1)))
+        # The scaling of the spectrogram makes a tensor from a number, which cannot be captured either.
+        spectrogram = self._vocoder.process_mel_spectrogram(mel.transpose(1, 2))
+        if not graphed:
+            return bigvgan(self._vocoder, spectrogram)[:count]
+        key = ("bigvgan", *mel.shape[:2])
+        return self._graphs(key, lambda s: bigvgan(self._vocoder, s), spectrogram)[:count]
+
+    # ------------------------------------------------------------------------------------------------- set-up
+
+    def _encode_voices(
+        self, dit: Qwen2_5OmniToken2WavDiTModel, speakers: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, _Voice]:
+        voices: dict[str, _Voice] = {}
+        for name, speaker in speakers.items():
+            if not {"cond", "ref_mel"} <= speaker.keys():
+                raise CheckpointError(f"speaker {name!r} needs 'cond' and 'ref_mel', and has {', '.join(speaker)}")
+            cond = speaker["cond"].to(self.device, self._dtype).reshape(1, -1)
+            reference = _encode(dit, speaker["ref_mel"].to(self.device, self._dtype).reshape(1, -1, self._mel_dim))
+            voices[name] = _Voice(cond, torch.cat((reference, torch.ones_like(reference[:, :1])), dim=1))
+        return voices
+
+    def _make_layout(self) -> CodecLayout:
+        config = self._dit.config
+        if self._block_frames % self._repeats:
+            raise CheckpointError(
+                f"dit_config.block_size ({self._block_frames}) is not a multiple of repeats ({self._repeats})"
+            )
+        left, right = self.vocoder_context
+        return CodecLayout(
+            block_codes=self._block_frames // self._repeats,
+            codebook_size=self._dit.text_embed.codec_embed.num_embeddings,
+            max_codes=config.max_position_embeddings // self._repeats,
+            history_blocks=max(self._left_blocks, -(-(left + right) // self._block_frames)),
+            # The look-ahead spreads by one evaluation after the other: practically without end.
+            max_lookahead_blocks=len(config.look_ahead_layers) * 1024,
+            first_blocks=1 if self._early else right // self._block_frames + 1,
+        )
+
+
+def bigvgan(vocoder: Qwen2_5OmniToken2WavBigVGANModel, spectrogram: Tensor) -> Tensor:
+    """`[B, samples]` of a processed spectrogram `[B, mel, frames]`: transformers' forward without its last `.cpu()`."""
+    hidden = vocoder.conv_pre(spectrogram)
+    for i, (upsample,) in enumerate(vocoder.ups):
+        hidden = upsample(hidden)
+        count = vocoder.num_residual_blocks
+        hidden = sum(block(hidden) for block in vocoder.resblocks[i * count : (i + 1) * count]) / count
+    wave = vocoder.conv_post(vocoder.activation_post(hidden))
+    return torch.clamp(wave, min=-1.0, max=1.0)[:, 0]
+
+
+def vocoder_context(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> tuple[int, int]:
+    """Mel frames left and right of a frame that its samples depend on: BigVGAN's receptive field, layer by layer."""
+    config = vocoder.config
+    up, down = vocoder.activation_post.upsample, vocoder.activation_post.downsample
+    activation: tuple[Layer, ...] = (
+        Transposed(up.kernel_size, up.stride, crop=up.pad_left, pad=up.pad),
+        Conv(down.kernel_size, down.pad_left, down.pad_right, stride=down.stride),
+    )
+    blocks = Parallel(
+        tuple(
+            tuple(
+                layer
+                for dilation in dilations
+                for layer in (*activation, Conv.same(kernel, dilation), *activation, Conv.same(kernel))
+            )
+            for kernel, dilations in zip(config.resblock_kernel_sizes, config.resblock_dilation_sizes, strict=True)
+        )
+    )
+    layers: list[Layer] = [Conv.same(7)]
+    for rate, kernel in zip(config.upsample_rates, config.upsample_kernel_sizes, strict=True):
+        if (kernel - rate) % 2:
+            raise CheckpointError(
+                f"bigvgan_config: upsample kernel {kernel} with rate {rate} does not give {rate} samples a frame"
+            )
+        layers += [Transposed(kernel, rate, crop=(kernel - rate) // 2), blocks]
+    layers += [*activation, Conv.same(7)]
+    return frame_context(layers, math.prod(config.upsample_rates))
+
+
+def _encode(dit: Qwen2_5OmniToken2WavDiTModel, clip: Tensor) -> Tensor:
+    """`[1, enc_dim]` of a reference clip `[1, frames, mel]`."""
+    with torch.no_grad():
+        return dit.input_embed.spk_encoder(clip)  # type: ignore[no-any-return]
+
+
+def _shared_copy(module: _M, swaps: Mapping[nn.Module, nn.Module]) -> _M:
+    """A copy of the module tree with other submodules in some places; it shares every parameter and buffer.
+
+    `deepcopy` takes what its memo already holds, so the original stays untouched and nothing private is used.
+    """
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    memo.update({id(old): new for old, new in swaps.items()})
+    return copy.deepcopy(module, memo)
+
+
+def _stream(window: Window) -> _Stream:
+    if not isinstance(window.state, _Stream):
+        raise TypeError("the window's state does not come from Token2Wav.open")
+    return window.state

@@ -1,0 +1,466 @@
+"""The two front doors: `AsyncOmni` streams in an event loop, `Omni` runs batches and conversations in plain code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, overload
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
+from omnistage.engines.build import EngineParts, build_parts
+from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
+from omnistage.pipeline.output import OutputBuffer, Sink
+from omnistage.pipeline.registry import Bridge, InputProcessor
+from omnistage.pipeline.request import (
+    GraphView,
+    ParamsLike,
+    Prompt,
+    RequestFactory,
+    RequestOptions,
+    RequestPlan,
+    RequestRun,
+    is_conversation,
+    new_request_id,
+)
+from omnistage.pipeline.stage import Stage
+from omnistage.types import FinishReason, OmniRequestOutput, OmniTokensPrompt, OutputChunk, StageParams, Trace
+
+Conversation = Sequence[Mapping[str, object]]
+_REFRESH_SECONDS = 0.2
+
+
+class _Front:
+    """What both doors share: the parts, built from a model or given, and the orchestrator over them."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: Path | None = None,
+        overrides: Sequence[str] = (),
+        device: str | None = None,
+        dtype: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
+        values = {"model": str(model), "config": config, "overrides": tuple(overrides)}
+        args = OmniEngineArgs.parse({**values, "device": device, "dtype": dtype})
+        self._open(build_parts(args, progress=progress))
+
+    @classmethod
+    def from_parts(
+        cls,
+        graph: GraphView,
+        stages: Mapping[str, Stage],
+        bridges: Mapping[str, Bridge],
+        defaults: Mapping[str, StageParams],
+        processor: InputProcessor,
+        *,
+        deployment: DeploymentConfig | None = None,
+        limits: LimitsConfig | None = None,
+    ) -> Self:
+        """A door over stages that exist already, for tests and for embedding."""
+        self = cls.__new__(cls)
+        deployment, limits = deployment or DeploymentConfig(), limits or LimitsConfig()
+        self._open(EngineParts(graph, stages, bridges, defaults, processor, deployment, limits))
+        return self
+
+    def _open(self, parts: EngineParts) -> None:
+        deployment = parts.deployment
+        self.processor = parts.processor
+        self.orchestrator = Orchestrator(
+            parts.graph,
+            parts.stages,
+            parts.bridges,
+            parts.defaults,
+            max_inflight=deployment.max_inflight,
+            trace_history=deployment.trace_history,
+        )
+        params_types = {name: stage.params_type for name, stage in parts.stages.items()}
+        self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits)
+        self._output_buffer = deployment.output_buffer
+
+    def _plan(
+        self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
+    ) -> RequestPlan:
+        return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; whether it was running."""
+        return self.orchestrator.abort(request_id)
+
+    def trace(self, request_id: str) -> Trace | None:
+        """What ran when, for a running or recent request."""
+        return self.orchestrator.trace(request_id)
+
+    def stats(self) -> OrchestratorStats:
+        return self.orchestrator.stats()
+
+
+# --------------------------------------------------------------------------------------------------- async
+
+
+class OutputStream(AsyncIterator[OutputChunk]):
+    """The items of one running request, for one reader. Closing it aborts the request if it still runs."""
+
+    def __init__(self, orchestrator: Orchestrator, plan: RequestPlan, limit: int) -> None:
+        self.request_id = plan.info.request_id
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._done = False
+        self._buffer = OutputBuffer(limit, self._wake)
+        self._orchestrator = orchestrator
+        self._run = orchestrator.start(plan, self._buffer.put)
+
+    def _wake(self) -> None:
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def __anext__(self) -> OutputChunk:
+        if self._done:
+            raise StopAsyncIteration
+        while (item := self._buffer.pop()) is None:
+            await self._ready.wait()
+            self._ready.clear()
+        self._done = item.final is not None
+        return item
+
+    def close(self) -> None:
+        self._done = True
+        self._orchestrator.cancel(self._run)
+
+
+class AsyncOmni(_Front):
+    """A model behind an event loop: requests stream side by side, preparation runs in worker threads.
+
+    ```
+    async with AsyncOmni("path/to/model") as omni:
+        async for chunk in omni.generate("Hello"):
+            print(chunk.text, end="")
+    ```
+    """
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: ParamsLike = None,
+        *,
+        request_id: str | None = None,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        use_audio_in_video: bool = False,
+    ) -> AsyncGenerator[OutputChunk, None]:
+        """Stream the answer to one prompt; a list of chat messages goes through the chat template.
+
+        The last item carries `final`. What is wrong with the request raises at the first item; what fails while it
+        runs does not raise but ends the stream with `final.finish_reason` "error" and `final.error`. Leaving the
+        loop early, closing the iterator or cancelling its task aborts the request.
+        """
+        options = RequestOptions(modalities, voice, priority, timeout, use_audio_in_video)
+        stream = await self.start(prompt, sampling_params, options, request_id)
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            stream.close()
+
+    async def start(
+        self,
+        prompt: Prompt,
+        sampling_params: ParamsLike = None,
+        options: RequestOptions | None = None,
+        request_id: str | None = None,
+    ) -> OutputStream:
+        """Check and admit a request, then return its stream: for callers that must know of a refusal first.
+
+        The caller must read the stream to its end or `close()` it.
+        """
+        request_id = request_id or new_request_id()
+        self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
+        plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
+        # No await from here on: a cancellation finds either no request or a stream that its reader closes.
+        return OutputStream(self.orchestrator, plan, self._output_buffer)
+
+    async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
+        """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""
+        await asyncio.to_thread(self.orchestrator.shutdown, drain, timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown(drain=error is None)
+
+
+# ---------------------------------------------------------------------------------------------------- sync
+
+
+class _Batch:
+    """The outputs of one call, in its order, as stage threads deliver them."""
+
+    def __init__(self, size: int) -> None:
+        self.outputs: list[OmniRequestOutput | None] = [None] * size
+        self.done = 0
+        self.tokens = 0
+        self.changed = threading.Condition()
+
+    def sink(self, index: int) -> Sink:
+        def take(item: OutputChunk) -> None:
+            with self.changed:
+                self.tokens += len(item.token_ids)
+            if item.final is not None:
+                self.put(index, item.final)
+
+        return take
+
+    def put(self, index: int, output: OmniRequestOutput) -> None:
+        with self.changed:
+            self.outputs[index] = output
+            self.done += 1
+            self.changed.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the last output; whether all are there."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.done == len(self.outputs), timeout)
+
+
+class _BatchBar:
+    """A progress bar over a batch: requests done and tokens a second. Silent where no one watches."""
+
+    def __init__(self, batch: _Batch, show: bool) -> None:
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+        )
+        self._batch = batch
+        self._start = time.monotonic()
+        self._bar = Progress(*columns, console=console, disable=not (show and console.is_terminal))
+        self._task = self._bar.add_task("requests", total=len(batch.outputs), rate=0.0)
+
+    def refresh(self) -> None:
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        self._bar.update(self._task, completed=self._batch.done, rate=self._batch.tokens / elapsed)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.refresh()
+        self._bar.stop()
+
+
+class Omni(_Front):
+    """A model for scripts: call it with prompts or conversations and get whole outputs back.
+
+    ```
+    with Omni("path/to/model") as omni:
+        print(omni.chat([{"role": "user", "content": "Hello"}]).text)
+    ```
+    May be called from several threads at once. More prompts than the model takes in flight simply wait.
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        progress: bool = True,
+    ) -> list[OmniRequestOutput]:
+        """Answer one prompt or a list of them, in order; `sampling_params` is one for all or one for each.
+
+        Every prompt is checked before the first one runs, and what is wrong raises. A prompt of a list that fails
+        while it runs gives an output with `error` set and leaves the others alone; a prompt that was given alone
+        raises its error. A passed timeout is no error: the output holds what there was, with reason "deadline".
+        """
+        single = isinstance(prompts, str | Mapping | OmniTokensPrompt) or is_conversation(prompts)
+        batch: Sequence[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        options = RequestOptions(modalities, voice, priority, timeout)
+        return self._run_all(batch, sampling_params, options, progress, raising=single)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        use_audio_in_video: bool = False,
+        timeout: float | None = None,
+        progress: bool = True,
+    ) -> OmniRequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        use_audio_in_video: bool = False,
+        timeout: float | None = None,
+        progress: bool = True,
+    ) -> list[OmniRequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        use_audio_in_video: bool = False,
+        timeout: float | None = None,
+        progress: bool = True,
+    ) -> OmniRequestOutput | list[OmniRequestOutput]:
+        """Answer one conversation (a list of messages), or a list of conversations; see `generate` for errors."""
+        options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
+        conversations, single = _conversations(messages)
+        outputs = self._run_all(conversations, sampling_params, options, progress, raising=single)
+        return outputs[0] if single else outputs
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: ParamsLike = None,
+        *,
+        modalities: Sequence[str] | None = None,
+        voice: str | None = None,
+        use_audio_in_video: bool = False,
+        timeout: float | None = None,
+    ) -> Iterator[OutputChunk]:
+        """Answer one conversation item by item, the last with `final`. A failed request raises behind that item.
+
+        What is wrong with the request raises at once. Closing the iterator aborts the request.
+        """
+        options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
+        conversations, single = _conversations(messages)
+        if not single:
+            raise InvalidRequestError("streaming takes one conversation at a time", param="messages")
+        return self._stream(self._plan(conversations[0], sampling_params, options))
+
+    def _stream(self, plan: RequestPlan) -> Iterator[OutputChunk]:
+        buffer = OutputBuffer(self._output_buffer)
+        run: RequestRun | None = None
+        try:
+            while run is None:
+                run = self._try_start(plan, buffer.put)
+            final: OmniRequestOutput | None = None
+            while final is None:
+                item = buffer.get()
+                if item is not None:
+                    yield item
+                    final = item.final
+            if final.error is not None:
+                raise final.error
+        finally:
+            self.abort(plan.info.request_id)
+
+    def _run_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike],
+        options: RequestOptions,
+        progress: bool,
+        *,
+        raising: bool,
+    ) -> list[OmniRequestOutput]:
+        each = _one_each(params, len(prompts))
+        plans = [self._plan(prompt, own, options) for prompt, own in zip(prompts, each, strict=True)]
+        outputs = self._run_plans(plans, progress)
+        if raising and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
+
+    def _run_plans(self, plans: Sequence[RequestPlan], progress: bool) -> list[OmniRequestOutput]:
+        batch = _Batch(len(plans))
+        try:
+            with _BatchBar(batch, progress) as bar:
+                for index, plan in enumerate(plans):
+                    self._admit(index, plan, batch, bar)
+                while not batch.wait(_REFRESH_SECONDS):
+                    bar.refresh()
+        except BaseException:
+            # Most of all Ctrl-C: nothing of this call may run on unseen.
+            for plan in plans:
+                self.abort(plan.info.request_id)
+            raise
+        return [output for output in batch.outputs if output is not None]
+
+    def _admit(self, index: int, plan: RequestPlan, batch: _Batch, bar: _BatchBar) -> None:
+        """Start a request as soon as there is room; one that can no longer start gives its output at once."""
+        try:
+            while self._try_start(plan, batch.sink(index)) is None:
+                bar.refresh()
+        except OmniError as error:
+            output = OmniRequestOutput(plan.info.request_id, finish_reason=FinishReason.ERROR, error=error)
+            if isinstance(error, DeadlineExceededError):
+                output = OmniRequestOutput(plan.info.request_id, finish_reason=FinishReason.DEADLINE)
+            batch.put(index, output)
+
+    def _try_start(self, plan: RequestPlan, sink: Sink) -> RequestRun | None:
+        """Start a request; None if there was no room for a moment."""
+        try:
+            return self.orchestrator.start(plan, sink)
+        except QueueFullError:
+            self.orchestrator.wait_for_room(_REFRESH_SECONDS)
+            return None
+
+    def close(self) -> None:
+        """Abort what runs and release everything. Safe to call again."""
+        self.orchestrator.shutdown(drain=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+OmniLLM = Omni
+
+
+def _one_each(params: ParamsLike | Sequence[ParamsLike], count: int) -> list[ParamsLike]:
+    if not isinstance(params, list | tuple):
+        return [params] * count  # type: ignore[list-item]
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} parameters for {count} prompts; give one for all or one for each", param="sampling_params"
+        )
+    return list(params)
+
+
+def _conversations(messages: object) -> tuple[list[Conversation], bool]:
+    """The conversations given, and whether it was one by itself."""
+    if isinstance(messages, list | tuple) and messages:
+        if isinstance(messages[0], Mapping):
+            return [messages], True
+        if all(isinstance(conversation, list | tuple) for conversation in messages):
+            return list(messages), False
+    raise InvalidRequestError(
+        "must be a conversation (a list of messages with role and content) or a list of conversations", param="messages"
+    )

@@ -1,0 +1,1 @@
+"""The graph of stages: contract, registry, orchestrator."""

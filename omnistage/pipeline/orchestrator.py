@@ -1,0 +1,457 @@
+"""The orchestrator: owns each request's life over the graph.
+
+Admission, routing, fan-in and fan-out, streaming out, abort, deadlines, traces. It never branches on a stage's kind.
+
+Locks, in the only order in which they may nest: a request's `emit_lock`, a target's `fold_lock`, the request's `lock`,
+then one of a loop's, the timer's or this object's own. Bridges run under a `fold_lock` and sinks under an `emit_lock`
+only, both of which belong to one request: nothing that one request does can hold up another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from omnistage.errors import (
+    BridgeError,
+    ConfigError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OmniError,
+    QueueFullError,
+    ShutdownError,
+    StageError,
+    UnsupportedModalityError,
+)
+from omnistage.pipeline.loop import DeadlineTimer, StageLoop, answers, log_defect
+from omnistage.pipeline.output import Sink, final_chunk
+from omnistage.pipeline.registry import Bridge
+from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun
+from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.types import (
+    FinishReason,
+    OmniRequestOutput,
+    OutputChunk,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    StageParams,
+    StagePayloadIn,
+    Trace,
+)
+
+_RECENT_FINISHES = 64
+_RETRY_AFTER_RANGE = (0.1, 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorStats:
+    inflight: int
+    max_inflight: int
+    admitted: int
+    rejected: int
+    """Refused because the service was full."""
+    finished: Mapping[FinishReason, int]
+    stages: Mapping[str, StageStats]
+
+
+class Orchestrator:
+    """Runs requests over a graph of stages. Every method may be called from any thread.
+
+    `bridges` holds one bridge per stage that has sources. With `threads=False` nothing runs until `run_once` or
+    `run_until_idle` is called, all in the caller's thread.
+    """
+
+    def __init__(
+        self,
+        graph: GraphView,
+        stages: Mapping[str, Stage],
+        bridges: Mapping[str, Bridge],
+        defaults: Mapping[str, StageParams],
+        *,
+        max_inflight: int = 256,
+        trace_history: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
+        threads: bool = True,
+    ) -> None:
+        _check_parts(graph, stages, bridges)
+        self.graph = graph
+        self.stages = stages
+        self.max_inflight = max_inflight
+        self._bridges = bridges
+        self._defaults = {name: defaults.get(name) or stages[name].params_type() for name in graph.order}
+        self._clock = clock
+        self._threads = threads
+        self._room = threading.Condition()  # its lock guards everything from here to the loops
+        self._runs: dict[str, RequestRun] = {}
+        self._history: OrderedDict[str, Trace] = OrderedDict()
+        self._trace_history = trace_history
+        self._finish_times: deque[float] = deque(maxlen=_RECENT_FINISHES)
+        self._finished = dict.fromkeys(FinishReason, 0)
+        self._admitted = 0
+        self._rejected = 0
+        self._closing = False
+        self._closed_stages = False
+        self._timer: DeadlineTimer[RequestRun] = DeadlineTimer(self._expire, clock=clock)
+        self._loops: dict[str, StageLoop[RequestRun]] = {
+            name: StageLoop(stages[name], self._on_chunk, clock=clock) for name in graph.order
+        }
+        if threads:
+            self._timer.start()
+            for loop in self._loops.values():
+                loop.start()
+
+    # ------------------------------------------------------------------------------------------- admission
+
+    def submit(self, request: OmniRequest, sink: Sink) -> None:
+        """Check and admit a request; `sink` then gets its items, the last of them with `final`, exactly once.
+
+        Raises, with nothing queued and the sink never called, if the request cannot run or there is no room.
+        """
+        self.start(self.plan(request), sink)
+
+    def plan(self, request: OmniRequest) -> RequestPlan:
+        """Everything that can be said about a request without taking it; raises what is wrong with it."""
+        info, entry = request.info, self.graph.entry
+        given = self.graph.outputs
+        if not info.modalities:
+            raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
+        if missing := sorted(info.modalities - given.keys()):
+            raise UnsupportedModalityError(
+                f"this model does not give {', '.join(missing)}; it gives {', '.join(given)}", param="modalities"
+            )
+        needed = self.graph.needed(info.modalities)
+        params = self._merged(request.params)
+        count = answers(params[entry])
+        if count > 1 and needed != {entry}:
+            raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
+        order = tuple(name for name in self.graph.order if name in needed)
+        plan = RequestPlan(request, order, params, count)
+        reads_hidden = any(target in needed for target in self.graph.targets(entry))
+        self.stages[entry].check(StageInput(info, params[entry], request.payload, emit_hidden=reads_hidden))
+        return plan
+
+    def _merged(self, overrides: Mapping[str, StageParams]) -> dict[str, StageParams]:
+        if unknown := sorted(overrides.keys() - self._defaults.keys()):
+            raise InvalidRequestError(
+                f"no stage is called {', '.join(unknown)}; stages: {', '.join(self.graph.order)}",
+                param="sampling_params",
+            )
+        for name, override in overrides.items():
+            expected = self.stages[name].params_type
+            if not isinstance(override, expected):
+                raise InvalidRequestError(
+                    f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
+                )
+        return {name: default.merged(overrides.get(name)) for name, default in self._defaults.items()}
+
+    def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
+        """Admit a planned request and set it going. The result may be given to `cancel`."""
+        info, now = plan.info, self._clock()
+        if info.deadline is not None and now >= info.deadline:
+            raise DeadlineExceededError("the deadline passed before the request could be admitted; allow more time")
+        run = RequestRun(plan, self.graph, sink)
+        with self._room:
+            self._check_room(info.request_id)
+            self._runs[info.request_id] = run
+            self._admitted += 1
+            run.trace.admitted = run.since_arrival(now)
+        with run.lock:
+            if info.deadline is not None and not run.over:
+                run.timer = self._timer.add(info.deadline, run)
+        self._launch(run, self.graph.entry, plan.request.payload)
+        return run
+
+    def check_room(self, request_id: str) -> None:
+        """Raise what `start` would raise now for want of room: worth a look before costly preparation."""
+        with self._room:
+            self._check_room(request_id)
+
+    def _check_room(self, request_id: str) -> None:
+        if self._closing:
+            raise ShutdownError("the engine is shutting down and takes no more requests")
+        if request_id in self._runs:
+            raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
+        if len(self._runs) >= self.max_inflight:
+            self._rejected += 1
+            wait = self._retry_after()
+            raise QueueFullError(
+                f"{self.max_inflight} requests are in flight, the most that are taken; try again in {wait:.1f} s",
+                retry_after=wait,
+            )
+
+    def _retry_after(self) -> float:
+        """When a place should come free: the mean time between recent finishes."""
+        low, high = _RETRY_AFTER_RANGE
+        if len(self._finish_times) < 2:
+            return 1.0
+        span = self._clock() - self._finish_times[0]
+        return min(max(span / (len(self._finish_times) - 1), low), high)
+
+    def wait_for_room(self, timeout: float | None = None) -> bool:
+        """Wait until a request would be admitted, or refused for good because of a shutdown."""
+        with self._room:
+            return self._room.wait_for(lambda: len(self._runs) < self.max_inflight or self._closing, timeout)
+
+    # --------------------------------------------------------------------------------------------- routing
+
+    def _launch(self, run: RequestRun, name: str, payload: StagePayloadIn) -> None:
+        stage = run.stages[name]
+        stage_input = StageInput(run.info, run.plan.params[name], payload, emit_hidden=bool(stage.targets))
+        with run.lock:
+            # Under the lock, so that whoever ends the request finds either a running stage or none to come.
+            if run.over:
+                return
+            stage.begin(payload, run.since_arrival(self._clock()))
+            self._loops[name].submit(stage_input, run)
+
+    def _on_chunk(self, run: RequestRun, chunk: StageChunk) -> None:
+        """Take a chunk, in the emitting stage's thread. The boundary of routing: what fails ends this request."""
+        try:
+            self._advance(run, chunk)
+        except OmniError as error:
+            self._end(run, FinishReason.ERROR, error)
+        except Exception as error:
+            log_defect("routing a chunk", error)
+            self._end(run, FinishReason.ERROR, _wrapped("routing a chunk", error))
+
+    def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
+        pending = deque([chunk])
+        while pending:
+            chunk = pending.popleft()
+            if not run.record(chunk):
+                return
+            self._emit(run, chunk)
+            if chunk.error is not None or chunk.finish is FinishReason.ERROR:
+                error = chunk.error or StageError(f"stage {chunk.stage!r} ended with an error that it did not give")
+                self._end(run, FinishReason.ERROR, error)
+                return
+            if chunk.finish in (FinishReason.ABORT, FinishReason.DEADLINE):
+                self._end(run, chunk.finish)
+                return
+            stage = run.stages[chunk.stage]
+            if chunk.payload is not None or chunk.finish is not None:
+                for target in stage.targets:
+                    self._fold(run, target, chunk)
+            if not stage.open_answers:
+                pending.extend(self._stage_ended(run, chunk.stage))
+
+    def _stage_ended(self, run: RequestRun, name: str) -> list[StageChunk]:
+        """Close a stage of a request. The ends of targets that can no longer start, to be routed like any chunk."""
+        skipped = [
+            StageChunk(run.info.request_id, target, finish=FinishReason.STOP, time=self._clock())
+            for target in run.stages[name].targets
+            if run.source_ended(name, target)
+        ]
+        reason = run.stage_ended(name)
+        if reason is not None:
+            self._end(run, reason)
+        return skipped
+
+    def _fold(self, run: RequestRun, target: str, chunk: StageChunk) -> None:
+        """Run the bridge into `target` over a chunk and queue what it gives."""
+        stage = run.stages[target]
+        with stage.fold_lock:
+            if run.over or stage.phase is Phase.ENDED:
+                return
+            stage.state, inputs = _call_bridge(self._bridges[target], run, stage.state, chunk, target)
+            for value in inputs:
+                if stage.phase is Phase.WAITING:
+                    if not isinstance(value, StagePayloadIn):
+                        raise BridgeError(f"the bridge into {target!r} must start it before it gives it more input")
+                    self._launch(run, target, value)
+                elif isinstance(value, StageFeed):
+                    self._feed(run, target, value)
+                else:
+                    raise BridgeError(f"the bridge into {target!r} started it a second time")
+
+    def _feed(self, run: RequestRun, target: str, feed: StageFeed) -> None:
+        stage = run.stages[target]
+        with run.lock:
+            if run.over or stage.phase is Phase.ENDED:
+                return
+            stage.accept(feed)
+            self._loops[target].feed(run.info.request_id, feed, run)
+
+    def _emit(self, run: RequestRun, chunk: StageChunk) -> None:
+        with run.emit_lock:
+            item = run.output.add(chunk)
+            if item is not None:
+                run.sink(item)
+
+    # ---------------------------------------------------------------------------------------------- ending
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with `FinishReason.ABORT`; every stage forgets it before its next step.
+
+        Whether the request was running.
+        """
+        with self._room:
+            run = self._runs.get(request_id)
+        return run is not None and self.cancel(run)
+
+    def cancel(self, run: RequestRun) -> bool:
+        """Like `abort`, for exactly this request even if its id is in use again."""
+        return self._end(run, FinishReason.ABORT)
+
+    def _expire(self, run: RequestRun) -> None:
+        self._end(run, FinishReason.DEADLINE)
+
+    def _end(self, run: RequestRun, reason: FinishReason, error: OmniError | None = None) -> bool:
+        """End a request unless it is over. The only way a request ends."""
+        now = self._clock()
+        running = run.end(reason, error, now)
+        if running is None:
+            return False
+        request_id = run.info.request_id
+        # Queued before the id is free: a new request with this id must find each stage rid of the old one.
+        for name in running:
+            self._loops[name].abort(request_id, run)
+        if run.timer is not None:
+            self._timer.discard(run.timer)
+        with self._room:
+            del self._runs[request_id]
+            self._finished[reason] += 1
+            self._finish_times.append(now)
+            self._remember(run.trace)
+            self._room.notify_all()
+        self._emit_final(run, reason, error)
+        return True
+
+    def _emit_final(self, run: RequestRun, reason: FinishReason, error: OmniError | None) -> None:
+        with run.emit_lock:
+            item = self._final(run, reason, error)
+            try:
+                run.sink(item)
+            except Exception as failure:
+                # The boundary of a consumer: it is gone or broken, and its request is over anyway.
+                log_defect("the consumer of a request's last item", failure)
+
+    def _final(self, run: RequestRun, reason: FinishReason, error: OmniError | None) -> OutputChunk:
+        try:
+            return run.output.final(reason, error, run.usage(), run.trace)
+        except Exception as failure:
+            # Every request must end: one whose output cannot be put together ends without it.
+            log_defect("assembling an output", failure)
+            output = OmniRequestOutput(run.info.request_id, finish_reason=FinishReason.ERROR, trace=run.trace)
+            output.error = error or _wrapped("assembling the output", failure)
+            return final_chunk(output)
+
+    def _remember(self, trace: Trace) -> None:
+        self._history.pop(trace.request_id, None)
+        self._history[trace.request_id] = trace
+        while len(self._history) > self._trace_history:
+            self._history.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------ inspection
+
+    def trace(self, request_id: str) -> Trace | None:
+        """The trace of a running or recent request; None if it is unknown or long gone."""
+        with self._room:
+            run = self._runs.get(request_id)
+            if run is None:
+                return self._history.get(request_id)
+        return run.trace_now()
+
+    def stats(self) -> OrchestratorStats:
+        with self._room:
+            return OrchestratorStats(
+                len(self._runs),
+                self.max_inflight,
+                self._admitted,
+                self._rejected,
+                dict(self._finished),
+                {name: loop.stats() for name, loop in self._loops.items()},
+            )
+
+    def check_idle(self, timeout: float = 10.0) -> None:
+        """Raise `InternalError` unless nothing is left anywhere: no request, deadline, command or stage state."""
+        restless = [name for name, loop in self._loops.items() if not loop.wait_resting(timeout)]
+        found = [f"loop of {name} not at rest" for name in restless]
+        with self._room:
+            found += [f"request {request_id}" for request_id in self._runs]
+        found += [f"{len(self._timer)} deadlines"] if len(self._timer) else []
+        for loop in self._loops.values():
+            found += loop.leftovers()
+        if found:
+            raise InternalError(f"not idle: {'; '.join(found)}")
+
+    # ------------------------------------------------------------------------------------ driving, stopping
+
+    def run_once(self) -> bool:
+        """Without threads: expire deadlines, then one turn of every stage in graph order. Whether anything ran."""
+        ran = self._timer.tick()
+        for loop in self._loops.values():
+            ran = loop.run_pending() or ran
+        return ran
+
+    def run_until_idle(self) -> None:
+        """Without threads: run until nothing is runnable. Requests that wait for time or input may remain."""
+        while self.run_once():
+            pass
+
+    def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
+        """Take no more requests, let those in flight finish for up to `timeout` seconds, abort the rest, stop.
+
+        Without `drain` they are aborted at once. Safe to call again. Not to be called from a sink.
+        """
+        give_up = time.monotonic() + timeout
+        with self._room:
+            self._closing = True
+            self._room.notify_all()
+            if drain and self._threads:
+                self._room.wait_for(lambda: not self._runs, timeout)
+        if drain and not self._threads:
+            self.run_until_idle()
+        with self._room:
+            left = list(self._runs.values())
+        for run in left:
+            self.cancel(run)
+        for loop in self._loops.values():
+            loop.stop(drain=False)
+        # A stage in the middle of a step gets a moment even where draining has used up the time.
+        stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 1.0))]
+        self._timer.stop(1.0)
+        with self._room:
+            if self._closed_stages:
+                return
+            self._closed_stages = True
+        for name in stopped:  # a stage that is stuck in a step cannot be closed safely
+            self.stages[name].close()
+
+
+def _call_bridge(
+    bridge: Bridge, run: RequestRun, state: object, chunk: StageChunk, target: str
+) -> tuple[object, Sequence[StagePayloadIn | StageFeed]]:
+    """One step of a bridge's fold; whatever goes wrong in it is a `BridgeError`."""
+    try:
+        result = bridge(run.info, state, chunk)
+    except OmniError as error:
+        raise BridgeError(f"the bridge into {target!r} failed: {error}") from error
+    except Exception as error:
+        log_defect(f"the bridge into {target!r}", error)
+        raise BridgeError(f"the bridge into {target!r} failed with {type(error).__name__}") from error
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list | tuple):
+        raise BridgeError(f"the bridge into {target!r} must return (state, a list of inputs)")
+    for value in result[1]:
+        if not isinstance(value, StagePayloadIn | StageFeed):
+            raise BridgeError(f"the bridge into {target!r} gave a {type(value).__name__}, which is no stage input")
+    return result
+
+
+def _wrapped(what: str, error: BaseException) -> InternalError:
+    failure = InternalError(f"{what} failed with {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
+
+
+def _check_parts(graph: GraphView, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:
+    for name in graph.order:
+        if name not in stages:
+            raise ConfigError(f"the pipeline has a stage {name!r}, but none was built", param=f"stages.{name}")
+        if graph.sources(name) and name not in bridges:
+            raise ConfigError(f"stage {name!r} has sources, but no bridge", param=f"stages.{name}")

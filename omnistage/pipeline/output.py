@@ -1,0 +1,168 @@
+"""From stage chunks to what the caller sees: stream items, the final output, and the buffer in between."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from omnistage.errors import OmniError, StageError
+from omnistage.types import (
+    AudioChunk,
+    CompletionOutput,
+    FinishReason,
+    Modality,
+    OmniRequestOutput,
+    OutputChunk,
+    StageChunk,
+    TokenChunk,
+    Trace,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from omnistage.media.audio import AudioOutput
+
+Sink = Callable[[OutputChunk], None]
+"""Takes a request's stream items, one call at a time and in order; the last carries `final`.
+
+It is called from stage threads, so it must return at once and never wait for the consumer.
+"""
+
+
+class OutputAssembler:
+    """Collects one request's chunks. Not thread-safe: the request's emit lock guards it.
+
+    `modalities` maps each stage whose output was asked for to its modality; chunks of other stages are ignored.
+    """
+
+    def __init__(self, request_id: str, modalities: Mapping[str, Modality], answers: int) -> None:
+        self._request_id = request_id
+        self._modalities = modalities
+        self._has_text = Modality.TEXT in modalities.values()
+        self._answers = [CompletionOutput(index) for index in range(answers if self._has_text else 0)]
+        self._text: list[list[str]] = [[] for _ in self._answers]
+        self._audio: list[AudioChunk] = []
+        self.closed = False
+
+    def add(self, chunk: StageChunk) -> OutputChunk | None:
+        """The stream item for this chunk; None where it holds nothing for the caller."""
+        modality = self._modalities.get(chunk.stage)
+        if modality is None or self.closed:
+            return None
+        payload = chunk.payload
+        item = OutputChunk(self._request_id, modality, chunk.index, finish_reason=chunk.finish)
+        if modality is Modality.TEXT:
+            answer = self._answers[chunk.index]
+            answer.finish_reason = chunk.finish
+            if isinstance(payload, TokenChunk) and (payload.token_ids or payload.text):
+                answer.token_ids.extend(payload.token_ids)
+                answer.logprobs.extend(payload.logprobs)
+                self._text[chunk.index].append(payload.text)
+                return replace(item, text=payload.text, token_ids=payload.token_ids, logprobs=payload.logprobs)
+        elif modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
+            if self._audio and self._audio[0].sample_rate != payload.sample_rate:
+                raise StageError(f"stage {chunk.stage!r} changed its sample rate within a request")
+            self._audio.append(payload)
+            return replace(item, audio=payload)
+        return item if chunk.finish is not None else None
+
+    def final(self, reason: FinishReason, error: OmniError | None, usage: Usage, trace: Trace) -> OutputChunk:
+        """Close the stream; answers that had not ended get the request's own reason."""
+        self.closed = True
+        for answer, pieces in zip(self._answers, self._text, strict=True):
+            answer.text = "".join(pieces)
+            answer.finish_reason = answer.finish_reason or reason
+        audio = self._joined_audio()
+        usage.audio_seconds = audio.seconds if audio is not None else 0.0
+        output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
+        return final_chunk(output, self._main_modality())
+
+    def _joined_audio(self) -> AudioOutput | None:
+        if not self._audio:
+            return None
+        import numpy as np
+
+        from omnistage.media.audio import AudioOutput
+
+        samples = np.concatenate([piece.samples for piece in self._audio])
+        return AudioOutput(samples, self._audio[0].sample_rate)
+
+    def _main_modality(self) -> Modality:
+        return Modality.TEXT if self._has_text else next(iter(self._modalities.values()))
+
+
+def final_chunk(output: OmniRequestOutput, modality: Modality = Modality.TEXT) -> OutputChunk:
+    return OutputChunk(output.request_id, modality, final=output)
+
+
+class OutputBuffer:
+    """A sink that holds items for a consumer of its own pace, at most about `limit` of them.
+
+    A full buffer never blocks the stage and drops nothing: everything that waits is joined into one item per stream
+    (a modality of an answer), so a slow consumer gets fewer, larger items. `wake` is called, without the lock, when
+    an item arrives in an empty buffer; a consumer takes items until there is none before it waits again.
+    """
+
+    def __init__(self, limit: int, wake: Callable[[], None] | None = None) -> None:
+        self._limit = max(1, limit)
+        self._wake = wake
+        self._items: deque[OutputChunk] = deque()
+        self._arrived = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: OutputChunk) -> None:
+        with self._arrived:
+            was_empty = not self._items
+            if len(self._items) >= self._limit and item.final is None:
+                self._items = deque(_joined([*self._items, item]))
+            else:
+                self._items.append(item)
+            self._arrived.notify()
+        if was_empty and self._wake is not None:
+            self._wake()
+
+    def pop(self) -> OutputChunk | None:
+        """The next item, or None if there is none now."""
+        with self._arrived:
+            return self._items.popleft() if self._items else None
+
+    def get(self, timeout: float | None = None) -> OutputChunk | None:
+        """Wait for the next item; None once `timeout` seconds have passed."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: bool(self._items), timeout)
+            return self._items.popleft() if self._items else None
+
+
+def _joined(items: list[OutputChunk]) -> list[OutputChunk]:
+    """One item per stream, each stream in its own order, streams in the order of their first items."""
+    streams: dict[tuple[Modality, int], list[OutputChunk]] = {}
+    for item in items:
+        streams.setdefault((item.modality, item.index), []).append(item)
+    return [_join_stream(stream) for stream in streams.values()]
+
+
+def _join_stream(items: list[OutputChunk]) -> OutputChunk:
+    if len(items) == 1:
+        return items[0]
+    sounds = [item.audio for item in items if item.audio is not None]
+    return replace(
+        items[0],
+        text="".join(item.text for item in items),
+        token_ids=tuple(token for item in items for token in item.token_ids),
+        logprobs=tuple(entry for item in items for entry in item.logprobs),
+        audio=_join_audio(sounds) if sounds else None,
+        finish_reason=items[-1].finish_reason,
+    )
+
+
+def _join_audio(sounds: list[AudioChunk]) -> AudioChunk:
+    if len(sounds) == 1:
+        return sounds[0]
+    import numpy as np
+
+    return AudioChunk(np.concatenate([sound.samples for sound in sounds]), sounds[0].sample_rate)

@@ -1,0 +1,415 @@
+"""Token2wav against transformers, and streaming against the whole utterance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.compat import prepare_torchvision
+
+prepare_torchvision(required=False)
+
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig  # noqa: E402
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel  # noqa: E402
+
+from omnistage.engines.codec import CodecStage, Window  # noqa: E402
+from omnistage.engines.codec.flow import evaluations, integrate, time_grid  # noqa: E402
+from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
+from omnistage.errors import CheckpointError, InvalidRequestError  # noqa: E402
+from omnistage.models.qwen2_5_omni.token2wav import Token2Wav, bigvgan, vocoder_context  # noqa: E402
+from omnistage.types import AudioChunk, CodecFrames, CodecInput, CodecParams, RequestInfo, StageInput  # noqa: E402
+
+REAL_VOCODER: dict[str, object] = {"upsample_initial_channel": 64}
+SMALL_VOCODER: dict[str, object] = {
+    "upsample_initial_channel": 16,
+    "upsample_rates": [5, 2],
+    "upsample_kernel_sizes": [11, 4],
+    "resblock_kernel_sizes": [3, 5],
+    "resblock_dilation_sizes": [[1, 3, 5], [1, 2, 3]],
+}
+DIT: dict[str, object] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "ff_mult": 2,
+    "emb_dim": 32,
+    "look_ahead_layers": [1],
+    "look_backward_layers": [0, 2],
+    "num_embeds": 64,
+    "enc_emb_dim": 16,
+    "enc_dim": 12,
+    "enc_channels": [16, 16, 16, 16, 48],
+    "enc_attention_channels": 8,
+    "enc_se_channels": 8,
+    "max_position_embeddings": 1024,
+}
+SAMPLES_PER_CODE = 20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(seed: int = 0, vocoder: dict[str, object] = SMALL_VOCODER, **dit: object) -> Qwen2_5OmniToken2WavModel:
+    """A small random model whose layers keep their signal's size, so that every block depends on its neighbours."""
+    config = Qwen2_5OmniToken2WavConfig(dit_config={**DIT, **dit}, bigvgan_config=dict(vocoder))
+    model = Qwen2_5OmniToken2WavModel(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            fan_in = weight.shape[0] * 2 if ".ups." in name else weight[0].numel()
+            deviation = fan_in**-0.5 if weight.dim() > 1 else 0.05
+            if "codec_embed" in name:
+                deviation = 1.0
+            if "conv_post" in name:
+                deviation *= 0.05  # keeps the waveform clear of the clamp
+            weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+    return model
+
+
+def voices() -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(99)
+    return {
+        name: {
+            "cond": torch.randn(1, 16, generator=generator),
+            "ref_mel": torch.randn(1, frames, 80, generator=generator),
+            "bos_token": torch.tensor(1),
+        }
+        for name, frames in (("Chelsie", 50), ("Ethan", 77))
+    }
+
+
+def codes_of(count: int, seed: int = 1) -> tuple[int, ...]:
+    return tuple(torch.randint(0, 65, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2_5OmniToken2WavModel:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def component(model: Qwen2_5OmniToken2WavModel) -> Token2Wav:
+    return Token2Wav(model, voices())
+
+
+def reference(
+    model: Qwen2_5OmniToken2WavModel, noise: torch.Tensor, codes: Sequence[int], voice: str, params: CodecParams
+) -> np.ndarray:
+    speaker = voices()[voice]
+    with torch.no_grad(), mock.patch("torch.randn", lambda *_, **__: noise.clone()):
+        wave = model(
+            torch.tensor([codes]),
+            speaker["cond"],
+            speaker["ref_mel"],
+            num_steps=params.num_steps,
+            guidance_scale=params.guidance_scale,
+            sway_coefficient=params.sway,
+        )
+    return np.asarray(wave.numpy())
+
+
+def whole(component: Token2Wav, *requests: tuple[tuple[int, ...], str | None, CodecParams]) -> list[np.ndarray]:
+    windows = [Window(component.open("r", p, voice), codes, 0, len(codes), True) for codes, voice, p in requests]
+    return component.decode(windows)
+
+
+def budget(lookahead: int = 2, chunk: int = 8, **changes: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "max_batch": 8,
+            "max_running": 64,
+            "first_chunk_blocks": 1,
+            "max_chunk_blocks": chunk,
+            "lookahead_blocks": lookahead,
+            **changes,
+        }
+    )
+
+
+def stream(
+    component: Token2Wav, limits: SimpleNamespace, utterances: dict[str, tuple[int, ...]], feed: int, seed: int = 7
+) -> dict[str, list[np.ndarray]]:
+    """Feed `feed` codes at a time to each request, running what is ready in between."""
+    stage = CodecStage("t2w", component, limits)
+    out: dict[str, list[np.ndarray]] = {name: [] for name in utterances}
+
+    def drain() -> None:
+        for chunk in stage.drain():
+            assert chunk.error is None
+            if isinstance(chunk.payload, AudioChunk):
+                out[chunk.request_id].append(chunk.payload.samples)
+
+    for i, name in enumerate(utterances):
+        voice = ("Chelsie", "Ethan")[i % 2]
+        stage.submit(StageInput(RequestInfo(name, voice=voice), CodecParams(seed=seed + i), CodecInput()))
+    for at in range(0, max(map(len, utterances.values())), feed):
+        for name, codes in utterances.items():
+            if at < len(codes):
+                stage.feed(name, CodecFrames(codes[at : at + feed], final=at + feed >= len(codes)))
+        drain()
+    return out
+
+
+def snr(got: np.ndarray, want: np.ndarray) -> float:
+    return float(10 * np.log10(np.square(want).sum() / max(np.square(got - want).sum(), 1e-30)))
+
+
+@pytest.mark.parametrize("count", [1, 12, 40])
+@pytest.mark.parametrize(
+    "params",
+    [CodecParams(seed=3), CodecParams(seed=3, guidance_scale=0.0, num_steps=4), CodecParams(seed=3, num_steps=1, sway=0.5)],
+    ids=["default", "unguided", "one-point"],
+)
+def test_a_whole_utterance_equals_transformers(
+    model: Qwen2_5OmniToken2WavModel, component: Token2Wav, count: int, params: CodecParams
+) -> None:
+    codes = codes_of(count)
+    want = reference(model, component.noise_for(3, count * 2), codes, "Ethan", params)
+    (got,) = whole(component, (codes, "Ethan", params))
+    assert got.shape == (count * SAMPLES_PER_CODE,)
+    assert got.dtype == np.float32
+    assert 0.01 < want.std()
+    assert np.abs(want).max() < 1
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_real_vocoder_gives_480_samples_a_code_and_equals_transformers() -> None:
+    model = build(vocoder=REAL_VOCODER)
+    component = Token2Wav(model, voices(), default_voice="Ethan")
+    assert component.vocoder_context == (34, 34)
+    assert component.samples_per_code == 480
+    codes, params = codes_of(53), CodecParams(seed=3, num_steps=2)
+    want = reference(model, component.noise_for(3, 106), codes, "Ethan", params)
+    (got,) = whole(component, (codes, None, params))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    parts = stream(component, budget(), {"r": codes}, feed=12)["r"]
+    assert sum(part.size for part in parts) == 53 * 480
+
+
+def test_the_model_itself_is_left_alone(model: Qwen2_5OmniToken2WavModel, component: Token2Wav) -> None:
+    encoder = model.code2wav_dit_model.input_embed.spk_encoder
+    assert type(encoder).__name__ == "ECAPA_TimeDelayNet"
+    weight = model.code2wav_dit_model.proj_out.weight
+    assert component._dit.proj_out.weight is weight
+
+
+def test_a_batch_of_voices_equals_each_alone(component: Token2Wav) -> None:
+    requests = [(codes_of(30, i), ("Chelsie", "Ethan", None)[i], CodecParams(seed=i, num_steps=5)) for i in range(3)]
+    together = whole(component, *requests)
+    for got, request in zip(together, requests, strict=True):
+        np.testing.assert_allclose(got, whole(component, request)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("count", [96, 101])
+def test_streaming_is_close_to_the_whole_and_has_no_clicks(seed: int, count: int) -> None:
+    model = build(seed)
+    component = Token2Wav(model, voices())
+    codes = codes_of(count, seed)
+    (want,) = whole(component, (codes, "Chelsie", CodecParams(seed=7)))
+    parts = stream(component, budget(lookahead=2, chunk=2), {"r": codes}, feed=12)["r"]
+    got = np.concatenate(parts)
+    assert got.size == count * SAMPLES_PER_CODE
+    assert len(parts) >= 4
+    assert snr(got, want) > 30
+    jumps = np.abs(np.diff(got - want))
+    borders = np.cumsum([part.size for part in parts])[:-1] - 1
+    assert jumps[borders].max() <= jumps.max()
+    assert jumps[borders].mean() <= 4 * jumps.mean() + 1e-6
+
+
+def test_more_lookahead_comes_closer(component: Token2Wav) -> None:
+    codes = codes_of(84)
+    (want,) = whole(component, (codes, "Chelsie", CodecParams(seed=7)))
+    ratios = [
+        snr(np.concatenate(stream(component, budget(n, chunk=1), {"r": codes}, feed=12)["r"]), want) for n in (0, 1, 2)
+    ]
+    assert ratios[0] + 6 < ratios[1]
+    assert ratios[1] + 6 < ratios[2]
+
+
+def test_enough_lookahead_is_exact(component: Token2Wav) -> None:
+    """Two points are four evaluations, each of which sees one block ahead: pinned left context loses nothing."""
+    codes, params = codes_of(120), CodecParams(seed=7, num_steps=2)
+    (want,) = whole(component, (codes, "Chelsie", params))
+    stage = CodecStage("t2w", component, budget(lookahead=4, chunk=1))
+    stage.submit(StageInput(RequestInfo("r", voice="Chelsie"), params, CodecInput(codes, final=True)))
+    parts = [c.payload.samples for c in stage.drain() if isinstance(c.payload, AudioChunk)]
+    assert len(parts) > 3
+    np.testing.assert_allclose(np.concatenate(parts), want, atol=1e-5)
+
+
+def test_the_vocoder_never_sees_a_border() -> None:
+    """Without attention across blocks nothing is approximate, so held-back vocoding must equal the whole."""
+    component = Token2Wav(build(look_ahead_layers=[], look_backward_layers=[]), voices())
+    assert component.layout.max_lookahead_blocks == 0
+    codes = codes_of(101)
+    params = CodecParams(seed=7)
+    (want,) = whole(component, (codes, "Chelsie", params))
+    for feed in (1, 12, 101):
+        parts = stream(component, budget(), {"r": codes}, feed=feed)["r"]
+        np.testing.assert_allclose(np.concatenate(parts), want, atol=1e-5)
+
+
+def test_codes_that_end_on_a_chunk_border_are_flushed() -> None:
+    component = Token2Wav(build(look_ahead_layers=[]), voices())
+    codes = codes_of(48)
+    (want,) = whole(component, (codes, "Chelsie", CodecParams(seed=7)))
+    stage = CodecStage("t2w", component, budget())
+    stage.submit(StageInput(RequestInfo("r", voice="Chelsie"), CodecParams(seed=7), CodecInput(codes)))
+    chunks = stage.drain()
+    stage.feed("r", CodecFrames((), final=True))
+    chunks += stage.drain()
+    parts = [c.payload.samples for c in chunks if isinstance(c.payload, AudioChunk)]
+    np.testing.assert_allclose(np.concatenate(parts), want, atol=1e-5)
+
+
+def test_arrival_changes_nothing_where_the_chunks_are_the_same(component: Token2Wav) -> None:
+    codes = {"r": codes_of(75)}
+    one = stream(component, budget(chunk=1), codes, feed=1)["r"]
+    four = stream(component, budget(chunk=1), codes, feed=4)["r"]
+    np.testing.assert_allclose(np.concatenate(one), np.concatenate(four), atol=1e-5)
+    again = stream(component, budget(chunk=1), codes, feed=1)["r"]
+    np.testing.assert_array_equal(np.concatenate(one), np.concatenate(again))
+
+
+def test_batch_composition_does_not_matter(component: Token2Wav) -> None:
+    codes = {"a": codes_of(60, 1), "b": codes_of(60, 2), "c": codes_of(77, 3)}
+    together = stream(component, budget(chunk=1), codes, feed=12)
+    alone = stream(component, budget(chunk=1, max_batch=1), codes, feed=12)
+    for name in codes:
+        np.testing.assert_allclose(np.concatenate(together[name]), np.concatenate(alone[name]), atol=1e-5)
+
+
+def test_requests_at_different_places_share_a_forward(component: Token2Wav) -> None:
+    stage = CodecStage("t2w", component, budget(chunk=1))
+    codes = codes_of(144)
+    (want,) = whole(component, (codes, "Chelsie", CodecParams(seed=5, num_steps=3)))
+    params = CodecParams(seed=5, num_steps=3)
+    parts: dict[str, list[np.ndarray]] = {"early": [], "late": []}
+    for name in parts:
+        stage.submit(StageInput(RequestInfo(name, voice="Chelsie"), params, CodecInput(codes, final=True)))
+        for _ in range(4):
+            for chunk in stage.step():
+                if isinstance(chunk.payload, AudioChunk):
+                    parts[chunk.request_id].append(chunk.payload.samples)
+    for chunk in stage.drain():
+        if isinstance(chunk.payload, AudioChunk):
+            parts[chunk.request_id].append(chunk.payload.samples)
+    stats = stage.stats()
+    assert stats.extra["windows"] > stats.steps
+    np.testing.assert_allclose(np.concatenate(parts["early"]), np.concatenate(parts["late"]), atol=1e-5)
+    assert snr(np.concatenate(parts["early"]), want) > 30
+
+
+def test_an_early_vocoder_speaks_sooner_at_a_small_cost(model: Qwen2_5OmniToken2WavModel) -> None:
+    early = Token2Wav(model, voices(), early_vocoder=True)
+    assert early.layout.first_blocks == 1
+    codes = codes_of(84)
+    (want,) = whole(early, (codes, "Chelsie", CodecParams(seed=7)))
+    parts = stream(early, budget(chunk=2), {"r": codes}, feed=12)["r"]
+    assert parts[0].size == 12 * SAMPLES_PER_CODE
+    assert sum(part.size for part in parts) == want.size
+    assert snr(np.concatenate(parts), want) > 30
+
+
+def test_the_receptive_field_is_what_perturbations_reach() -> None:
+    vocoder = build().code2wav_bigvgan_model.double()
+    left, right = vocoder_context(vocoder)
+    at, frames = right + left, 2 * (left + right) + 1
+    mel = torch.randn(1, 80, frames, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = mel.clone()
+    other[:, :, at] += 1
+    with torch.no_grad():
+        moved = (vocoder(mel) - vocoder(other)).abs().reshape(frames, -1).amax(dim=1).nonzero()[:, 0]
+    # Samples of a frame depend on `right` frames after it: a change at `at` reaches back by `right`, on by `left`.
+    assert moved.min() >= at - right
+    assert moved.max() <= at + left
+    assert moved.min() <= at - right + 1
+    assert moved.max() >= at + left - 1
+
+
+def test_the_vocoder_without_its_copy_equals_transformers(model: Qwen2_5OmniToken2WavModel) -> None:
+    vocoder = model.code2wav_bigvgan_model
+    mel = torch.randn(2, 80, 30)
+    with torch.no_grad():
+        assert torch.equal(bigvgan(vocoder, vocoder.process_mel_spectrogram(mel)), vocoder(mel))
+
+
+def test_noise_is_the_same_however_it_is_drawn(component: Token2Wav) -> None:
+    long = component.noise_for(4, 200)
+    assert long.shape == (1, 200, 80)
+    assert torch.equal(long[:, :77], component.noise_for(4, 77))
+    assert not torch.equal(long, component.noise_for(5, 200))
+    assert component.noise_for(4, 0).shape == (1, 0, 80)
+
+
+def test_unseeded_requests_differ(component: Token2Wav) -> None:
+    codes, params = codes_of(12), CodecParams(num_steps=2)
+    first, second = whole(component, (codes, None, params), (codes, None, params))
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_the_solver_agrees_with_transformers_and_pins_what_it_is_given() -> None:
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver
+
+    def field(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x * (1 + t)) + x.mean(dim=1, keepdim=True)
+
+    x, times = torch.randn(2, 5, 3), time_grid(6, -1.0)
+    nothing = torch.empty(evaluations(6), 2, 0, 3)
+    got, states = integrate(field, x, nothing, times, slice(0, 2))
+    want = RungeKutta4ODESolver(lambda t, v: field(v, t), x).integrate(times)[-1]
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    again, kept = integrate(field, x[:, 2:], states, times, slice(1, 4))
+    torch.testing.assert_close(again, got[:, 2:], atol=1e-6, rtol=0)
+    assert kept.shape == (20, 2, 3, 3)
+
+
+def test_mistakes_are_refused(model: Qwen2_5OmniToken2WavModel, component: Token2Wav) -> None:
+    with pytest.raises(CheckpointError, match="no speakers"):
+        Token2Wav(model, {})
+    with pytest.raises(CheckpointError, match="ref_mel"):
+        Token2Wav(model, {"x": {"cond": torch.zeros(1, 16)}})
+    with pytest.raises(CheckpointError, match="default voice"):
+        Token2Wav(model, voices(), default_voice="Nobody")
+    with pytest.raises(CheckpointError, match="multiple"):
+        Token2Wav(build(block_size=25), voices())
+    with pytest.raises(CheckpointError, match="upsample kernel"):
+        Token2Wav(build(vocoder={**SMALL_VOCODER, "upsample_kernel_sizes": [10, 4]}), voices())
+    with pytest.raises(TypeError):
+        component.decode([Window("not a state", (1,), 0, 1, True)])
+    states = [component.open("r", CodecParams(), None) for _ in range(2)]
+    with pytest.raises(ValueError, match="one shape"):
+        component.decode([Window(states[0], (1,), 0, 1, True), Window(states[1], (1, 2), 0, 2, True)])
+    stage = CodecStage("t2w", component, budget())
+    with pytest.raises(InvalidRequestError, match="Chelsie, Ethan"):
+        stage.check(StageInput(RequestInfo("r", voice="Eve"), CodecParams(), CodecInput()))
+    with pytest.raises(InvalidRequestError, match="codebook"):
+        stage.check(StageInput(RequestInfo("r"), CodecParams(), CodecInput((65,))))
+    component.close()
+
+
+def test_graphs_are_plain_calls_off_cuda_and_tf32_is_restored() -> None:
+    cache = GraphCache(enabled=True)
+    assert torch.equal(cache("key", torch.neg, torch.ones(2)), -torch.ones(2))
+    cache.clear()
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    with allow_tf32(True), allow_tf32(True):
+        assert matmul.allow_tf32
+    assert matmul.allow_tf32 == before
+    with allow_tf32(False):
+        assert matmul.allow_tf32 == before

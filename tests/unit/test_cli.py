@@ -1,0 +1,367 @@
+"""The command line, through typer's runner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from omnistage import __version__
+from omnistage.cli import app
+from omnistage.cli.common import progress_bar
+from omnistage.cli.generate import chat_messages
+from omnistage.errors import CapacityError, StageError
+from omnistage.media.audio_output import AudioOutput
+from omnistage.pipeline import registry as registry_module
+from omnistage.pipeline.registry import Family, Registry
+from omnistage.types import (
+    CompletionOutput,
+    FinishReason,
+    Modality,
+    OmniRequestOutput,
+    SamplingParams,
+    StageTrace,
+    Trace,
+    Usage,
+)
+from omnistage.verify import VerifyRow
+
+PIPELINE = """\
+pipeline:
+  name: fake
+  stages:
+    thinker: {engine: autoregressive, component: fake.thinker, output: text}
+"""
+
+runner = CliRunner()
+
+
+def run(*arguments: object, code: int = 0, **options: object):
+    result = runner.invoke(app, [str(argument) for argument in arguments], **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def write_tiny(folder: Path, *, seed: int, scale: float, progress) -> None:
+    progress("weights", 0.5)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Fake"], "seed": seed, "scale": scale}))
+    progress("", 1.0)
+
+
+@pytest.fixture
+def fake_registry(tmp_path, monkeypatch):
+    """A registry with a family that can do everything, `verify` giving whatever is put into the list."""
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(PIPELINE)
+    rows: list[object] = []
+
+    def verify(folder, *, cases, seed, progress):
+        progress("case", 1.0)
+        return rows
+
+    registry = Registry()
+    registry._discovered = True  # no built-in families here
+    common = {"pipeline": pipeline, "bridges": {}, "processor": lambda model: None}
+    registry.register(
+        Family(
+            name="fake",
+            architectures=("Fake",),
+            components={"fake.thinker": lambda context: None},
+            tiny=write_tiny,
+            verify=verify,
+            aliases=("fake-1.0",),
+            **common,
+        )
+    )
+    registry.register(Family(name="bare", architectures=("Bare",), components={}, **common))
+    monkeypatch.setattr(registry_module, "REGISTRY", registry)
+    return rows
+
+
+@pytest.fixture
+def model(tmp_path, fake_registry) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Fake"]}')
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["generate", "config", "tiny", "verify", "bench"])
+def test_help_of_every_command_teaches_with_examples(command):
+    output = run(command, "--help").output
+    assert "Examples" in output
+    assert f"omnistage {command}" in output
+
+
+def test_help_lists_the_commands_and_version_prints():
+    output = run("--help").output
+    assert all(command in output for command in ("generate", "config", "tiny", "verify", "bench"))
+    assert run("--version").output == f"omnistage {__version__}\n"
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom omnistage.cli import app\n"
+        "try:\n    app(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'av', 'PIL', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- config
+
+
+def test_config_prints_yaml_that_can_be_given_back(model, tmp_path):
+    text = run("config", model, "--set", "thinker.max_running=4", "--device", "cpu").stdout
+    assert "max_running: 4" in text
+    assert "# --set" in text
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(text)
+    again = run("config", model, "--config", saved).stdout
+    assert [line.split(" #")[0].rstrip() for line in again.splitlines()] == [
+        line.split(" #")[0].rstrip() for line in text.splitlines()
+    ]
+
+
+def test_config_is_coloured_on_a_terminal(model, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[" in run("config", model).stdout
+
+
+def test_config_check_only_validates(model):
+    output = run("config", model, "--check").stdout
+    assert output == "valid: family fake, stages thinker, gives text\n"
+
+
+def test_an_error_is_one_line_with_a_hint_and_no_traceback(model, tmp_path):
+    user = tmp_path / "user.yaml"
+    user.write_text("deployment:\n  devise: cpu\n  max_inflight: 0\n")
+    result = run("config", model, "--config", user, code=2)
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("error: ")
+    assert "max_inflight" in lines[0] + lines[1]
+    assert f"{user}:2: deployment.devise: unknown key; did you mean device?" in lines[0] + lines[1]
+    assert lines[1].startswith("also: ")
+    assert lines[2].startswith("hint: ")
+    assert len(lines) == 3
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback(model, monkeypatch):
+    monkeypatch.setenv("OMNISTAGE_DEBUG", "1")
+    result = run("config", model, "--set", "x", code=1)
+    assert type(result.exception).__name__ == "LocatedConfigError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["config", "./nowhere"], "there is no folder"),
+        (["config", "{model}", "--device", "gpu"], "use auto, cpu"),
+        (["config", "{model}", "--config", "no.yaml"], "does not exist"),
+        (["verify", "./nowhere"], "there is no folder"),
+        (["tiny", "nope", "{tmp}/x"], "families: fake, bare"),
+        (["tiny", "bare", "{tmp}/x"], "has no small checkpoint"),
+        (["tiny", "fake", "{model}"], "add --force"),
+        (["tiny", "fake", "{model}/config.json"], "is a file"),
+        (["generate", "{model}"], "give a text, or a file"),
+        (["generate", "{model}", "hi", "--image", "no.png"], "--image: there is no file no.png"),
+        (["generate", "{model}", "hi", "--raw", "--system", "x"], "takes a text alone"),
+        (["generate", "{model}", "hi", "--modalities", "smell"], "join some of text, image, audio, video"),
+        (["generate", "{model}", "hi", "--modalities", ","], "join some of"),
+        (["generate", "{model}", "hi", "--temperature", "-1"], "temperature"),
+    ],
+)
+def test_mistakes_end_with_exit_code_two(arguments, says, model, tmp_path):
+    filled = [argument.format(model=model, tmp=tmp_path) for argument in arguments]
+    result = run(*filled, code=2)
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_model_of_no_family(tmp_path, fake_registry):
+    (tmp_path / "config.json").write_text('{"architectures": ["Other"]}')
+    assert "no family serves Other" in run("config", tmp_path, code=2).stderr
+
+
+# ------------------------------------------------------------------------------------------ tiny and verify
+
+
+@pytest.mark.parametrize("name", ["fake", "fake-1.0"])
+def test_tiny_writes_a_checkpoint(name, tmp_path, fake_registry):
+    folder = tmp_path / "new" / "tiny"
+    result = run("tiny", name, folder, "--seed", 3, "--scale", 2)
+    assert json.loads((folder / "config.json").read_text())["seed"] == 3
+    assert json.loads((folder / "config.json").read_text())["scale"] == 2.0
+    assert f"wrote {folder}" in result.stdout
+    run("tiny", name, folder, "--force")
+
+
+def test_verify_passes_when_all_rows_do(model, fake_registry):
+    fake_registry.append(VerifyRow.judge("case 0", "logits", 1e-6, 1e-4))
+    output = run("verify", model).stdout
+    assert "logits" in output
+    assert "all 1 quantities agree" in output
+
+
+def test_verify_fails_when_one_row_does(model, fake_registry):
+    fake_registry.append(VerifyRow.judge("case 0", "logits", 1e-6, 1e-4))
+    fake_registry.append(VerifyRow.judge("case 0", "audio", float("nan"), 1e-4))
+    result = run("verify", model, code=1)
+    assert "FAIL" in result.stdout
+    assert "1 of 2 quantities" in result.stderr
+
+
+def test_verify_takes_another_tolerance(model, fake_registry):
+    fake_registry.append(VerifyRow.judge("case 0", "logits", 1e-3, 1e-4))
+    run("verify", model, code=1)
+    run("verify", model, "--tolerance", "1e-2")
+
+
+@pytest.mark.parametrize("rows", [[], ["not a row"]])
+def test_verify_that_compares_nothing_is_no_success(rows, model, fake_registry):
+    fake_registry.extend(rows)
+    assert "compared nothing" in run("verify", model, code=2).stderr
+
+
+def test_verify_of_a_family_without_reference(tmp_path, fake_registry):
+    (tmp_path / "config.json").write_text('{"architectures": ["Bare"]}')
+    assert "no comparison" in run("verify", tmp_path, code=2).stderr
+
+
+# ------------------------------------------------------------------------------------------------- generate
+
+
+@dataclass
+class FakeOmni:
+    """Stands in for the front door and remembers what it was asked."""
+
+    answer: OmniRequestOutput
+    calls: list[tuple[str, object, dict[str, object]]]
+
+    def __call__(self, model: str, **options: object) -> FakeOmni:
+        self.calls.append(("load", model, options))
+        return self
+
+    def __enter__(self) -> FakeOmni:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls.append(("close", None, {}))
+
+    def chat(self, messages: object, **options: object) -> OmniRequestOutput:
+        self.calls.append(("chat", messages, options))
+        return self.answer
+
+    def generate(self, prompt: object, **options: object) -> list[OmniRequestOutput]:
+        self.calls.append(("generate", prompt, options))
+        return [self.answer]
+
+
+@pytest.fixture
+def omni(monkeypatch) -> FakeOmni:
+    trace = Trace("r", 0.0, stages={"thinker": StageTrace("thinker", 0.0, 0.1)})
+    answer = OmniRequestOutput(
+        "r",
+        [CompletionOutput(text="[bold] answer")],
+        audio=AudioOutput(np.zeros(2400, np.float32), 24_000),
+        finish_reason=FinishReason.STOP,
+        usage=Usage(3, 2, 0.1),
+        trace=trace,
+    )
+    fake = FakeOmni(answer, [])
+    module = ModuleType("omnistage.omni")
+    module.Omni = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "omnistage.omni", module)
+    return fake
+
+
+def test_generate_writes_text_speech_and_trace(omni, tmp_path):
+    picture = tmp_path / "p.png"
+    picture.touch()
+    result = run(
+        *("generate", "m", "hi", "--image", picture, "--system", "be kind", "--modalities", "text, audio,text"),
+        *("--max-tokens", 5, "--temperature", 0, "--stop", "x", "--voice", "Ethan", "--use-audio-in-video"),
+        *("--set", "thinker.seed=1", "--device", "cpu", "--out", tmp_path / "out", "--trace"),
+    )
+    assert result.stdout.startswith("[bold] answer\n")
+    assert "request r:" in result.stdout
+    assert (tmp_path / "out" / "answer.txt").read_text() == "[bold] answer\n"
+    assert (tmp_path / "out" / "answer.wav").read_bytes().startswith(b"RIFF")
+    (_, model, options), (_, messages, asked), closed = omni.calls
+    assert (model, options["overrides"], options["device"]) == ("m", ("thinker.seed=1",), "cpu")
+    assert messages == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "image", "image": str(picture)}, {"type": "text", "text": "hi"}]},
+    ]
+    assert asked["modalities"] == (Modality.TEXT, Modality.AUDIO)
+    assert asked["sampling_params"] == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",))
+    assert asked["sampling_params"].model_fields_set == {"max_tokens", "temperature", "stop"}
+    assert (asked["voice"], asked["use_audio_in_video"]) == ("Ethan", True)
+    assert closed[0] == "close"
+
+
+def test_generate_leaves_what_is_not_given_to_the_model(omni):
+    run("generate", "m", "hi")
+    assert omni.calls[1][2]["sampling_params"] is None
+    assert omni.calls[1][2]["modalities"] is None
+
+
+def test_generate_says_that_speech_was_not_kept(omni):
+    assert "not kept; add --out" in run("generate", "m", "hi").stderr
+
+
+def test_generate_without_speech(omni, tmp_path):
+    omni.answer.audio = None
+    run("generate", "m", "hi", "--out", tmp_path / "out", "--trace")
+    assert not (tmp_path / "out" / "answer.wav").exists()
+
+
+def test_generate_reads_standard_input_and_raw_prompts(omni):
+    run("generate", "m", "-", "--raw", input="once")
+    assert omni.calls[1][:2] == ("generate", "once")
+
+
+def test_media_without_text_is_a_request():
+    assert chat_messages(None, {"image": [], "audio": [Path("a.wav")], "video": []}, None) == [
+        {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}
+    ]
+
+
+@pytest.mark.parametrize("error", [StageError("the stage failed"), CapacityError("too large [for it]")])
+def test_an_answer_that_failed_ends_with_its_error(error, omni):
+    omni.answer.error = error
+    assert str(error) in run("generate", "m", "hi", code=2).stderr
+
+
+# ---------------------------------------------------------------------------------------------------- bench
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_bench_runs_the_benchmark_and_ends_with_its_code(code, monkeypatch, tmp_path):
+    asked = {}
+    module = ModuleType("omnistage.bench")
+    module.run = lambda **options: asked.update(options) or code  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "omnistage.bench", module)
+    run("bench", "--quick", "--out", tmp_path, code=code)
+    assert (asked["quick"], asked["out"]) == (True, tmp_path)
+
+
+def test_progress_stays_within_its_bar():
+    with progress_bar("working") as report:
+        report("over", 7.0)
+        report("under", -1.0)

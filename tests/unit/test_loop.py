@@ -1,0 +1,309 @@
+"""The stage loop and the deadline timer, mostly turn by turn."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from omnistage.errors import InvalidRequestError, ShutdownError, StageError
+from omnistage.pipeline.loop import DeadlineTimer, StageLoop
+from omnistage.types import (
+    ARInput,
+    FinishReason,
+    RequestInfo,
+    SamplingParams,
+    SideRows,
+    StageChunk,
+    StageInput,
+    TokenChunk,
+)
+from tests.unit.fakes import FakeClock, FakeStage, _Rows
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.stage = FakeStage("s")
+        self.got: list[tuple[object, StageChunk]] = []
+        self.ended = threading.Condition()
+        self.loop: StageLoop[object] = StageLoop(self.stage, self.take)
+
+    def take(self, owner: object, chunk: StageChunk) -> None:
+        with self.ended:
+            self.got.append((owner, chunk))
+            self.ended.notify_all()
+
+    def submit(
+        self, request_id: str, tokens: int = 2, *, owner: object = None, n: int = 1, stream: bool = False
+    ) -> None:
+        payload = ARInput((tokens,), streaming=stream)
+        self.loop.submit(StageInput(RequestInfo(request_id), SamplingParams(n=n), payload), owner or request_id)
+
+    def finishes(self, request_id: str) -> list[FinishReason]:
+        return [chunk.finish for _, chunk in self.got if chunk.request_id == request_id and chunk.finish is not None]
+
+    def wait_finish(self, request_id: str) -> None:
+        with self.ended:
+            assert self.ended.wait_for(lambda: self.finishes(request_id), 30)
+
+
+def rows(count: int, final: bool = False) -> SideRows:
+    return SideRows(_Rows(count), final)  # type: ignore[arg-type]
+
+
+def test_a_turn_applies_every_command_and_makes_one_step() -> None:
+    rig = Rig()
+    rig.submit("a")
+    rig.submit("b")
+    assert rig.loop.run_pending()
+    assert rig.stage.calls == [("submit", "a"), ("submit", "b")]
+    assert rig.stage.steps == 1
+    assert rig.loop.run_pending()
+    assert not rig.loop.run_pending()
+    assert rig.finishes("a") == rig.finishes("b") == [FinishReason.STOP]
+    assert rig.loop.leftovers() == []
+
+
+def test_chunks_are_handed_over_in_the_order_of_the_step() -> None:
+    rig = Rig()
+    rig.submit("a", 3)
+    while rig.loop.run_pending():
+        pass
+    tokens = [t for _, c in rig.got if isinstance(c.payload, TokenChunk) for t in c.payload.token_ids]
+    assert tokens == [0, 1, 2]
+
+
+def test_an_abort_takes_effect_before_the_next_step() -> None:
+    rig = Rig()
+    rig.submit("a", 5)
+    rig.loop.run_pending()
+    seen = len(rig.got)
+    rig.loop.abort("a", "a")
+    assert rig.loop.run_pending()
+    assert len(rig.got) == seen
+    assert rig.stage.steps == 1
+    assert rig.stage.jobs == {}
+
+
+def test_an_id_in_use_again_gets_nothing_of_its_predecessor() -> None:
+    rig = Rig()
+    rig.submit("a", 5, owner="first", stream=True)
+    rig.loop.abort("a", "first")
+    rig.submit("a", 1, owner="second", stream=True)
+    rig.loop.feed("a", rows(4), "first")
+    rig.loop.abort("a", "first")
+    rig.loop.feed("a", rows(1, final=True), "second")
+    while rig.loop.run_pending():
+        pass
+    assert {owner for owner, _ in rig.got} == {"second"}
+    assert sum(chunk.payload is not None for _, chunk in rig.got) == 1
+
+
+def test_a_submit_that_raises_ends_only_that_request() -> None:
+    rig = Rig()
+    problem = InvalidRequestError("too long")
+    rig.stage.fail_submit = {"bad": problem, "worse": RuntimeError("secret")}
+    rig.submit("bad")
+    rig.submit("worse")
+    rig.submit("good")
+    while rig.loop.run_pending():
+        pass
+    errors = {chunk.request_id: chunk.error for _, chunk in rig.got if chunk.error is not None}
+    assert errors["bad"] is problem
+    assert isinstance(errors["worse"], StageError)
+    assert "secret" not in str(errors["worse"])
+    assert rig.finishes("good") == [FinishReason.STOP]
+
+
+def test_a_feed_that_raises_ends_the_request_and_frees_its_place() -> None:
+    rig = Rig()
+    rig.stage.fail_feed = {"a": InvalidRequestError("wrong code")}
+    rig.submit("a", stream=True)
+    rig.loop.feed("a", rows(1), "a")
+    rig.loop.feed("a", rows(1), "a")
+    rig.loop.run_pending()
+    assert rig.finishes("a") == [FinishReason.ERROR]
+    assert rig.stage.jobs == {}
+    assert rig.stage.calls.count(("feed", "a")) == 1
+
+
+def test_a_step_that_raises_ends_its_requests_and_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.submit("a")
+    rig.submit("b")
+    rig.stage.fail_step = ValueError("the user said hello")
+    with caplog.at_level(logging.DEBUG):
+        assert rig.loop.run_pending()
+    assert rig.finishes("a") == rig.finishes("b") == [FinishReason.ERROR]
+    assert all(isinstance(chunk.error, StageError) for _, chunk in rig.got)
+    assert "ValueError" in caplog.text
+    assert "hello" not in caplog.text
+    rig.submit("c")
+    while rig.loop.run_pending():
+        pass
+    assert rig.finishes("c") == [FinishReason.STOP]
+    assert rig.loop.leftovers() == []
+
+
+def test_a_stage_that_raises_while_idle_does_not_spin() -> None:
+    rig = Rig()
+
+    def broken() -> bool:
+        raise RuntimeError
+
+    rig.stage.has_work = broken  # type: ignore[method-assign]
+    assert not rig.loop.run_pending()
+
+
+def test_an_abort_that_raises_is_survived() -> None:
+    rig = Rig()
+    rig.stage.fail_abort = RuntimeError("x")
+    rig.submit("a", 5)
+    rig.loop.run_pending()
+    rig.loop.abort("a", "a")
+    rig.loop.run_pending()
+    assert rig.loop.leftovers() == []
+
+
+def test_a_receiver_that_raises_does_not_end_the_loop() -> None:
+    stage = FakeStage("s")
+
+    def refuse(owner: object, chunk: StageChunk) -> None:
+        raise RuntimeError("receiver")
+
+    loop: StageLoop[str] = StageLoop(stage, refuse)
+    loop.submit(StageInput(RequestInfo("a"), SamplingParams(), ARInput((1,))), "a")
+    assert loop.run_pending()
+    assert not loop.run_pending()
+
+
+def test_each_answer_ends_by_itself_and_an_error_ends_them_all() -> None:
+    rig = Rig()
+    rig.submit("a", 1, n=3)
+    rig.loop.run_pending()
+    assert rig.finishes("a") == [FinishReason.STOP] * 3
+    rig.submit("b", 2, n=3)
+    rig.stage.fail_request = {"b": StageError("numbers")}
+    rig.loop.run_pending()
+    assert rig.finishes("b") == [FinishReason.ERROR]
+    assert not rig.loop.run_pending()
+    assert rig.loop.leftovers() == []
+
+
+def test_chunks_of_requests_that_the_stage_does_not_hold_are_dropped() -> None:
+    rig = Rig()
+    rig.stage.step = lambda: [StageChunk("ghost", "s", TokenChunk((1,)))]  # type: ignore[method-assign]
+    rig.submit("a")
+    rig.loop.run_pending()
+    assert rig.got == []
+
+
+def test_leftovers_name_what_is_left() -> None:
+    rig = Rig()
+    rig.submit("a", stream=True)
+    rig.loop.run_pending()
+    rig.loop.run_pending()
+    rig.submit("b")
+    assert rig.loop.leftovers() == ["1 commands for s", "request a in the loop of s", "1 requests in stage s"]
+    assert not rig.loop.wait_resting()
+
+
+def test_stopping_with_drain_finishes_what_can_run_and_aborts_the_starved() -> None:
+    rig = Rig()
+    rig.submit("a", 4)
+    rig.submit("starved", stream=True)
+    rig.loop.stop(drain=True)
+    assert rig.finishes("a") == [FinishReason.STOP]
+    assert rig.finishes("starved") == [FinishReason.ABORT]
+    with pytest.raises(ShutdownError):
+        rig.submit("late")
+
+
+def test_stopping_without_drain_ends_queued_and_running_requests() -> None:
+    rig = Rig()
+    rig.submit("a", 4)
+    rig.loop.run_pending()
+    rig.submit("queued")
+    rig.loop.feed("a", rows(1), "a")
+    rig.loop.stop(drain=False)
+    assert rig.finishes("a") == rig.finishes("queued") == [FinishReason.ABORT]
+    assert rig.stage.steps == 1
+    assert rig.loop.join()
+
+
+def test_the_thread_rests_without_work_and_wakes_for_it() -> None:
+    rig = Rig()
+    rig.loop.start()
+    assert rig.loop.wait_resting(30)
+    steps = rig.stage.steps
+    rig.submit("a", 3)
+    rig.wait_finish("a")
+    assert rig.loop.wait_resting(30)
+    assert rig.stage.steps == steps + 3
+    assert rig.loop.stats().running == 0
+    rig.loop.stop()
+    assert rig.loop.join(30)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_stopping_thread_drains_only_if_told_to(drain: bool) -> None:
+    rig = Rig()
+    entered, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        go.wait(30)
+
+    rig.stage.before_step = hold
+    rig.loop.start()
+    rig.submit("a", 3)
+    assert entered.wait(30)
+    rig.loop.stop(drain=drain)
+    go.set()
+    assert rig.loop.join(30)
+    assert rig.finishes("a") == [FinishReason.STOP if drain else FinishReason.ABORT]
+
+
+# --------------------------------------------------------------------------------------------------- timer
+
+
+def test_the_timer_expires_in_order_and_only_what_is_due() -> None:
+    clock, expired = FakeClock(), list[str]()
+    timer: DeadlineTimer[str] = DeadlineTimer(expired.append, clock=clock)
+    timer.add(clock() + 2, "second")
+    timer.add(clock() + 1, "first")
+    gone = timer.add(clock() + 1.5, "gone")
+    timer.add(clock() + 9, "later")
+    timer.discard(gone)
+    assert not timer.tick()
+    clock.now += 2
+    assert timer.tick()
+    assert expired == ["first", "second"]
+    assert len(timer) == 1
+
+
+def test_discarded_deadlines_do_not_pile_up() -> None:
+    timer: DeadlineTimer[int] = DeadlineTimer(lambda owner: None, clock=FakeClock())
+    for number in range(10_000):
+        timer.discard(timer.add(1e9, number))
+    assert len(timer._heap) < 32
+
+
+def test_the_timer_thread_wakes_for_an_earlier_deadline() -> None:
+    done, order = threading.Event(), list[str]()
+
+    def expire(owner: str) -> None:
+        order.append(owner)
+        done.set()
+
+    timer: DeadlineTimer[str] = DeadlineTimer(expire)
+    timer.start()
+    now = RequestInfo("now").arrival
+    timer.add(now + 3600, "far")
+    timer.add(now + 0.01, "near")
+    assert done.wait(30)
+    assert order == ["near"]
+    timer.stop(30)

@@ -1,0 +1,145 @@
+"""From a model folder to running parts, with a family of fake components."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnistage.config import OmniEngineArgs
+from omnistage.engines import build
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.codec.component import CodecComponent
+from omnistage.errors import ConfigError, RegistryError
+from omnistage.omni import Omni
+from omnistage.pipeline.registry import Family, LoadContext, Registry
+from omnistage.types import CodecParams, SamplingParams
+from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
+
+PIPELINE = """
+pipeline:
+  name: toy
+  stages:
+    thinker: {engine: autoregressive, component: toy.thinker, output: text, params: {max_tokens: 5}}
+    voice: {engine: codec, component: toy.voice, output: audio, dtype: float16}
+  edges:
+    - {from: thinker, to: voice, bridge: toy.speak}
+deployment: {device: cpu, torch_threads: 2, output_buffer: 7}
+"""
+
+
+class ToyAR(ARComponent):
+    """Never run: only what kind it is matters here."""
+
+
+class ToyCodec(CodecComponent):
+    """Never run either."""
+
+
+for kind in (ToyAR, ToyCodec):
+    kind.__abstractmethods__ = frozenset()
+
+
+class Toy:
+    """A registered family, a model folder of it, and what its components were loaded with."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.contexts: dict[str, LoadContext] = {}
+        self.stages: list[FakeStage] = []
+        (folder / "config.json").write_text(json.dumps({"architectures": ["Toy"], "model_type": "toy"}))
+        (folder / "pipeline.yaml").write_text(PIPELINE)
+        self.registry = Registry()
+        self.registry._discovered = True  # only what is registered here
+        self.components = {"toy.thinker": ToyAR, "toy.voice": ToyCodec}
+        self.registry.register(
+            Family(
+                "toy",
+                ("Toy",),
+                folder / "pipeline.yaml",
+                dict.fromkeys(self.components, self.load),
+                {"toy.speak": stream_into(audio=True)},
+                lambda model: FakeProcessor(),
+            )
+        )
+        self.threads: list[int] = []
+        monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
+        monkeypatch.setattr("omnistage.engines.ar.stage.ARStage", lambda *args: self.stage(*args, audio=False))
+        monkeypatch.setattr("omnistage.engines.codec.stage.CodecStage", lambda *args: self.stage(*args, audio=True))
+
+    def load(self, context: LoadContext) -> object:
+        self.contexts[context.stage_name] = context
+        if context.progress is not None:
+            context.progress("weights", 0.5)
+        return self.components[context.stage.component]()
+
+    def stage(self, name: str, component: object, budget: object, *, audio: bool) -> FakeStage:
+        self.stages.append(FakeStage(name, audio=audio))
+        return self.stages[-1]
+
+    def args(self, **kwargs: object) -> OmniEngineArgs:
+        return OmniEngineArgs.parse({"model": str(self.folder), **kwargs})
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    return Toy(tmp_path, monkeypatch)
+
+
+def test_a_folder_becomes_stages_bridges_and_defaults(toy: Toy) -> None:
+    parts = build.build_parts(toy.args(), registry=toy.registry)
+    assert [stage.name for stage in toy.stages] == ["thinker", "voice"]
+    assert list(parts.bridges) == ["voice"]
+    assert parts.defaults == {"thinker": SamplingParams(max_tokens=5), "voice": CodecParams()}
+    assert toy.threads == [2]
+    assert toy.contexts["thinker"].dtype is torch.float32
+    assert toy.contexts["voice"].dtype is torch.float16
+
+
+def test_a_door_opens_over_a_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = build.build_parts
+    monkeypatch.setattr(
+        "omnistage.omni.build_parts", lambda args, progress: original(args, progress=progress, registry=toy.registry)
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Omni(toy.folder, device="cpu", overrides=["deployment.max_inflight=3"], progress=True) as omni:
+        assert omni.orchestrator.max_inflight == 3
+        assert omni.chat([{"role": "user", "content": "one two"}], modalities=["audio"]).audio is not None
+    assert [stage.closed for stage in toy.stages] == [1, 1]
+
+
+def test_stages_that_were_loaded_are_closed_if_a_later_one_fails(toy: Toy) -> None:
+    toy.components["toy.voice"] = ToyAR
+    with pytest.raises(RegistryError, match="codec engine cannot run"):
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    assert [stage.closed for stage in toy.stages] == [1]
+    toy.components["toy.thinker"] = ToyCodec
+    with pytest.raises(RegistryError, match="autoregressive engine cannot run"):
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+
+
+def test_auto_prefers_cuda_and_never_takes_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert build.resolve_device("auto").type == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert build.resolve_device("auto").type == "cpu"
+    assert build.resolve_device("mps").type == "mps"
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert build.resolve_device("cuda:0").index == 0
+    with pytest.raises(ConfigError, match="1 CUDA devices are usable"):
+        build.resolve_device("cuda:1")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="mps"):
+        build.resolve_device("mps")
+
+
+def test_auto_dtype_is_what_the_device_is_good_at() -> None:
+    assert build.resolve_dtype("auto", torch.device("cpu")) is torch.float32
+    assert build.resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert build.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16

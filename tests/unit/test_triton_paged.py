@@ -1,0 +1,386 @@
+"""The Triton kernels against attention written out in float64.
+
+Without a GPU the cases run in Triton's interpreter. That is chosen when the kernels are defined and holds for the
+whole process, so this file runs itself in a child process and reads the results back as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+KERNELS = Path(__file__).parents[2] / "omnistage/engines/ar/attention/triton_paged.py"
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """The module by its path: it needs torch and triton alone, and the package around it needs more."""
+    spec = importlib.util.spec_from_file_location("triton_paged_under_test", KERNELS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Case:
+    """One flattened batch. A sequence of length 0 is padding; `tail` rows belong to no sequence."""
+
+    name: str
+    q_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    block_size: int = 16
+    window: int | None = None
+    dtype: str = "float32"
+    max_seq_len: int | None = None
+    max_query_len: int | None = None
+    tail: int = 0
+    head_major: bool = False  # query and out as views of [heads, T, head_dim]
+
+
+@dataclass
+class Result:
+    """`error` is relative to the largest value; `alone` and `clean` say what the tests below are named after."""
+
+    error: float
+    alone: bool
+    clean: bool
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 3])
+    seqs = rng.randint(1, 5)
+    seq_lens = tuple(rng.choice([0, 1, 15, 16, 17, 33, 64, 90, rng.randint(1, 300)]) for _ in range(seqs))
+    decode_only = rng.random() < 0.4
+    q_lens = tuple(1 if decode_only or n < 2 else rng.randint(1, min(n, 24)) for n in seq_lens)
+    return Case(
+        name=f"random{seed}",
+        q_lens=q_lens,
+        seq_lens=seq_lens,
+        heads=(kv_heads * rng.choice([1, 2, 3, 5, 7]), kv_heads),
+        head_dim=rng.choice([16, 32, 64, 80]),
+        block_size=rng.choice([16, 32]),
+        window=rng.choice([None, None, 1, 7, 40]),
+        max_seq_len=rng.choice([None, 300]),
+        tail=rng.choice([0, 3]),
+        head_major=rng.random() < 0.5,
+    )
+
+
+CASES = [
+    Case("decode one split", (1, 1, 1), (5, 33, 64)),
+    Case("decode many splits", (1, 1, 1), (300, 128, 129)),
+    Case("decode past the split limit", (1, 1), (4200, 20), heads=(1, 1), head_dim=16, block_size=32),
+    Case("decode with a loose bound", (1, 1), (3, 40), heads=(2, 1), max_seq_len=20000),
+    Case("decode with a bound set too low", (1, 1), (400, 40), max_seq_len=200),
+    Case("decode with padding", (1, 1, 1), (50, 0, 0), max_seq_len=300),
+    Case("decode one split with padding", (1, 1, 1), (50, 0, 0)),
+    Case("decode with unused sequences", (1, 0, 0), (50, 0, 0), tail=2, max_seq_len=300),
+    Case("decode window", (1, 1, 1), (300, 20, 64), window=40),
+    Case("decode window over splits", (1, 1), (400, 100), window=200),
+    Case("decode group 1", (1, 1), (40, 150), heads=(3, 3)),
+    Case("decode group 7", (1, 1), (40, 150), heads=(14, 2)),
+    Case("decode group 20", (1, 1), (40, 150), heads=(20, 1)),
+    Case("prefill", (40,), (40,)),
+    Case("prefill batch", (17, 40, 3), (17, 40, 3)),
+    Case("chunk", (9, 20), (70, 100)),
+    Case("chunk window", (9, 30), (70, 100), window=24),
+    Case("window 1", (9, 1, 30), (70, 8, 30), window=1),
+    Case("prefill group 40", (9, 2), (70, 10), heads=(40, 1)),
+    Case("mixed", (1, 12, 1, 30), (140, 50, 7, 30), heads=(14, 2)),
+    Case("mixed with padding", (1, 12, 1, 5), (30, 50, 0, 0), tail=3),
+    Case("mixed with empty sequences", (0, 12, 0, 1, 0), (0, 50, 0, 200, 0)),
+    Case("one decode under a loose query bound", (1,), (50,), max_query_len=8),
+    Case("many short sequences", (2,) * 19, tuple(range(2, 21)), heads=(2, 2), head_dim=16),
+    Case("head major", (1, 12, 30), (150, 50, 30), head_major=True),
+    # The interpreter multiplies bfloat16 as if it were integers; that dtype is for the GPU tests.
+    Case("float16", (1, 12, 30), (150, 50, 30), dtype="float16"),
+    *(Case(f"head dim {d}", (1, 12), (150, 50), head_dim=d, block_size=32) for d in (16, 64, 80, 96, 128, 256)),
+    *(Case(f"group {g}", (1, 12), (30, 50), heads=(g * 2, 2)) for g in (1, 2, 4, 6, 7, 8)),
+    *(random_case(seed) for seed in range(8)),
+]
+# Compiling takes a second or more a kernel: random cases, which share few kernels, run in one dtype.
+COMPILED = [
+    replace(case, dtype=dtype)
+    for case in CASES
+    for dtype in (("bfloat16",) if case.name.startswith("random") else ("float32", "float16", "bfloat16"))
+    if case.name != "float16"
+]
+TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+
+
+class Batch:
+    """The tensors of a case. Slots that hold no key, and the output, start as NaN."""
+
+    def __init__(self, case: Case, device: str, seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+        heads, kv_heads = case.heads
+        dtype = getattr(torch, case.dtype)
+        pages = [-(-n // case.block_size) for n in case.seq_lens]
+        blocks = sum(pages) + 2
+        order = torch.randperm(blocks, generator=generator).tolist()
+        tables = torch.full((len(pages), max(*pages, 1)), blocks - 1, dtype=torch.int32)
+        slots: list[list[int]] = []
+        for i, count in enumerate(pages):
+            owned = [order.pop() for _ in range(count)]
+            tables[i, :count] = torch.tensor(owned, dtype=torch.int32)
+            slots.append(
+                [owned[p // case.block_size] * case.block_size + p % case.block_size for p in range(case.seq_lens[i])]
+            )
+        caches = torch.full((2, blocks * case.block_size, kv_heads, case.head_dim), float("nan"), dtype=dtype)
+        for own in slots:
+            caches[:, own] = torch.randn((2, len(own), kv_heads, case.head_dim), generator=generator).to(dtype)
+        self.slots = slots
+        tokens = sum(case.q_lens) + case.tail
+        shape = (heads, tokens, case.head_dim) if case.head_major else (tokens, heads, case.head_dim)
+        query = torch.randn(shape, generator=generator).to(dtype).to(device)
+        self.query = query.transpose(0, 1) if case.head_major else query
+        self.caches = caches.to(device)
+        self.k_cache, self.v_cache = self.caches.view(2, blocks, case.block_size, kv_heads, case.head_dim)
+        self.out = torch.full_like(self.query, float("nan"))
+        starts = [sum(case.q_lens[:i]) for i in range(len(case.q_lens) + 1)]
+        self.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+        self.block_tables = tables.to(device)
+        self.scale = case.head_dim**-0.5
+
+    def attend(self) -> torch.Tensor:
+        triton_paged = kernels()
+        case = self.case
+        triton_paged.paged_attention(
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            self.out,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_tables,
+            scale=self.scale,
+            max_query_len=case.max_query_len or max(case.q_lens),
+            max_seq_len=case.max_seq_len or max(case.seq_lens),
+            sliding_window=case.window,
+        )
+        return self.out
+
+    def attend_alone(self, index: int) -> torch.Tensor:
+        """Sequence `index` as a batch of one, with bounds as tight as they can be."""
+        triton_paged = kernels()
+        rows = self.rows(index)
+        query, out = self.query[rows], torch.full_like(self.query[rows], float("nan"))
+        starts = torch.tensor([0, query.shape[0]], dtype=torch.int32, device=query.device)
+        triton_paged.paged_attention(
+            query,
+            self.k_cache,
+            self.v_cache,
+            out,
+            starts,
+            self.seq_lens[index : index + 1],
+            self.block_tables[index : index + 1],
+            scale=self.scale,
+            max_query_len=query.shape[0],
+            max_seq_len=self.case.seq_lens[index],
+            sliding_window=self.case.window,
+        )
+        return out
+
+    def rows(self, index: int) -> slice:
+        start = sum(self.case.q_lens[:index])
+        return slice(start, start + self.case.q_lens[index])
+
+    def reference(self, seq_lens: tuple[int, ...] | None = None) -> torch.Tensor:
+        """[rows of sequences, heads, head_dim] in float64 on the CPU; zero for padding."""
+        case = self.case
+        group = case.heads[0] // case.heads[1]
+        expected = torch.zeros((sum(case.q_lens), case.heads[0], case.head_dim), dtype=torch.float64)
+        for i, length in enumerate(seq_lens or case.seq_lens):
+            if length == 0:
+                continue
+            keys, values = self.caches[:, self.slots[i][:length]].double().cpu().repeat_interleave(group, dim=2)
+            scores = torch.einsum("qhd,khd->hqk", self.query[self.rows(i)].double().cpu(), keys) * self.scale
+            position = torch.arange(length)
+            q_position = (position[-case.q_lens[i] :] if case.q_lens[i] else position[:0])[:, None]
+            seen = position <= q_position
+            if case.window is not None:
+                seen &= position > q_position - case.window
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            expected[self.rows(i)] = torch.einsum("hqk,khd->qhd", weights, values)
+        return expected
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """NaN, which no bound accepts, where `actual` has any."""
+    return ((actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-9)).item()
+
+
+def run_case(case: Case, device: str) -> Result:
+    batch = Batch(case, device)
+    out = batch.attend().clone()
+    covered = sum(case.q_lens)
+    # Where a lone decode may be sent either way, only the error is promised.
+    judged = [i for i, n in enumerate(case.q_lens) if n and case.max_query_len is None]
+    if case.max_seq_len is not None and case.max_seq_len < max(case.seq_lens):
+        judged = []
+    alone = all(torch.equal(out[batch.rows(i)], batch.attend_alone(i)) for i in judged)
+    return Result(relative_error(out[:covered], batch.reference()), alone, bool(out[covered:].isnan().all()))
+
+
+def run_write(device: str, dtype: str, kv_heads: int, head_dim: int) -> bool:
+    """True if exactly the mapped slots of both caches changed, to the right values."""
+    triton_paged = kernels()
+    torch.manual_seed(1)
+    caches = torch.randn((2, 6, 16, kv_heads, head_dim), dtype=getattr(torch, dtype), device=device)
+    # A fused projection's output: keys and values are strided views of it.
+    fused = torch.randn((9, 2, kv_heads, head_dim), dtype=caches.dtype, device=device)
+    slots = torch.tensor([95, -1, 0, 17, 16, -1, 33, 32, -1], dtype=torch.int64, device=device)
+    expected = caches.clone()
+    expected.view(2, 96, kv_heads, head_dim)[:, slots[slots >= 0]] = fused[slots >= 0].transpose(0, 1)
+    triton_paged.write_kv(fused[:, 0], fused[:, 1], caches[0], caches[1], slots)
+    return torch.equal(caches, expected)
+
+
+WRITES = [(dtype, heads, dim) for dtype in TOLERANCE for heads, dim in ((1, 16), (3, 80), (4, 128))]
+
+
+def interpret_everything() -> None:
+    """What the child process does."""
+    attention = {case.name: asdict(run_case(case, "cpu")) for case in CASES}
+    writes = {str(args): run_write("cpu", *args) for args in WRITES}
+    print(json.dumps({"attention": attention, "writes": writes}))
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, dict[str, float]]]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, dict[str, dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_matches_the_reference(interpreted: dict[str, dict[str, dict[str, float]]], case: Case) -> None:
+    assert interpreted["attention"][case.name]["error"] < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
+    interpreted: dict[str, dict[str, dict[str, float]]], case: Case
+) -> None:
+    assert interpreted["attention"][case.name]["alone"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rows_of_no_sequence_are_left_alone(interpreted: dict[str, dict[str, dict[str, float]]], case: Case) -> None:
+    assert interpreted["attention"][case.name]["clean"]
+
+
+@pytest.mark.parametrize("args", WRITES, ids=str)
+def test_write_kv_changes_the_mapped_slots_only(
+    interpreted: dict[str, dict[str, dict[str, float]]], args: tuple[str, int, int]
+) -> None:
+    assert interpreted["writes"][str(args)]
+
+
+def test_splits_follow_the_bounds_and_not_the_batch() -> None:
+    triton_paged = kernels()
+    decode_splits, least = triton_paged.decode_splits, triton_paged.MIN_SPLIT
+    assert decode_splits(1) == 1
+    assert decode_splits(least) == 1
+    assert decode_splits(least + 1) == 2
+    assert decode_splits(10**6) == triton_paged.MAX_SPLITS
+    assert decode_splits(10**6, window=least) == 1
+
+
+def test_tensors_that_do_not_agree_are_refused() -> None:
+    batch = Batch(Case("refused", (1,), (20,)), "cpu")
+    batch.query = batch.query[:, :3]
+    with pytest.raises(ValueError, match="do not agree"):
+        batch.attend()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.name} {case.dtype}")
+def test_compiled_attention_matches_the_reference(case: Case) -> None:
+    result = run_case(case, "cuda")
+    assert result.error < TOLERANCE[case.dtype]
+    assert result.alone
+    assert result.clean
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("args", WRITES, ids=str)
+def test_compiled_write_kv_changes_the_mapped_slots_only(args: tuple[str, int, int]) -> None:
+    assert run_write("cuda", *args)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_captured_decode_follows_the_lengths_it_is_replayed_with(window: int | None) -> None:
+    full = (1500, 700, 300, 40)
+    case = Case("graph", (1, 1, 1, 1), full, (28, 4), 128, window=window, dtype="bfloat16", max_seq_len=4096)
+    batch = Batch(case, "cuda")
+    batch.attend()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.attend()
+    for lengths in (full, (1, 699, 257, 0), (1024, 0, 0, 0), full):
+        batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        batch.out.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(batch.out, batch.reference(lengths)) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_cache_of_more_than_two_to_the_31_elements_is_addressed() -> None:
+    triton_paged = kernels()
+    blocks = 2**31 // (16 * 4 * 128) + 64
+    k_cache = torch.zeros((blocks, 16, 4, 128), dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.zeros_like(k_cache)
+    last = blocks - 1
+    key, value, query = (torch.randn((16, heads, 128), device="cuda").bfloat16() for heads in (4, 4, 28))
+    triton_paged.write_kv(key, value, k_cache, v_cache, last * 16 + torch.arange(16, device="cuda"))
+    assert torch.equal(v_cache[last], value)
+    tables = torch.tensor([[last]], dtype=torch.int32, device="cuda")
+    ends = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
+    out = torch.empty_like(query)
+    triton_paged.paged_attention(
+        query, k_cache, v_cache, out, ends, ends[1:], tables, scale=0.1, max_query_len=16, max_seq_len=16
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1).double(),
+        key.transpose(0, 1).double().repeat_interleave(7, 0),
+        value.transpose(0, 1).double().repeat_interleave(7, 0),
+        is_causal=True,
+        scale=0.1,
+    )
+    assert relative_error(out, expected.transpose(0, 1).cpu()) < TOLERANCE["bfloat16"]
+
+
+if __name__ == "__main__":
+    interpret_everything()
