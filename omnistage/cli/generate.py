@@ -30,9 +30,7 @@ def generate(
         bool, typer.Option("--use-audio-in-video", help="Also listen to the sound of the videos.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    modalities: Annotated[
-        str | None, typer.Option(help="What to answer with, like text,audio; default: all that the model gives.")
-    ] = None,
+    modalities: Annotated[str | None, typer.Option(help="What to answer with, like text,audio; default: text.")] = None,
     voice: Annotated[str | None, typer.Option(help="Who speaks; default: the model's first voice.")] = None,
     folder: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write answer.txt and answer.wav here.")

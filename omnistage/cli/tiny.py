@@ -18,7 +18,9 @@ def tiny(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="A model family, like qwen2_5_omni or causal_lm.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the checkpoint.")],
     seed: Annotated[int, typer.Option(help="Same seed, same weights.", min=0)] = 0,
-    scale: Annotated[float, typer.Option(help="Widths relative to the smallest that works.", min=0.0)] = 1.0,
+    scale: Annotated[
+        float, typer.Option(help="0: the smallest that works; 1: the true shapes, gigabytes.", min=0.0, max=1.0)
+    ] = 0.0,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Make a small checkpoint of FAMILY in DIR, with random weights.
@@ -30,7 +32,7 @@ def tiny(
 
     ```
     omnistage tiny qwen2_5_omni out/tiny
-    omnistage tiny causal_lm out/lm --seed 7 --scale 2
+    omnistage tiny causal_lm out/lm --seed 7 --scale 0.2
     ```
     """
     found = find_family(family)

@@ -172,6 +172,7 @@ class CodecBudget(ConfigModel):
 
 
 class _StageConfig(ConfigModel):
+    engine: str  # narrowed by each engine; named here so that it is printed first
     component: str = Field(description="Registry name of the network that this stage runs.")
     output: Modality | None = Field(default=None, description="What the stage gives the user; null: nothing.")
     device: DeviceName | None = Field(default=None, description="null: the deployment's.")

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omnistage.engines.ar.attention import ATTENTION_NAME
-from omnistage.errors import CheckpointError
+from omnistage.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,11 +39,12 @@ class Checkpoint:
         if index.is_file():
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                files = {str(name): self.folder / str(file) for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{_INDEX} in {self.folder} is not a weight index: {error!r}") from error
-            files = {str(name): self.folder / str(file) for name, file in weight_map.items()}
             for path in set(files.values()):
-                if path.parent.resolve() != self.folder.resolve() and not path.is_symlink():
+                # The file itself may be a link (the hub's cache is made of them); its place may not be elsewhere.
+                if path.parent.resolve() != self.folder.resolve():
                     raise CheckpointError(f"{_INDEX} names a file outside its folder: {path.name}")
                 if not path.is_file():
                     raise CheckpointError(f"shard {path.name} is missing in {self.folder}; fetch the model again")
@@ -81,7 +82,7 @@ class Checkpoint:
             if path is None:
                 continue
             with _open(path) as shard:
-                matrix = shard.get_slice(name)
+                matrix = _slice(shard, name, path)
                 if max(indices) >= matrix.get_shape()[0]:
                     raise CheckpointError(f"{name} has {matrix.get_shape()[0]} rows; row {max(indices)} is needed")
                 return torch.cat([matrix[i : i + 1] for i in indices])
@@ -101,6 +102,13 @@ def _read(shard: Any, name: str, path: Path) -> torch.Tensor:
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} does not hold {name}, though the index says so: {error}") from error
     return tensor
+
+
+def _slice(shard: Any, name: str, path: Path) -> Any:
+    try:
+        return shard.get_slice(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} does not hold {name}, though the index says so: {error}") from error
 
 
 def load_model(
@@ -124,7 +132,9 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{len(missing)} weights of {cls.__name__} are missing, first {missing[0]}")
-    return freeze(model).to(device)
+    loaded: Model = freeze(model)
+    loaded.to(device)
+    return loaded
 
 
 def freeze(model: Model) -> Model:
@@ -141,6 +151,8 @@ def use_paged_attention(decoder: PreTrainedModel) -> None:
 
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(layers, kv heads, head dim) of a text config."""
+    if not getattr(config, "num_attention_heads", None):
+        raise UnsupportedModelError(f"{type(config).__name__} names no attention heads; only transformers are served")
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -6,6 +6,7 @@ import copy
 import re
 import threading
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +62,8 @@ class PromptTokenizer:
             if guarded is None or not guarded.literals:
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False))
             ids: list[int] = []
-            for index, piece in enumerate(_SENTINEL.split(text)):
-                if index % 2:
+            for number, piece in enumerate(_SENTINEL.split(text)):
+                if number % 2:
                     ids.extend(self._encode_literal(guarded.literals[int(piece)]))
                 elif piece:
                     ids.extend(self.tokenizer.encode(piece, add_special_tokens=False))
@@ -71,10 +72,6 @@ class PromptTokenizer:
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Ids of a bare prompt: nothing in it is special; the tokenizer's own prefix (bos) is added."""
         with self._lock:
-            guarded = self.guarded()
-            guarded.guard(text)
-            if not guarded.literals:
-                return tuple(self.tokenizer.encode(text))
             return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 
     def _encode_literal(self, text: str) -> list[int]:
@@ -85,19 +82,25 @@ class PromptTokenizer:
 def tokens_input(prompt: OmniTokensPrompt, vocab_size: int, embed_size: int) -> ARInput:
     """Check a prompt of ids or embeddings and make it an input. Raises `InvalidRequestError`."""
     embeds = prompt.prompt_embeds
+    try:
+        ids = tuple(index(i) for i in prompt.prompt_token_ids)
+    except TypeError as error:
+        raise InvalidRequestError(f"token ids must be whole numbers: {error}", param="prompt_token_ids") from error
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise InvalidRequestError(f"token ids must be in [0, {vocab_size})", param="prompt_token_ids")
     if embeds is None:
-        ids = tuple(int(i) for i in prompt.prompt_token_ids)
         if not ids:
             raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt_token_ids")
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise InvalidRequestError(f"token ids must be in [0, {vocab_size})", param="prompt_token_ids")
         return ARInput(ids)
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 2 or embeds.shape[1] != embed_size or not len(embeds):
         shape = list(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
-        raise InvalidRequestError(f"prompt_embeds must be a tensor [n, {embed_size}], got {shape}", param="prompt_embeds")
-    if not embeds.is_floating_point() or not bool(torch.isfinite(embeds).all()):
+        raise InvalidRequestError(
+            f"prompt_embeds must be a tensor [n, {embed_size}], got {shape}", param="prompt_embeds"
+        )
+    # Finite as float32: what float64 can hold beyond that would reach the model as infinity.
+    if not embeds.is_floating_point() or not bool(torch.isfinite(embeds.to(torch.float32)).all()):
         raise InvalidRequestError("prompt_embeds must be finite floating-point numbers", param="prompt_embeds")
-    ids = tuple(prompt.prompt_token_ids) or (0,) * len(embeds)
+    ids = ids or (0,) * len(embeds)
     if len(ids) != len(embeds):
         raise InvalidRequestError(
             f"{len(ids)} prompt_token_ids beside {len(embeds)} rows of prompt_embeds; give one id a row or none",

@@ -107,7 +107,7 @@ def reference(
     model: Qwen2_5OmniToken2WavModel, noise: torch.Tensor, codes: Sequence[int], voice: str, params: CodecParams
 ) -> np.ndarray:
     speaker = voices()[voice]
-    with torch.no_grad(), mock.patch("torch.randn", lambda *_, **__: noise.clone()):
+    with torch.no_grad(), mock.patch("torch.randn", return_value=noise):
         wave = model(
             torch.tensor([codes]),
             speaker["cond"],
@@ -168,7 +168,11 @@ def snr(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.mark.parametrize("count", [1, 12, 40])
 @pytest.mark.parametrize(
     "params",
-    [CodecParams(seed=3), CodecParams(seed=3, guidance_scale=0.0, num_steps=4), CodecParams(seed=3, num_steps=1, sway=0.5)],
+    [
+        CodecParams(seed=3),
+        CodecParams(seed=3, guidance_scale=0.0, num_steps=4),
+        CodecParams(seed=3, num_steps=1, sway=0.5),
+    ],
     ids=["default", "unguided", "one-point"],
 )
 def test_a_whole_utterance_equals_transformers(
@@ -179,7 +183,7 @@ def test_a_whole_utterance_equals_transformers(
     (got,) = whole(component, (codes, "Ethan", params))
     assert got.shape == (count * SAMPLES_PER_CODE,)
     assert got.dtype == np.float32
-    assert 0.01 < want.std()
+    assert want.std() > 0.01
     assert np.abs(want).max() < 1
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -225,7 +229,7 @@ def test_streaming_is_close_to_the_whole_and_has_no_clicks(seed: int, count: int
     assert snr(got, want) > 30
     jumps = np.abs(np.diff(got - want))
     borders = np.cumsum([part.size for part in parts])[:-1] - 1
-    assert jumps[borders].max() <= jumps.max()
+    assert jumps[borders].max() <= np.delete(jumps, borders).max()
     assert jumps[borders].mean() <= 4 * jumps.mean() + 1e-6
 
 
@@ -324,20 +328,18 @@ def test_an_early_vocoder_speaks_sooner_at_a_small_cost(model: Qwen2_5OmniToken2
     assert snr(np.concatenate(parts), want) > 30
 
 
-def test_the_receptive_field_is_what_perturbations_reach() -> None:
-    vocoder = build().code2wav_bigvgan_model.double()
+def test_the_receptive_field_is_what_a_frame_reaches() -> None:
+    """NaN spreads to whatever depends on it, however small the weight in between."""
+    vocoder = build().code2wav_bigvgan_model
     left, right = vocoder_context(vocoder)
     at, frames = right + left, 2 * (left + right) + 1
-    mel = torch.randn(1, 80, frames, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    other = mel.clone()
-    other[:, :, at] += 1
+    mel = torch.randn(1, 80, frames, generator=torch.Generator().manual_seed(0))
+    mel[:, :, at] = torch.nan
     with torch.no_grad():
-        moved = (vocoder(mel) - vocoder(other)).abs().reshape(frames, -1).amax(dim=1).nonzero()[:, 0]
+        reached = vocoder(mel).isnan().reshape(frames, -1).any(dim=1).nonzero()[:, 0]
     # Samples of a frame depend on `right` frames after it: a change at `at` reaches back by `right`, on by `left`.
-    assert moved.min() >= at - right
-    assert moved.max() <= at + left
-    assert moved.min() <= at - right + 1
-    assert moved.max() >= at + left - 1
+    assert reached.min() == at - right
+    assert reached.max() == at + left
 
 
 def test_the_vocoder_without_its_copy_equals_transformers(model: Qwen2_5OmniToken2WavModel) -> None:

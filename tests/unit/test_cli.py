@@ -204,11 +204,12 @@ def test_a_model_of_no_family(tmp_path, fake_registry):
 @pytest.mark.parametrize("name", ["fake", "fake-1.0"])
 def test_tiny_writes_a_checkpoint(name, tmp_path, fake_registry):
     folder = tmp_path / "new" / "tiny"
-    result = run("tiny", name, folder, "--seed", 3, "--scale", 2)
+    result = run("tiny", name, folder, "--seed", 3, "--scale", 0.5)
     assert json.loads((folder / "config.json").read_text())["seed"] == 3
-    assert json.loads((folder / "config.json").read_text())["scale"] == 2.0
+    assert json.loads((folder / "config.json").read_text())["scale"] == 0.5
     assert f"wrote {folder}" in result.stdout
     run("tiny", name, folder, "--force")
+    assert json.loads((folder / "config.json").read_text())["scale"] == 0.0
 
 
 def test_verify_passes_when_all_rows_do(model, fake_registry):

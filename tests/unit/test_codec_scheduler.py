@@ -115,6 +115,16 @@ def test_lower_priority_values_go_first_then_the_oldest() -> None:
     assert [next(iter(emitted(run(scheduler)))) for _ in range(4)] == ["urgent", "old", "young", "late"]
 
 
+def test_equals_take_turns_so_that_a_new_request_is_heard_soon() -> None:
+    scheduler = CodecScheduler(LAYOUT, Limits(max_batch=1, max_chunk_blocks=1))
+    scheduler.add("old", None)
+    scheduler.extend("old", range(90), final=True)
+    run(scheduler)
+    scheduler.add("new", None)
+    scheduler.extend("new", range(90), final=True)
+    assert [next(iter(emitted(run(scheduler)))) for _ in range(4)] == ["old", "new", "old", "new"]
+
+
 def test_a_passed_over_request_runs_despite_its_priority() -> None:
     scheduler = CodecScheduler(LAYOUT, Limits(max_batch=1))
     scheduler.add("meek", None, priority=10**9)

@@ -386,7 +386,7 @@ def test_a_bad_bridge_ends_only_its_request(name: str) -> None:
     good, bad = stream_into(), BAD_BRIDGES[name]
 
     def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-        return bad(request, state, chunk) if request.request_id == "r" else good(request, state, chunk)  # type: ignore[no-any-return]
+        return bad(request, state, chunk) if request.request_id == "r" else good(request, state, chunk)
 
     pipeline = Pipeline(bridges={"talker": bridge})
     sink, other = pipeline.submit(), pipeline.submit("other")
@@ -411,6 +411,33 @@ def test_a_bridge_is_not_called_for_a_target_that_has_ended() -> None:
     pipeline.run()
     assert sink.final.finish_reason is FinishReason.STOP
     assert len(calls) < 9
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1])
+def test_what_a_bridge_gives_for_a_request_that_ended_meanwhile_goes_nowhere(chunks_before: int) -> None:
+    inner, seen = stream_into(), list[StageChunk]()
+
+    def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        seen.append(chunk)
+        if len(seen) > chunks_before:
+            pipeline.orchestrator.abort("r")  # as another thread might, while this call runs
+        return inner(request, state, chunk)
+
+    pipeline = Pipeline(bridges={"talker": bridge})
+    sink = pipeline.submit()
+    pipeline.run()
+    assert sink.final.finish_reason is FinishReason.ABORT
+    assert pipeline.calls("talker") == ["submit", "feed", "abort"][: 3 * chunks_before]
+    pipeline.orchestrator.check_idle()
+
+
+def test_the_first_end_is_the_only_one() -> None:
+    pipeline = Pipeline()
+    sink = Recorder()
+    run = pipeline.orchestrator.start(pipeline.orchestrator.plan(pipeline.request()), sink)
+    assert pipeline.orchestrator.cancel(run)
+    assert not pipeline.orchestrator.cancel(run)
+    assert sink.final.finish_reason is FinishReason.ABORT
 
 
 def test_a_sink_that_raises_ends_its_request_only() -> None:

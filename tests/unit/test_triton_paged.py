@@ -276,11 +276,13 @@ def interpreted() -> dict[str, dict[str, dict[str, float]]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_matches_the_reference(interpreted: dict[str, dict[str, dict[str, float]]], case: Case) -> None:
     assert interpreted["attention"][case.name]["error"] < TOLERANCE[case.dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
     interpreted: dict[str, dict[str, dict[str, float]]], case: Case
@@ -288,11 +290,13 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
     assert interpreted["attention"][case.name]["alone"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_of_no_sequence_are_left_alone(interpreted: dict[str, dict[str, dict[str, float]]], case: Case) -> None:
     assert interpreted["attention"][case.name]["clean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", WRITES, ids=str)
 def test_write_kv_changes_the_mapped_slots_only(
     interpreted: dict[str, dict[str, dict[str, float]]], args: tuple[str, int, int]

@@ -40,6 +40,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.hits = 0
         self.lookups = 0
+        """Full blocks that admitted sequences could have reused at best, and `hits`, those that they did."""
 
     @property
     def free_blocks(self) -> int:
@@ -58,8 +59,6 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        self.lookups += len(hashes)
-        self.hits += len(found)
         return found
 
     def allocate(self, count: int) -> list[int] | None:

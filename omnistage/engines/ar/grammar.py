@@ -38,6 +38,8 @@ MAX_COMPILES = 4
 """At once, those given up on included: a thread cannot be ended from outside, only kept from piling up."""
 CACHED_GRAMMARS = 64
 
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_LENGTH_KEYWORD = re.compile(r'"(min|max)Length"')
 _NOISE = re.compile(r"^(\[[\d:]+\]\s*)?(\S+\.cc:\d+:\s*)?(Check failed: \(.*?\) is false:\s*)?")
 
 
@@ -134,7 +136,8 @@ class GrammarCompiler:
         self._slots = threading.BoundedSemaphore(MAX_COMPILES)
         self._cache: OrderedDict[tuple[str, str], xgrammar.CompiledGrammar] = OrderedDict()
         special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        self._special = tuple(i for i in {*special, *tokenizer.all_special_ids} if i < vocab_size)
+        self._special = frozenset(i for i in {*special, *tokenizer.all_special_ids} if i < vocab_size)
+        self._control = frozenset(i for i, token in enumerate(info.decoded_vocab) if _CONTROL.search(token))
 
     def compile(self, structured: StructuredOutput) -> xgrammar.CompiledGrammar:
         """The compiled constraint.
@@ -190,7 +193,14 @@ class GrammarCompiler:
     def start(self, structured: StructuredOutput, stop_token_ids: Sequence[int]) -> GrammarState:
         """A fresh state for one request, which `stop_token_ids` may end once the constraint is met."""
         matcher = self._xgrammar.GrammarMatcher(self.compile(structured), override_stop_tokens=list(stop_token_ids))
-        return GrammarState(matcher, self._vocab_size, stop_token_ids, self._special)
+        # xgrammar takes a special token for its spelling and would offer it inside a string.
+        banned = self._special
+        kind, text = source_of(structured)
+        if kind == "json_schema" and _LENGTH_KEYWORD.search(text):
+            # It also lets raw control characters into strings of bounded length, which no JSON parser takes
+            # (mlc-ai/xgrammar#800). JSON never needs one: between values a space will do for a tab.
+            banned |= self._control
+        return GrammarState(matcher, self._vocab_size, stop_token_ids, banned)
 
 
 def _readable(error: Exception) -> str:
@@ -199,9 +209,8 @@ def _readable(error: Exception) -> str:
     return (text.splitlines() or ["it cannot be compiled"])[0][:300]
 
 
-_compilers: weakref.WeakKeyDictionary[
-    PreTrainedTokenizerBase, dict[tuple[int, tuple[int, ...]], GrammarCompiler]
-] = weakref.WeakKeyDictionary()
+_Compilers = dict[tuple[int, tuple[int, ...]], GrammarCompiler]
+_compilers: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Compilers] = weakref.WeakKeyDictionary()
 _compilers_lock = threading.Lock()
 
 
@@ -231,12 +240,11 @@ class GrammarState:
     """One request's place in its constraint."""
 
     def __init__(
-        self, matcher: xgrammar.GrammarMatcher, vocab_size: int, stops: Sequence[int], special: Sequence[int]
+        self, matcher: xgrammar.GrammarMatcher, vocab_size: int, stops: Sequence[int], banned: Iterable[int]
     ) -> None:
         self._matcher = matcher
         self._stops = _bits(stops, vocab_size)
-        # xgrammar takes a special token for its spelling and would offer it inside a string.
-        self._text = ~_bits(set(special) - set(stops), vocab_size)
+        self._text = ~_bits(set(banned).difference(stops), vocab_size)
 
     @property
     def width(self) -> int:
@@ -254,7 +262,7 @@ class GrammarState:
         """Move on by a sampled token; False if the constraint does not allow it."""
         if self._matcher.is_terminated():
             return bool(self._stops[token_id // 32] >> (token_id % 32) & 1)
-        return self._matcher.accept_token(token_id)
+        return bool(self._matcher.accept_token(token_id))
 
 
 class GrammarMask:

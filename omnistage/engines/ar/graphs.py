@@ -48,7 +48,7 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
             1,
             self.width * block,
         )
-        paged = PagedContext(runner.backend, runner.caches, slots, plan)
+        paged = PagedContext(runner.backend, slots, plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 

@@ -32,8 +32,6 @@ MIN_TEMPERATURE = 1e-6
 
 _WEIGHT_SCALE = float(2**30)
 """Weight of the likeliest token. Rarer than 2^-30 of it rounds to never; `[V]` weights fit int32, sums int64."""
-_NEVER = -60.0
-"""A log share whose weight is zero; exp of much less, or of -inf, is slower by a factor of thirty on a CPU."""
 _HOST_CANDIDATES = (128, 4096)
 _DEVICE_CANDIDATES = (256,)
 """Likeliest tokens to look at, by attempt, where top_k gives no number; after the last attempt all are sorted."""
@@ -339,8 +337,10 @@ def _top_device(x: Tensor, count: int) -> _Candidates:
 
 
 def _exp_(log_shares: Tensor) -> Tensor:
-    """exp in place, by the same routine wherever a weight comes from: sums must agree to the last bit."""
-    log_shares.clamp_(min=_NEVER)
+    """exp in place, by the same routine wherever a weight comes from: sums must agree to the last bit.
+
+    On a CPU that is numpy's: torch's takes thirty times as long over -inf and what underflows.
+    """
     if log_shares.device.type != "cpu":
         return log_shares.exp_()
     array = log_shares.numpy()
@@ -358,15 +358,15 @@ def _mass_host(x: Tensor, temperature: Tensor, best: Tensor) -> Tensor:
     # Row by row in one small buffer: a [R, V] temporary costs more in page faults than all of the arithmetic.
     shares = np.empty(x.shape[1], dtype=np.float32)
     weights = np.empty(x.shape[1], dtype=np.int32)
-    sums = np.empty((len(x), 1), dtype=np.int64)
+    sums = np.zeros((len(x), 1), dtype=np.int64)
     for i, (row, divisor, top) in enumerate(zip(x.numpy(), temperature.numpy(), best.numpy(), strict=True)):
-        np.divide(row, divisor, out=shares)
-        np.subtract(shares, top, out=shares)
-        np.maximum(shares, np.float32(_NEVER), out=shares)
+        if not np.isfinite(top[0]):
+            continue  # this row fails
+        scaled = row if divisor[0] == 1 else np.divide(row, divisor, out=shares)
+        np.subtract(scaled, top, out=shares)
         np.exp(shares, out=shares)
         np.multiply(shares, np.float32(_WEIGHT_SCALE), out=shares)
-        if np.isfinite(top).all():  # else the row fails, and casting NaN would only warn
-            np.copyto(weights, shares, casting="unsafe")
+        np.copyto(weights, shares, casting="unsafe")
         sums[i] = np.add.reduce(weights, dtype=np.int64)
     return torch.from_numpy(sums)
 
@@ -436,14 +436,12 @@ class DrawRows:
         best = scaled[:, :1]
         shares = _exp_(scaled - best)
         weights = (shares * _WEIGHT_SCALE).to(torch.int64)
-        known = (found.values > found.floor).sum(dim=1, keepdim=True)
-        keep, edge_known = scaled > -torch.inf, None
+        keep = scaled > -torch.inf
+        kth = None
         if self._limited is not None:
             kth = scaled.gather(1, self._last.clamp(max=scaled.shape[1] - 1))
             keep = scaled >= kth
             weights *= keep
-            # Whoever is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
-            edge_known = self._limited & (self._last < known) & (kth > found.floor / self._temperature)
         mass = weights.cumsum(dim=1)
         total = self._total(x, best, mass[:, -1:])
         if self._some_top_p:
@@ -454,16 +452,22 @@ class DrawRows:
         # In descending order each filter keeps a prefix, and so do all of them together.
         kept = keep.sum(dim=1, keepdim=True)
         kept_mass = mass.gather(1, (kept - 1).clamp_(min=0))
-        unlimited_known = (kept < known) | (found.floor == -torch.inf)
-        if self._limited is not None and edge_known is not None:
-            edge_known = torch.where(self._limited, edge_known | (found.floor == -torch.inf), unlimited_known)
-        else:
-            edge_known = unlimited_known
         if self._unfiltered is not None:
             kept_mass = torch.where(self._unfiltered, total, kept_mass)
-            edge_known |= self._unfiltered
         target = (u * kept_mass).to(torch.int64).minimum(kept_mass - 1)
         pick = (mass <= target).sum(dim=1, keepdim=True)
         ids = found.ids.gather(1, pick.clamp(max=scaled.shape[1] - 1))
-        ids = torch.where(edge_known & (pick < known), ids, UNCOVERED)
+        ids = torch.where(self._settled(found, kth, kept, pick), ids, UNCOVERED)
         return torch.where(best.isfinite(), ids, FAILED)[:, 0]
+
+    def _settled(self, found: _Candidates, kth: Tensor | None, kept: Tensor, pick: Tensor) -> Tensor:
+        """bool `[R, 1]`: tokens that are not among the candidates cannot change the pick."""
+        known = (found.values > found.floor).sum(dim=1, keepdim=True)
+        edge = kept < known
+        if self._limited is not None and kth is not None:
+            # Whoever is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
+            all_k = (self._last < known) & (kth > found.floor / self._temperature)
+            edge = torch.where(self._limited, all_k, edge)
+        if self._unfiltered is not None:
+            edge |= self._unfiltered
+        return (pick < known) & (edge | (found.floor == -torch.inf))

@@ -42,7 +42,9 @@ class SequenceRows:
     ) -> SequenceRows:
         prompt = len(payload.token_ids)
         tokens = np.zeros(max(capacity, prompt + 1), dtype=np.int64)
-        tokens[:prompt] = payload.token_ids
+        # Ids beside embeddings are never looked up, and may be of another model's vocabulary.
+        if payload.embeds is None:
+            tokens[:prompt] = payload.token_ids
         positions = None
         if payload.positions is not None:
             positions = np.atleast_2d(payload.positions.cpu().numpy())

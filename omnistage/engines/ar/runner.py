@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext
+from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
 from omnistage.engines.ar.rows import SequenceRows
@@ -91,10 +91,11 @@ class Runner:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
-        self.caches = [
+        caches = [
             (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
             for _ in range(spec.num_layers)
         ]
+        bind_caches(component.decoder, caches)
         # The last row takes what padding writes.
         self.emit_pool = (
             torch.zeros(num_blocks * block_size + 1, spec.emit_size, device=device, dtype=dtype)
@@ -203,9 +204,7 @@ class Runner:
         packed = torch.from_numpy(np.concatenate((ids, slots, positions.reshape(-1)))).to(device)
         slot_mapping = packed[total : 2 * total]
         embeds, media = self._embed(packed[:total], batch)
-        paged = PagedContext(
-            self.backend, self.caches, slot_mapping, self.backend.plan(self._layout(batch), device)
-        )
+        paged = PagedContext(self.backend, slot_mapping, self.backend.plan(self._layout(batch), device))
         hidden = self.component.forward(embeds, packed[2 * total :].view(-1, total), paged)
         rows_out = None
         if self.emit_pool is not None:

@@ -46,12 +46,12 @@ class Sampled:
 class _Part:
     """Rows of a batch that are treated alike: all plain, or all processed. `rows` are their places in the batch."""
 
-    def __init__(self, rows: Sequence[int], states: Sequence[RowState], *, batch: int, processed: bool,
-                 vocab_size: int, device: torch.device) -> None:  # fmt: skip
-        self.rows = list(rows)
-        self.states = [states[row] for row in rows]
-        whole = self.rows == list(range(batch))
-        self.index = None if whole else torch.tensor(self.rows, device=device)
+    def __init__(
+        self, rows: list[int], batch: Sequence[RowState], processed: bool, vocab_size: int, device: torch.device
+    ) -> None:
+        self.rows = rows
+        self.states = [batch[row] for row in rows]
+        self.index = None if rows == list(range(len(batch))) else torch.tensor(rows, device=device)
         self.processors = Processors(self.states, device) if processed else None
         self.drawn = [i for i, state in enumerate(self.states) if not state.params.greedy]
         self._device = device
@@ -107,7 +107,7 @@ class _Plan:
         changed = [i for i, s in enumerate(states) if s.processed]
         changed.sort(key=lambda i: states[i].grammar is None)
         self.parts = [
-            _Part(rows, states, batch=len(keys), processed=processed, vocab_size=vocab_size, device=device)
+            _Part(rows, states, processed, vocab_size, device)
             for rows, processed in ((plain, False), (changed, True))
             if rows
         ]
@@ -207,7 +207,7 @@ class Sampler:
             state.counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
         if params.logit_bias:
             state.bias_ids = self._ids(params.logit_bias)
-            values = list(params.logit_bias.values())
+            values = [value for _, value in sorted(params.logit_bias.items())]
             state.bias_values = torch.tensor(values, dtype=torch.float32, device=self._device)
         if params.allowed_token_ids is not None:
             state.allowed = self._ids(set(params.allowed_token_ids).difference(params.suppress_token_ids))
@@ -222,6 +222,7 @@ class Sampler:
         self._states[key] = state
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
+        """Ascending int64 ids on the device."""
         return torch.tensor(sorted(ids), dtype=torch.int64, device=self._device)
 
     def remove(self, key: str) -> None:
@@ -231,6 +232,7 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------- sampling
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, keys: Sequence[str]) -> list[Sampled]:
         """Sample and record one token a row; row i of `logits` `[S, V]` belongs to `keys[i]`, all different.
 
@@ -242,6 +244,7 @@ class Sampler:
             )
         if not keys:
             return []
+        logits = logits.detach()
         plan = self._plan_of(tuple(keys))
         prepared = [part.prepare(logits) for part in plan.parts]
         ids = self._pick(plan, prepared)
@@ -298,9 +301,7 @@ class Sampler:
             if part.processors is not None and part.processors.records:
                 part.processors.record(ids if part.index is None else ids[part.index])
 
-    def _results(
-        self, plan: _Plan, logits: Tensor, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> list[Sampled]:
+    def _results(self, plan: _Plan, logits: Tensor, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
         for state in plan.states:
             state.step += 1
         if not (plan.constrained or logprobs or FAILED in tokens):

@@ -208,6 +208,7 @@ class Scheduler:
                     self.pool.release(cached)
                     state.blocks, state.computed = [], 0
                     return
+            self._count_reuse(state, len(cached))
             self._waiting.remove(state)
             insort(self._running, state, key=_rank)
             state.running = True
@@ -229,6 +230,12 @@ class Scheduler:
         state.blocks = list(cached)
         state.computed = len(cached) * size
         return cached
+
+    def _count_reuse(self, state: SequenceState, found: int) -> None:
+        """Counted on admission, not on each try: a sequence that waits for room is looked up again every step."""
+        if state.cacheable and self.pool.prefix_caching:
+            self.pool.lookups += (len(state.token_ids) - 1) // self.pool.block_size
+            self.pool.hits += found
 
     def _grow(self, state: SequenceState, tokens: int, preempted: list[str]) -> bool:
         """Give a running sequence room for `tokens`, evicting worse-ranked ones, at the last itself."""

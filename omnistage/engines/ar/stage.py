@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from omnistage.config.schema import ARBudget
@@ -27,7 +28,6 @@ from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     ARInput,
     FinishReason,
-    MediaSpan,
     SamplingParams,
     SideRows,
     StageChunk,
@@ -78,7 +78,7 @@ class ARStage(Stage):
         )
         if budget.compile:
             for layer in component.decoder.layers:  # type: ignore[union-attr]
-                layer.compile()
+                layer.compile(dynamic=True)
         self.runner = Runner(
             component,
             make_backend(budget.attention, component.device),
@@ -110,9 +110,7 @@ class ARStage(Stage):
     def submit(self, stage_input: StageInput) -> None:
         params, payload = _typed(stage_input)
         payload = self.component.prepare(stage_input.info, payload)
-        self.check(
-            StageInput(stage_input.info, params, payload, stage_input.emit_hidden)
-        )
+        self.check(StageInput(stage_input.info, params, payload, stage_input.emit_hidden))
         request_id = stage_input.info.request_id
         if request_id in self._requests:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -123,21 +121,20 @@ class ARStage(Stage):
                 f"min_tokens={params.min_tokens} does not fit: {limit} tokens are left behind the prompt",
                 param="min_tokens",
             )
-        keys: list[str] = []
+        keys = [f"{request_id}/{index}" for index in range(params.n)]
         try:
-            for index in range(params.n):
-                keys.append(self._open(stage_input, payload, params, index, limit))
-        except OmniError:
+            for index, key in enumerate(keys):
+                self._open(key, stage_input, payload, params, index, limit)
+        except Exception:  # whatever it is, the stage must be left as it was
             for key in keys:
                 self._forget(key)
             raise
         self._requests[request_id] = keys
 
     def _open(
-        self, stage_input: StageInput, payload: ARInput, params: SamplingParams, index: int, limit: int
-    ) -> str:
+        self, key: str, stage_input: StageInput, payload: ARInput, params: SamplingParams, index: int, limit: int
+    ) -> None:
         info, component = stage_input.info, self.component
-        key = f"{info.request_id}/{index}"
         own = params
         if index and params.seed is not None:
             own = params.model_copy(update={"seed": (params.seed + index) % 2**63})
@@ -155,7 +152,7 @@ class ARStage(Stage):
             token_ids=list(payload.token_ids),
             prompt_length=prompt,
             side_rows=side,
-            media_keys=_MediaKeys(payload.media) if payload.media else None,
+            media_keys=_content_keys(payload),
             cacheable=payload.embeds is None and not payload.streaming,
         )
         self.scheduler.add(state, info.priority)
@@ -163,7 +160,6 @@ class ARStage(Stage):
         own_eos = () if own.ignore_eos else component.eos_token_ids
         stop_ids = frozenset((*own.stop_token_ids, *own_eos))
         self._answers[key] = _Answer(info.request_id, index, own, payload, text, limit, stop_ids)
-        return key
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if not isinstance(feed, SideRows):
@@ -190,7 +186,8 @@ class ARStage(Stage):
     def step(self) -> list[StageChunk]:
         plan = self.scheduler.schedule()
         chunks = self._announce(plan)
-        if not plan.batch:
+        # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
+        if not plan.batch and not plan.preempted:
             return chunks
         try:
             result = self.runner.execute(plan)
@@ -313,19 +310,38 @@ class ARStage(Stage):
             raise StageError(f"stage {self.name!r}: scheduler, runner and answers hold different sequences")
 
 
-class _MediaKeys:
-    """Which media overlap a range of the prompt, as hash parts: the content's key and where the overlap begins."""
+class _ContentKeys:
+    """What a range of a sequence holds besides token ids, as hash parts.
 
-    def __init__(self, spans: Sequence[MediaSpan]) -> None:
-        self._spans = [(span.key, sorted(span.positions.tolist())) for span in spans]
+    For each media item that overlaps it: the content's key, the first row inside and where that stands. And the
+    positions, where they do not simply count up: equal tokens elsewhere have other keys and values.
+    """
+
+    def __init__(self, payload: ARInput) -> None:
+        self._spans = [(span.key, sorted(span.positions.tolist())) for span in payload.media]
+        self._length = len(payload.token_ids)
+        self._delta = payload.position_delta
+        known = payload.positions
+        self._positions = np.arange(self._length)[None] if known is None else np.atleast_2d(known.cpu().numpy())
+        self._plain = known is None and not self._delta
 
     def __call__(self, start: int, end: int) -> list[bytes]:
         parts: list[bytes] = []
-        for key, positions in self._spans:
-            inside = [i for i, p in enumerate(positions) if start <= p < end]
-            if inside:
-                parts.append(key + inside[0].to_bytes(4, "little") + (positions[inside[0]] - start).to_bytes(4, "little"))
+        for key, rows in self._spans:
+            first = bisect_left(rows, start)
+            if first < len(rows) and rows[first] < end:
+                parts.append(key + first.to_bytes(4, "little") + (rows[first] - start).to_bytes(4, "little"))
+        if not self._plain:
+            generated = np.arange(max(start, self._length), end) + self._delta
+            known = self._positions[:, start:end]
+            parts.append(np.concatenate((known, np.tile(generated, (len(known), 1))), axis=1).tobytes())
         return parts
+
+
+def _content_keys(payload: ARInput) -> _ContentKeys | None:
+    if not payload.media and payload.positions is None and not payload.position_delta:
+        return None
+    return _ContentKeys(payload)
 
 
 def _step_error(stage: str, error: Exception) -> StageError:

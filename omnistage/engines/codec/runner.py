@@ -48,7 +48,7 @@ class CodecRunner:
     def run(self, plans: Sequence[WindowPlan]) -> RunnerOutput:
         """Decode the batch. Where it fails as a whole, each request gets one try alone: only the culprit fails."""
         output = RunnerOutput()
-        if plans and not self._try(plans, output, final=len(plans) == 1):
+        if plans and not self._try(plans, output, final=len(plans) == 1) and len(plans) > 1:
             for plan in plans:
                 self._try([plan], output, final=True)
         return output

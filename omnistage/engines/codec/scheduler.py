@@ -69,7 +69,8 @@ class _Request:
     group: Hashable
     priority: int
     streaming: bool
-    order: int
+    turn: int
+    """When it last ran, or arrived: the smallest has waited longest."""
     codes: list[int] = field(default_factory=list)
     final: bool = False
     done: int = 0
@@ -78,10 +79,10 @@ class _Request:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the oldest."""
+        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the longest wait."""
         if self.age >= AGE_LIMIT:
-            return -self.age, 0, self.order
-        return 0, self.priority, self.order
+            return -self.age, 0, self.turn
+        return 0, self.priority, self.turn
 
 
 class CodecScheduler:
@@ -89,7 +90,8 @@ class CodecScheduler:
 
     Chunks are powers of two of blocks, as many as the codes at hand allow when the window is scheduled: the first one
     small for early sound, later ones larger under load, which spreads the cost of context and look-ahead. Powers of
-    two, so that requests meet in few shapes.
+    two, so that requests meet in few shapes. Among equals the one that has waited longest since its last window goes
+    first, so that a request with many codes at hand does not keep a new one from its first sound.
     """
 
     def __init__(self, layout: CodecLayout, limits: CodecLimits) -> None:
@@ -97,13 +99,13 @@ class CodecScheduler:
         self._limits = limits
         self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
         self._requests: dict[str, _Request] = {}
-        self._orders = itertools.count()
+        self._turns = itertools.count()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
-        self._requests[request_id] = _Request(request_id, group, priority, streaming, next(self._orders))
+        self._requests[request_id] = _Request(request_id, group, priority, streaming, next(self._turns))
 
     def extend(self, request_id: str, codes: Sequence[int], final: bool) -> None:
         """More codes; ignored once the utterance is complete or the request has ended."""
@@ -164,7 +166,7 @@ class CodecScheduler:
                 request.age += 1
         started = (*empty, *(r.request_id for r in picked if not r.started))
         for request in picked:
-            request.started, request.age = True, 0
+            request.started, request.age, request.turn = True, 0, next(self._turns)
         windows = tuple(_plan(request, shape) for request in picked) if shape else ()
         return SchedulerOutput(windows, started, empty)
 

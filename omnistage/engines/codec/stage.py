@@ -33,7 +33,7 @@ class CodecStage(Stage):
 
     def __init__(self, name: str, component: CodecComponent, budget: CodecLimits) -> None:
         self.name = name
-        self._component = component
+        self.component = component
         self._scheduler = CodecScheduler(component.layout, budget)
         self._runner = CodecRunner(component)
         self._refused: dict[str, OmniError] = {}  # by request id: ended by what was fed to them
@@ -44,7 +44,7 @@ class CodecStage(Stage):
 
     def check(self, stage_input: StageInput) -> None:
         _, payload = self._typed(stage_input)
-        voice, voices = stage_input.info.voice, self._component.voices
+        voice, voices = stage_input.info.voice, self.component.voices
         if voice is not None and voice not in voices:
             known = f"this model speaks with {', '.join(sorted(voices))}" if voices else "this model has a single voice"
             raise InvalidRequestError(f"unknown voice {voice!r}; {known}", param="voice")
@@ -56,7 +56,7 @@ class CodecStage(Stage):
         info = stage_input.info
         if info.request_id in self._scheduler or info.request_id in self._refused:
             raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
-        group = self._component.group(params)
+        group = self.component.group(params)
         self._scheduler.add(info.request_id, group, priority=info.priority, streaming=params.streaming)
         self._scheduler.extend(info.request_id, payload.codes, payload.final)
         self._runner.add(info.request_id, params, info.voice)
@@ -95,11 +95,11 @@ class CodecStage(Stage):
             starved=self._scheduler.starved,
             steps=self._steps,
             tokens=self._codes,
-            extra={"windows": self._windows, "audio_seconds": self._samples / self._component.sample_rate},
+            extra={"windows": self._windows, "audio_seconds": self._samples / self.component.sample_rate},
         )
 
     def close(self) -> None:
-        self._component.close()
+        self.component.close()
 
     def _typed(self, stage_input: StageInput) -> tuple[CodecParams, CodecInput]:
         params, payload = stage_input.params, stage_input.payload
@@ -111,7 +111,7 @@ class CodecStage(Stage):
         return params, payload
 
     def _check_codes(self, codes: tuple[int, ...], known: int) -> None:
-        layout = self._component.layout
+        layout = self.component.layout
         if known + len(codes) > layout.max_codes:
             raise LimitExceededError(
                 f"the utterance has {known + len(codes)} codes and may have {layout.max_codes}; speak less at once"
@@ -142,7 +142,7 @@ class CodecStage(Stage):
         return chunks
 
     def _audio(self, request_id: str, samples: np.ndarray, finish: FinishReason | None) -> StageChunk:
-        return StageChunk(request_id, self.name, AudioChunk(samples, self._component.sample_rate), finish=finish)
+        return StageChunk(request_id, self.name, AudioChunk(samples, self.component.sample_rate), finish=finish)
 
     def _count(self, scheduled: SchedulerOutput, result: RunnerOutput) -> None:
         self._steps += 1

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from omnistage.engines.ar.attention import BatchLayout, PagedContext
+from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.errors import CheckpointError, UnsupportedModelError
+from omnistage.errors import CheckpointError, StageError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
 from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _PROBE_TOKENS = 12
 
@@ -40,7 +41,7 @@ class CausalLM(ARComponent):
             head_dim=head_dim,
             vocab_size=int(config.vocab_size),
             embed_size=int(config.hidden_size),
-            max_length=int(config.max_position_embeddings),
+            max_length=_max_length(config),
         )
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         expected = _stock_logits(model, self.spec.vocab_size)
@@ -57,23 +58,13 @@ class CausalLM(ARComponent):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)  # type: ignore[no-any-return]
 
-    @torch.inference_mode()
     def _check_same(self, expected: torch.Tensor) -> None:
         """Models that do more than a plain decoder and head are found out before they give wrong answers."""
-        ids = torch.arange(_PROBE_TOKENS, device=self.device) % self.spec.vocab_size
-        shape = (1, _PROBE_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
-        caches = [
-            (torch.zeros(shape, device=self.device, dtype=self.dtype), torch.zeros(shape, device=self.device, dtype=self.dtype))
-            for _ in range(self.spec.num_layers)
-        ]
-        backend, count = SdpaBackend(), np.asarray([_PROBE_TOKENS], dtype=np.int32)
-        layout = BatchLayout(count, count, [np.arange(_PROBE_TOKENS)], [np.zeros(1, dtype=np.int32)])
-        slots = torch.arange(_PROBE_TOKENS, device=self.device)
-        paged = PagedContext(backend, caches, slots, backend.plan(layout, self.device))
         name = type(self.model).__name__
+        windows: dict[int, int | None] = {}
         try:
-            got = self.logits(self.forward(self.embed(ids), ids[None], paged))
-        except (TypeError, IndexError, AttributeError) as error:
+            got = self._probe(windows)
+        except (TypeError, IndexError, AttributeError, ValueError, RuntimeError, StageError) as error:
             raise UnsupportedModelError(f"{name} cannot run on the paged engine: {error}") from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max()) or 1.0
@@ -83,6 +74,88 @@ class CausalLM(ARComponent):
                 f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range), "
                 "so it needs a family of its own"
             )
+        if len(windows) != self.spec.num_layers:
+            raise UnsupportedModelError(f"{name} has layers without paged attention, so it needs a family of its own")
+        self._check_windows(name, windows)
+
+    @torch.inference_mode()
+    def _probe(self, windows: dict[int, int | None]) -> torch.Tensor:
+        """Logits `[2, n, V]` of the probe, run twice side by side and in three steps.
+
+        A model that remembers elsewhere than in the pool, or lets neighbours see each other, does not come through.
+        """
+        ids = torch.arange(_PROBE_TOKENS, device=self.device) % self.spec.vocab_size
+        shape = (2, _PROBE_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
+        caches = [
+            (
+                torch.zeros(shape, device=self.device, dtype=self.dtype),
+                torch.zeros(shape, device=self.device, dtype=self.dtype),
+            )
+            for _ in range(self.spec.num_layers)
+        ]
+        backend = _RecordingBackend(caches, windows)
+        bind_caches(self.decoder, caches)
+        slots = [np.arange(_PROBE_TOKENS) + i * _PROBE_TOKENS for i in range(2)]
+        tables = [np.asarray([i], dtype=np.int32) for i in range(2)]
+        parts, last = [], _PROBE_TOKENS - 1
+        for start, end in ((0, _PROBE_TOKENS // 2), (_PROBE_TOKENS // 2, last), (last, _PROBE_TOKENS)):
+            positions = np.arange(start, end)
+            counts, lengths = (np.full(2, n, dtype=np.int32) for n in (len(positions), end))
+            where = torch.from_numpy(np.concatenate([s[positions] for s in slots])).to(self.device)
+            plan = backend.plan(BatchLayout(counts, lengths, slots, tables), self.device)
+            places = torch.from_numpy(np.concatenate([positions] * 2)).to(self.device)
+            embeds = self.embed(ids[places])
+            hidden = self.forward(embeds, places[None], PagedContext(backend, where, plan))
+            parts.append(self.logits(hidden).view(2, len(positions), -1))
+        return torch.cat(parts, dim=1)
+
+    def _check_windows(self, name: str, windows: dict[int, int | None]) -> None:
+        """The probe is shorter than most sliding windows, so these are compared with what the config says."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ()
+        for layer, kind in enumerate(kinds[: self.spec.num_layers]):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(f"{name} has layers of {kind!r}, so it needs a family of its own")
+            expected = config.sliding_window if kind == "sliding_attention" else None
+            if windows.get(layer) != expected:
+                raise UnsupportedModelError(
+                    f"layer {layer} of {name} attends over a window of {windows.get(layer)} tokens, but its config "
+                    f"says {expected}, so it needs a family of its own"
+                )
+
+
+class _RecordingBackend(SdpaBackend):
+    """Notes which window each layer asks for."""
+
+    def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], windows: dict[int, int | None]) -> None:
+        self._layer_of = {id(cache): layer for layer, cache in enumerate(caches)}
+        self._windows = windows
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        paged: PagedContext,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        self._windows[self._layer_of[id(cache)]] = window
+        return super().attend(query, key, value, cache, paged, scale=scale, window=window)
+
+
+def _max_length(config: PreTrainedConfig) -> int:
+    """Positions that the model can serve without one request changing another's rotary embedding."""
+    if not getattr(config, "max_position_embeddings", None):
+        raise UnsupportedModelError(f"{type(config).__name__} does not say how long a text may be")
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # longrope changes all frequencies once any position of the batch passes the original length.
+    if rope.get("rope_type") == "longrope":
+        longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
 
 
 @torch.inference_mode()
@@ -100,7 +173,6 @@ def load(context: LoadContext) -> CausalLM:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=context.dtype,
-            attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -42,7 +42,8 @@ class CausalLMProcessor:
             for part in message.parts:
                 if not isinstance(part, TextPart):
                     raise UnsupportedModalityError(f"this model reads text only, not {type(part).__name__}")
-            content = "".join(guarded.guard(part.text) for part in message.parts if isinstance(part, TextPart))
+            # Joined before it is guarded: a special token may be spelled over two parts.
+            content = guarded.guard("".join(part.text for part in message.parts if isinstance(part, TextPart)))
             turns.append({"role": message.role, "content": content})
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -70,4 +71,4 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"the tokenizer in {folder} has no fast (tokenizer.json) form; convert it first")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer

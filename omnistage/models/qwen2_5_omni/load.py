@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnistage.config import CodecStageConfig
 from omnistage.errors import CheckpointError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
@@ -90,4 +91,8 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
     model = load_model(
         transformers.Qwen2_5OmniToken2WavModel, config, Checkpoint(folder).tensors("token2wav."), context.device, context.dtype
     )
-    return Token2Wav(model, read_speakers(folder), context.device)
+    options = {}
+    if isinstance(context.stage, CodecStageConfig):
+        budget = context.stage.budget
+        options = {"cuda_graphs": budget.cuda_graphs, "tf32": budget.tf32, "compile": budget.compile}
+    return Token2Wav(model, read_speakers(folder), context.device, **options)

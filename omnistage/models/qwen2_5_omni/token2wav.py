@@ -38,6 +38,7 @@ DEFAULT_VOICE = "Chelsie"  # transformers' default speaker
 
 # Longer windows (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
 _MAX_GRAPH_FRAMES = 1024
+_SILENT_FRAMES = 256  # any length that the speaker encoder's padding allows gives the same
 _NO_GUIDANCE = 1e-5  # transformers' threshold
 
 
@@ -99,7 +100,7 @@ class Token2Wav(CodecComponent):
     def __init__(
         self,
         model: Qwen2_5OmniToken2WavModel,
-        speakers: Mapping[str, Mapping[str, Tensor]],
+        speakers: Mapping[str, Mapping[str, Tensor | int]],
         device: torch.device | str | None = None,
         *,
         default_voice: str | None = None,
@@ -128,8 +129,8 @@ class Token2Wav(CodecComponent):
         self._voices = self._encode_voices(dit, speakers)
         if self._default_voice not in self._voices:
             raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
-        silence = _encode(dit, torch.zeros_like(next(iter(speakers.values()))["ref_mel"]).to(self.device, self._dtype))
-        self._dit = _shared_copy(dit, {dit.input_embed.spk_encoder: _SpeakerRows(silence)})
+        silence = torch.zeros(1, _SILENT_FRAMES, self._mel_dim, device=self.device, dtype=self._dtype)
+        self._dit = _shared_copy(dit, {dit.input_embed.spk_encoder: _SpeakerRows(_encode(dit, silence))})
         self._vocoder = vocoder
         self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
         self.layout = self._make_layout()
@@ -167,21 +168,18 @@ class Token2Wav(CodecComponent):
             raise ValueError("the windows of one batch must have one shape")
         with torch.inference_mode(), allow_tf32(self._tf32):
             if windows[0].emit:
-                noise = [self._noise(s, w) for s, w in zip(streams, windows, strict=True)]
-                solved, kept = self._solve(streams, windows, noise)
+                solved, kept = self._solve(streams, windows)
             else:  # a flush: all codes were solved before
-                noise, kept = [stream.noise for stream in streams], None
+                kept = None
                 solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
-            return self._vocode_and_commit(streams, windows[0], noise, solved, kept)
+            return self._vocode_and_commit(streams, windows[0], solved, kept)
 
     def close(self) -> None:
         self._graphs.clear()
 
     # ------------------------------------------------------------------------------------------------ solver
 
-    def _solve(
-        self, streams: Sequence[_Stream], windows: Sequence[Window], noise: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _solve(self, streams: Sequence[_Stream], windows: Sequence[Window]) -> tuple[Tensor, Tensor | None]:
         """Mel of the windows' new and look-ahead frames `[B, n, mel]`; trajectories to keep `[E, B, r, mel]`."""
         window, params = windows[0], streams[0].params
         left = min(window.history // self.layout.block_codes, self._left_blocks)
@@ -191,7 +189,7 @@ class Token2Wav(CodecComponent):
         # Padding rows repeat the first request; rows never meet, so their results are simply dropped.
         rows = list(range(len(streams))) + [0] * ((bucket(len(streams)) - len(streams)) if graphed else 0)
         codes = torch.tensor([windows[i].codes[window.history - old :] for i in rows], device=self.device)
-        x = torch.stack([noise[i] for i in rows]).to(self.device, self._dtype)
+        x = torch.stack([self._noise(streams[i], windows[i]) for i in rows]).to(self.device, self._dtype)
         pinned = torch.stack([streams[i].trajectory for i in rows], dim=1)
         cond = torch.stack([streams[i].voice.cond for i in rows])
         reference = torch.stack([streams[i].voice.reference for i in rows])
@@ -210,9 +208,7 @@ class Token2Wav(CodecComponent):
         solved, kept = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
         return solved[: len(streams)], kept[:, : len(streams)]
 
-    def _guided(
-        self, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor
-    ) -> Tensor:
+    def _guided(self, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor) -> Tensor:
         """One evaluation of the field, as in transformers' `sample`; shapes as in `_solve`."""
         inputs = {
             "hidden_states": x,
@@ -243,7 +239,7 @@ class Token2Wav(CodecComponent):
     # ----------------------------------------------------------------------------------------------- vocoder
 
     def _vocode_and_commit(
-        self, streams: Sequence[_Stream], window: Window, noise: Sequence[Tensor], solved: Tensor, kept: Tensor | None
+        self, streams: Sequence[_Stream], window: Window, solved: Tensor, kept: Tensor | None
     ) -> list[np.ndarray]:
         """Run BigVGAN over what is new, then move every stream on. Nothing before the last loop changes a stream."""
         left, right = self.vocoder_context
@@ -288,14 +284,17 @@ class Token2Wav(CodecComponent):
     # ------------------------------------------------------------------------------------------------- set-up
 
     def _encode_voices(
-        self, dit: Qwen2_5OmniToken2WavDiTModel, speakers: Mapping[str, Mapping[str, Tensor]]
+        self, dit: Qwen2_5OmniToken2WavDiTModel, speakers: Mapping[str, Mapping[str, Tensor | int]]
     ) -> dict[str, _Voice]:
         voices: dict[str, _Voice] = {}
         for name, speaker in speakers.items():
-            if not {"cond", "ref_mel"} <= speaker.keys():
-                raise CheckpointError(f"speaker {name!r} needs 'cond' and 'ref_mel', and has {', '.join(speaker)}")
-            cond = speaker["cond"].to(self.device, self._dtype).reshape(1, -1)
-            reference = _encode(dit, speaker["ref_mel"].to(self.device, self._dtype).reshape(1, -1, self._mel_dim))
+            cond, clip = speaker.get("cond"), speaker.get("ref_mel")
+            if not isinstance(cond, Tensor) or not isinstance(clip, Tensor):
+                raise CheckpointError(
+                    f"speaker {name!r} needs the tensors 'cond' and 'ref_mel', has {', '.join(speaker)}"
+                )
+            cond = cond.to(self.device, self._dtype).reshape(1, -1)
+            reference = _encode(dit, clip.to(self.device, self._dtype).reshape(1, -1, self._mel_dim))
             voices[name] = _Voice(cond, torch.cat((reference, torch.ones_like(reference[:, :1])), dim=1))
         return voices
 

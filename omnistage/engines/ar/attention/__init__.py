@@ -7,6 +7,7 @@ A backend turns a step's layout (host arrays) into a plan (device tensors) once 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,28 @@ class PagedContext:
     """What attention needs in a forward; rides to every layer as the keyword argument `paged`."""
 
     backend: AttentionBackend
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
-    """Per layer K and V, `[num_blocks, block_size, kv_heads, head_dim]`."""
     slot_mapping: torch.Tensor
     """int64 [T]: where this step's keys and values go; -1 for padding."""
     plan: AttentionPlan
+
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer, each `[num_blocks, block_size, kv_heads, head_dim]`."""
+
+
+def bind_caches(decoder: nn.Module, caches: Sequence[KVCache]) -> None:
+    """Give every attention module of `decoder` its layer's cache.
+
+    Held by the module rather than looked up by its number: a number would make `torch.compile` compile each layer
+    anew, a tensor does not.
+    """
+    bound = 0
+    for name, module in decoder.named_modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and name.endswith(("attn", "attention")):
+            module.kv_cache = caches[module.layer_idx]  # type: ignore[assignment, index]
+            bound += 1
+    if bound != len(caches):
+        raise StageError(f"{type(decoder).__name__} has {bound} attention modules for {len(caches)} layers")
 
 
 class AttentionPlan:
@@ -70,7 +88,7 @@ class AttentionBackend(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
         paged: PagedContext,
         *,
         scale: float,
@@ -101,7 +119,7 @@ def _paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        paged.caches[module.layer_idx],  # type: ignore[index]
+        module.kv_cache,  # type: ignore[arg-type]
         paged,
         scale=scale,
         window=sliding_window,

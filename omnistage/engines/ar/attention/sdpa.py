@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, PagedContext
+from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, KVCache, PagedContext
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class SdpaBackend(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
         paged: PagedContext,
         *,
         scale: float,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, PagedContext
+from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, KVCache, PagedContext
 
 
 def triton_available() -> bool:
@@ -58,7 +58,7 @@ class TritonBackend(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
         paged: PagedContext,
         *,
         scale: float,

@@ -1,0 +1,198 @@
+"""Our pipeline against stock `transformers` on the same chats, for `omnistage verify` and the parity tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from omnistage.chat import parse_messages
+from omnistage.config import OmniEngineArgs
+from omnistage.engines.build import build_parts
+from omnistage.engines.codec.stage import CodecStage
+from omnistage.errors import CheckpointError
+from omnistage.media.audio import AudioClip
+from omnistage.media.limits import MediaLimits
+from omnistage.media.video import VideoClip
+from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
+from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
+from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
+from omnistage.omni import Omni
+from omnistage.pipeline.registry import BridgeResult
+from omnistage.types import CodecParams, RequestInfo, SamplingParams, StageChunk, TokenChunk
+from omnistage.verify import VerifyRow
+
+KINDS = ("text", "image", "images", "audio", "video", "audio_in_video", "multi_turn", "mixed")
+WAVE_TOLERANCE = 1e-3
+_SEED = 1234
+_WORDS = ("please", "tell", "me", "what", "you", "hear", "and", "see", "in", "this", "one", "😀", "第三", "Straße")
+
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One chat and how much of an answer to ask for."""
+
+    name: str
+    messages: tuple[Message, ...]
+    max_tokens: int
+    max_codes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What our pipeline gave for a case."""
+
+    token_ids: list[int]
+    codes: list[int]
+    waveform: np.ndarray
+
+
+def make_cases(count: int, seed: int) -> list[Case]:
+    """`count` random chats that go through all kinds in turn."""
+    cases = []
+    for index in range(count):
+        rng = np.random.default_rng((seed, index))
+        kind = KINDS[index % len(KINDS)]
+        lengths = int(rng.integers(4, 12)), int(rng.integers(13, 40))
+        cases.append(Case(f"{index}:{kind}", tuple(_chat(kind, rng)), *lengths))
+    return cases
+
+
+def run(
+    folder: Path, *, cases: int = 8, seed: int = 0, progress: Callable[[str, float], None] | None = None
+) -> list[VerifyRow]:
+    """Run all cases through our pipeline in one batch and through `transformers` one by one; float32 on the CPU."""
+    report = progress or (lambda _what, _done: None)
+    chats = make_cases(cases, seed)
+    report("our pipeline", 0.0)
+    answers, noise = run_ours(folder, chats)
+    report("loading transformers", 0.2)
+    reference = Reference(folder)
+    rows: list[VerifyRow] = []
+    for index, (case, answer) in enumerate(zip(chats, answers, strict=True)):
+        report(f"transformers: {case.name}", 0.2 + 0.8 * index / len(chats))
+        rows.extend(compare(case.name, answer, run_reference(reference, case, noise)))
+    report("done", 1.0)
+    return rows
+
+
+def run_reference(reference: Reference, case: Case, noise: Callable[[int], torch.Tensor]) -> ReferenceOutput:
+    messages = parse_messages(case.messages, MediaLimits(), use_audio_in_video=True)
+    return reference.run(messages, max_tokens=case.max_tokens, max_codes=case.max_codes, noise=noise)
+
+
+def run_ours(
+    folder: Path, cases: Sequence[Case], overrides: Sequence[str] = ()
+) -> tuple[list[Answer], Callable[[int], torch.Tensor]]:
+    """Greedy answers of all cases in one batch, and the initial noise of their speech."""
+    codes: dict[str, list[int]] = {}
+
+    def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        if isinstance(chunk.payload, TokenChunk):
+            ids = chunk.payload.token_ids
+            codes.setdefault(request.request_id, []).extend(ids[:-1] if chunk.payload.ended_by is not None else ids)
+        return talker2token2wav(request, state, chunk)
+
+    args = OmniEngineArgs(model=str(folder), device="cpu", dtype="float32", overrides=tuple(overrides))
+    parts = build_parts(args, progress=False)
+    bridges = {**parts.bridges, "token2wav": note_codes}
+    with Omni.from_parts(parts.graph, parts.stages, bridges, parts.defaults, parts.processor) as omni:
+        params = [
+            {
+                "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
+                "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
+                "token2wav": CodecParams(streaming=False, seed=_SEED),
+            }
+            for case in cases
+        ]
+        outputs = omni.chat(
+            [case.messages for case in cases],
+            params,
+            modalities=["text", "audio"],
+            use_audio_in_video=True,
+            progress=False,
+        )
+    answers = []
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+        samples = output.audio.samples if output.audio is not None else np.zeros(0, dtype=np.float32)
+        answers.append(Answer(output.token_ids, codes.get(output.request_id, []), samples))
+    return answers, _noise_of(parts.stages["token2wav"])
+
+
+def _noise_of(stage: object) -> Callable[[int], torch.Tensor]:
+    if not isinstance(stage, CodecStage) or not isinstance(stage.component, Token2Wav):
+        raise CheckpointError("this pipeline has no token2wav stage to compare")
+    component = stage.component
+    return lambda frames: component.noise_for(_SEED, frames)
+
+
+def compare(name: str, ours: Answer, theirs: ReferenceOutput) -> list[VerifyRow]:
+    """Tokens and codes must be identical, the waveform within `WAVE_TOLERANCE`."""
+    wave = theirs.waveform if theirs.waveform is not None else np.zeros(0, dtype=np.float32)
+    difference = float("inf")
+    if len(ours.waveform) == len(wave):
+        difference = float(np.abs(ours.waveform - wave).max(initial=0.0))
+    return [
+        VerifyRow.judge(name, "thinker tokens", _differing(ours.token_ids, theirs.token_ids), 0.0),
+        VerifyRow.judge(name, "talker codes", _differing(ours.codes, theirs.codes), 0.0),
+        VerifyRow.judge(name, "waveform", difference, WAVE_TOLERANCE),
+    ]
+
+
+def _differing(a: Sequence[int], b: Sequence[int]) -> float:
+    return float(sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b)))
+
+
+# ---------------------------------------------------------------------------------------------------- chats
+
+
+def _chat(kind: str, rng: np.random.Generator) -> list[Message]:
+    words = " ".join(rng.choice(_WORDS, size=int(rng.integers(1, 9))))
+    text: Message = {"type": "text", "text": words}
+    parts: dict[str, list[Message]] = {
+        "text": [],
+        "image": [_image(rng)],
+        "images": [_image(rng), _image(rng)],
+        "audio": [_audio(rng)],
+        "video": [_video(rng, sound=False)],
+        "audio_in_video": [_video(rng, sound=True)],
+        "multi_turn": [_image(rng)],
+        "mixed": [_audio(rng), _image(rng)],
+    }
+    last: Message = {"role": "user", "content": [*parts[kind], text]}
+    if kind not in ("multi_turn", "mixed"):
+        return [last]
+    return [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": [_audio(rng), text]},
+        {"role": "assistant", "content": words},
+        last,
+    ]
+
+
+def _image(rng: np.random.Generator) -> Message:
+    height, width = (int(n) for n in rng.integers(30, 160, size=2))
+    return {"type": "image", "image": Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))}
+
+
+def _clip(rng: np.random.Generator, seconds: float) -> AudioClip:
+    return AudioClip((0.1 * rng.standard_normal(int(16_000 * seconds))).astype(np.float32), 16_000)
+
+
+def _audio(rng: np.random.Generator) -> Message:
+    return {"type": "audio", "audio": _clip(rng, float(rng.uniform(0.3, 4.0)))}
+
+
+def _video(rng: np.random.Generator, *, sound: bool) -> Message:
+    count = 2 * int(rng.integers(2, 5))
+    frames = rng.integers(0, 256, (count, 56, 84, 3), dtype=np.uint8)
+    audio = _clip(rng, count / 2) if sound else None
+    return {"type": "video", "video": VideoClip(frames, 2.0, count / 2, audio)}

@@ -1,0 +1,494 @@
+"""The sampler: parity with transformers, seeds, processors, logprobs, failing rows."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from omnistage.engines.ar import logits as arithmetic
+from omnistage.engines.ar.sampler import Sampled, Sampler
+from omnistage.errors import InternalError, InvalidRequestError, StageError
+from omnistage.types import SamplingParams
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def params(**values: object) -> SamplingParams:
+    return SamplingParams.parse(values)
+
+
+def one(logits: torch.Tensor, p: SamplingParams, prompt: Sequence[int] = (), eos: Sequence[int] = ()) -> int:
+    """The token that a fresh request gets from a single row."""
+    sampler = Sampler(logits.shape[-1], CPU, eos_token_ids=eos)
+    sampler.add("r", p, prompt)
+    return sampler.sample(logits.view(1, -1), ["r"])[0].token_id
+
+
+def sequence(p: SamplingParams, rows: torch.Tensor, prompt: Sequence[int] = (), eos: Sequence[int] = ()) -> list[int]:
+    """The tokens that one request gets from successive rows."""
+    sampler = Sampler(rows.shape[1], CPU, eos_token_ids=eos)
+    sampler.add("r", p, prompt)
+    return [sampler.sample(row[None], ["r"])[0].token_id for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------- greedy
+
+
+def test_greedy_picks_the_largest_logit_of_each_row() -> None:
+    logits = torch.randn(5, 300)
+    sampler = Sampler(300, CPU)
+    keys = [f"r{i}" for i in range(5)]
+    for key in keys:
+        sampler.add(key, GREEDY, [])
+    assert [s.token_id for s in sampler.sample(logits, keys)] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_breaks_ties_as_torch_does(dtype: torch.dtype) -> None:
+    logits = torch.randint(0, 3, (8, 200)).to(dtype)
+    sampler = Sampler(200, CPU)
+    keys = [str(i) for i in range(8)]
+    for key in keys:
+        sampler.add(key, GREEDY, [])
+    assert [s.token_id for s in sampler.sample(logits, keys)] == logits.argmax(-1).tolist()
+
+
+def test_a_vanishing_temperature_is_greedy_and_finite() -> None:
+    logits = torch.randn(64) * 30
+    assert one(logits, params(temperature=1e-30, seed=1)) == int(logits.argmax())
+
+
+def test_logits_are_left_unchanged() -> None:
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    sampler = Sampler(50, CPU)
+    sampler.add("a", params(logit_bias={3: 5.0}, suppress_token_ids=(1, 2), repetition_penalty=2.0), [4, 5])
+    sampler.add("b", params(repetition_penalty=1.5), [4])
+    sampler.sample(logits, ["a", "b"])
+    assert torch.equal(logits, before)
+
+
+def test_logits_may_carry_gradients_and_any_strides() -> None:
+    logits = torch.randn(2000, 2, requires_grad=True).T
+    sampler = Sampler(2000, CPU)
+    sampler.add("a", GREEDY, [])
+    sampler.add("b", params(top_k=1), [])
+    for _ in range(2):
+        assert [s.token_id for s in sampler.sample(logits, ["a", "b"])] == logits.argmax(-1).tolist()
+
+
+# ----------------------------------------------------------------------------------- parity with transformers
+
+
+def reference_support(p: SamplingParams, logits: torch.Tensor, prompt: list[int], eos: list[int]) -> torch.Tensor:
+    """transformers' filtered probabilities of the first token."""
+    steps = LogitsProcessorList()
+    if p.repetition_penalty != 1.0:
+        steps.append(RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
+    if p.logit_bias:
+        steps.append(SequenceBiasLogitsProcessor([[[t], v] for t, v in p.logit_bias.items()]))
+    if p.suppress_token_ids:
+        steps.append(SuppressTokensLogitsProcessor(list(p.suppress_token_ids)))
+    if p.min_tokens:
+        steps.append(MinNewTokensLengthLogitsProcessor(len(prompt), p.min_tokens, eos))
+    if p.temperature != 1.0:
+        steps.append(TemperatureLogitsWarper(p.temperature))
+    if p.top_k:
+        steps.append(TopKLogitsWarper(p.top_k))
+    if p.top_p < 1.0:
+        steps.append(TopPLogitsWarper(p.top_p))
+    if p.min_p:
+        steps.append(MinPLogitsWarper(p.min_p))
+    scores = steps(torch.tensor([prompt]), logits[None].clone())
+    return scores.softmax(-1)[0]
+
+
+def random_params(rng: random.Random, vocab: int) -> SamplingParams:
+    values: dict[str, object] = {"temperature": rng.choice([0.3, 0.7, 1.0, 1.7]), "seed": rng.getrandbits(40)}
+    if rng.random() < 0.5:
+        values["top_k"] = rng.choice([1, 2, 5, 40, vocab - 1, vocab, vocab * 2])
+    if rng.random() < 0.5:
+        values["top_p"] = rng.choice([0.05, 0.3, 0.73, 0.95, 0.999])
+    if rng.random() < 0.4:
+        values["min_p"] = rng.choice([0.01, 0.1, 0.5, 1.0])
+    if rng.random() < 0.4:
+        values["repetition_penalty"] = rng.choice([0.7, 1.3, 2.0])
+    if rng.random() < 0.4:
+        values["logit_bias"] = {rng.randrange(vocab): rng.uniform(-5, 5) for _ in range(4)}
+    if rng.random() < 0.4:
+        values["suppress_token_ids"] = tuple(rng.sample(range(vocab), 5))
+    if rng.random() < 0.4:
+        values["min_tokens"] = 3
+    return params(**values)
+
+
+def quantiles(expected: torch.Tensor, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Tokens in descending probability, and the middle of each one's stretch of [0, 1)."""
+    order = expected.double().sort(descending=True, stable=True).indices
+    order = order[expected[order] > 0]
+    edges = expected[order].double().cumsum(0)
+    return order.tolist(), (edges - expected[order].double() / 2).tolist()
+
+
+@pytest.mark.parametrize("vocab", [50, 3000])
+def test_the_filtered_distribution_is_that_of_transformers(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(vocab)
+    generator = torch.Generator().manual_seed(vocab)
+    for _ in range(60):
+        logits = torch.randn(vocab, generator=generator) * rng.choice([1.0, 3.0])
+        prompt = [rng.randrange(vocab) for _ in range(10)]
+        p = random_params(rng, vocab)
+        order, middles = quantiles(reference_support(p, logits, prompt, [7]), logits)
+        # In the middle of each kept token's stretch, the inverse of the distribution must give that token; so must
+        # the very ends of [0, 1), which lie in the first and the last.
+        chosen = rng.sample(range(len(order)), min(6, len(order)))
+        trials = [(middles[i], order[i]) for i in chosen if expected_gap(middles, i) > 1e-5]
+        trials += [(0.0, order[0])]
+        if len(order) < 50:
+            trials.append((1 - 2**-53, order[-1]))
+        for u, token in trials:
+            monkeypatch.setattr("omnistage.engines.ar.sampler.uniform", lambda stream, step, u=u: u)
+            assert one(logits, p, prompt, eos=[7]) == token, (p, u)
+
+
+def expected_gap(middles: list[float], i: int) -> float:
+    return min(abs(middles[i] - other) for j, other in enumerate(middles) if j != i) if len(middles) > 1 else 1.0
+
+
+def test_top_k_keeps_every_tie_of_the_kth_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((4000,), -5.0)
+    logits[[10, 20, 30, 40]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr("omnistage.engines.ar.sampler.uniform", lambda stream, step: 0.999)
+    assert one(logits, params(top_k=2)) == 40
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    rows = torch.zeros(5, 6)
+    rows[:, 2], rows[:, 3] = 1.0, 0.8
+    # Token 2 leads by 0.2; each use costs 0.15, so it leads once more and then alternates with 3.
+    assert sequence(params(temperature=0.0, frequency_penalty=0.15), rows, prompt=[2, 2, 2]) == [2, 2, 3, 2, 3]
+    # A presence penalty does not grow with use: both end up 0.5 lower.
+    assert sequence(params(temperature=0.0, presence_penalty=0.5), rows) == [2, 3, 2, 2, 2]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    assert one(torch.tensor([2.0, 1.1, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1
+    assert one(torch.tensor([-1.0, -1.9, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1
+
+
+def test_repetition_penalty_covers_sampled_tokens_and_skips_foreign_prompt_ids() -> None:
+    rows = torch.tensor([[3.0, 2.0, 1.8]]).repeat(3, 1)
+    assert sequence(params(temperature=0.0, repetition_penalty=2.0), rows, prompt=[99, -4]) == [0, 1, 2]
+
+
+def test_counts_survive_a_change_of_the_batch_and_many_steps() -> None:
+    torch.manual_seed(3)
+    rows = torch.randn(600, 40)
+    p = params(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.01, presence_penalty=0.1)
+    alone = sequence(p, rows, prompt=[1])
+    sampler = Sampler(40, CPU)
+    sampler.add("r", p, [1])
+    mixed = []
+    for step, row in enumerate(rows):
+        keys = ["r"]
+        if step % 7 == 3:
+            sampler.add(f"other{step}", p, [2])
+            keys = [f"other{step}", "r"]
+        mixed.append(sampler.sample(row[None].repeat(len(keys), 1), keys)[-1].token_id)
+    assert mixed == alone
+
+
+def test_allowed_tokens_less_the_suppressed_ones() -> None:
+    logits = torch.arange(100.0)
+    assert one(logits, params(temperature=0.0, allowed_token_ids=(3, 50, 50, 7), suppress_token_ids=(50,))) == 7
+    for seed in range(20):
+        assert one(torch.zeros(5000), params(seed=seed, allowed_token_ids=(3, 50, 7))) in {3, 7, 50}
+
+
+def test_min_tokens_holds_back_end_and_stop_tokens() -> None:
+    rows = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
+    p = params(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
+    assert sequence(p, rows, eos=[0]) == [2, 2, 0, 0]
+    ignoring = p.model_copy(update={"ignore_eos": True})
+    assert sequence(ignoring, rows, eos=[0]) == [0, 0, 0, 0]
+
+
+def test_min_tokens_never_leaves_nothing() -> None:
+    p = params(temperature=0.0, min_tokens=4, allowed_token_ids=(0,))
+    assert sequence(p, torch.randn(3, 8), eos=[0, 99]) == [0, 0, 0]
+
+
+# --------------------------------------------------------------------------------------------- seeds, batches
+
+
+SHAPES: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"top_k": 40},
+    {"top_k": 1000, "top_p": 0.5},
+    {"top_k": 1500},
+    {"min_p": 0.1},
+    {"min_p": 0.02, "top_p": 0.8, "temperature": 2.0},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"top_k": 20, "presence_penalty": 0.4, "logit_bias": {5: 2.0}},
+    {"temperature": 3.0},
+    {"suppress_token_ids": (1, 2, 3), "min_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("vocab", [600, 6000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab)
+    rows = (torch.randn(4, len(SHAPES), vocab) * 2).to(dtype)
+    wanted = {f"r{i}": params(seed=i, **shape) for i, shape in enumerate(SHAPES)}
+    together = Sampler(vocab, CPU, eos_token_ids=[0])
+    for key, p in wanted.items():
+        together.add(key, p, [1, 2])
+    batched = [[s.token_id for s in together.sample(step, list(wanted))] for step in rows]
+    for i, p in enumerate(wanted.values()):
+        assert sequence(p, rows[:, i], prompt=[1, 2], eos=[0]) == [step[i] for step in batched], p
+
+
+def test_both_paths_of_every_draw_agree() -> None:
+    """What few candidates settle is what sorting everything gives; the device's path gives the host's tokens."""
+    torch.manual_seed(0)
+    shapes = [params(**{"temperature": 1.0, **shape}) for shape in SHAPES if shape.get("temperature") != 0.0]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(len(shapes), 9000) * 2.5).to(dtype).float()
+        draw = arithmetic.DrawRows(shapes, 9000, CPU)
+        device_draw = arithmetic.DrawRows(shapes, 9000, CPU)
+        device_draw._host = False
+        device_draw._reach = (256,)
+        for _ in range(25):
+            u = torch.rand(len(shapes), 1, dtype=torch.float64)
+            whole = draw.draw(x, u, attempt=2)
+            assert (whole >= 0).all()
+            for found in (draw.draw(x, u), draw.draw(x, u, attempt=1), device_draw.draw(x, u)):
+                assert torch.equal(found[found != arithmetic.UNCOVERED], whole[found != arithmetic.UNCOVERED])
+            assert torch.equal(device_draw.draw(x, u, attempt=1), whole)
+
+
+def test_few_candidates_settle_a_peaked_row() -> None:
+    x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
+    u = torch.tensor([[0.5]], dtype=torch.float64)
+    for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
+        assert arithmetic.DrawRows([params(**shape)], 32000, CPU).draw(x, u).item() >= 0
+
+
+def test_requests_without_a_seed_differ() -> None:
+    rows = torch.zeros(8, 1000)
+    assert sequence(params(), rows) != sequence(params(), rows)
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    rows = torch.randn(6, 1, 100)
+    sampler = Sampler(100, CPU)
+    sampler.add("a", params(seed=5), [])
+    sampler.add("b", params(seed=6), [])
+    tokens = [sampler.sample(row, ["a"])[0].token_id for row in rows[:3]]
+    sampler.sample(rows[0], ["b"])
+    tokens += [sampler.sample(row, ["a"])[0].token_id for row in rows[3:]]
+    assert tokens == sequence(params(seed=5), rows[:, 0])
+
+
+def test_the_draw_follows_the_distribution() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, -torch.inf])
+    expected = logits.softmax(-1).double()
+    draws = 20_000
+    sampler = Sampler(6, CPU)
+    keys = [str(seed) for seed in range(100)]
+    for seed, key in enumerate(keys):
+        sampler.add(key, params(seed=seed), [])
+    counts = torch.zeros(6, dtype=torch.float64)
+    for _ in range(draws // len(keys)):
+        for sampled in sampler.sample(logits.repeat(len(keys), 1), keys):
+            counts[sampled.token_id] += 1
+    assert counts[5] == 0
+    statistic = ((counts[:5] - draws * expected[:5]) ** 2 / (draws * expected[:5])).sum()
+    assert statistic < 13.28  # chi-square, 4 degrees of freedom, 1 %
+
+
+def test_uniforms_fill_the_unit_interval() -> None:
+    stream = arithmetic.mix(42)
+    values = torch.tensor([arithmetic.uniform(stream, step) for step in range(20_000)], dtype=torch.float64)
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = torch.histc(values, bins=20, min=0, max=1)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 36.2  # 19 degrees of freedom, 1 %
+    neighbours = torch.tensor([arithmetic.uniform(arithmetic.mix(seed), 0) for seed in range(20_000)])
+    assert abs(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]) < 0.02
+    assert abs(neighbours.mean() - 0.5) < 0.01
+
+
+# --------------------------------------------------------------------------------------------------- logprobs
+
+
+class Letters:
+    """As much of a tokenizer as logprobs need."""
+
+    def decode(self, ids: list[int]) -> str:
+        return chr(97 + ids[0])
+
+
+@pytest.mark.parametrize("vocab", [8, 4000])
+def test_logprobs_are_of_the_raw_logits(vocab: int) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, vocab)
+    sampler = Sampler(vocab, CPU, tokenizer=Letters())  # type: ignore[arg-type]
+    best = int(logits[0].argmax())
+    sampler.add("a", params(temperature=0.0, logprobs=3, suppress_token_ids=(best,)), [])
+    sampler.add("b", params(temperature=0.5, top_p=0.1, seed=1), [])
+    sampler.add("c", params(temperature=0.5, logprobs=0, seed=1), [])
+    for _ in range(2):
+        a, b, c = sampler.sample(logits, ["a", "b", "c"])
+        expected = logits.log_softmax(-1)
+        assert a.logprobs is not None
+        assert a.token_id != best
+        assert a.logprobs.chosen.logprob == pytest.approx(expected[0, a.token_id].item(), abs=1e-5)
+        assert a.logprobs.chosen.text == chr(97 + a.token_id)
+        top = expected[0].topk(3)
+        assert [t.token_id for t in a.logprobs.top] == top.indices.tolist()
+        assert [t.logprob for t in a.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+        assert b.logprobs is None
+        assert c.logprobs is not None
+        assert c.logprobs.top == ()
+        assert c.logprobs.chosen.logprob == pytest.approx(expected[2, c.token_id].item(), abs=1e-5)
+
+
+def test_more_logprobs_than_tokens_gives_all_tokens() -> None:
+    sampler = Sampler(4, CPU)
+    sampler.add("a", params(temperature=0.0, logprobs=20), [])
+    found = sampler.sample(torch.tensor([[1.0, 2.0, -torch.inf, 0.0]]), ["a"])[0].logprobs
+    assert found is not None
+    assert [t.token_id for t in found.top] == [1, 0, 3, 2]
+    assert found.top[0].text == ""
+
+
+def test_logprobs_with_most_of_the_vocabulary_ruled_out() -> None:
+    logits = torch.full((1, 5000), -torch.inf)
+    logits[0, [9, 4000]] = torch.tensor([1.0, 2.0])
+    sampler = Sampler(5000, CPU)
+    sampler.add("a", params(temperature=0.0, logprobs=3), [])
+    found = sampler.sample(logits, ["a"])[0].logprobs
+    assert found is not None
+    assert [t.token_id for t in found.top[:2]] == [4000, 9]
+    assert found.top[2].logprob == -math.inf
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("vocab", [600, 6000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_fails_alone(shape: dict[str, object], vocab: int, bad: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, vocab)
+    logits[1] = -math.inf if bad == -math.inf else logits[1]
+    logits[1, vocab - 1] = bad
+    sampler = Sampler(vocab, CPU)
+    for i, key in enumerate("abc"):
+        sampler.add(key, params(seed=i, **shape), [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a, b, c = sampler.sample(logits, ["a", "b", "c"])
+    assert isinstance(b.error, StageError)
+    assert "NaN" in b.error.message if math.isnan(bad) else "infinite" in b.error.message
+    assert b.token_id == -1
+    for i, (row, sampled) in enumerate(((0, a), (2, c))):
+        assert sampled == Sampled(one(logits[row], params(seed=(0, 2)[i], **shape)))
+
+
+def test_a_row_with_nothing_left_says_so() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 3] = -math.inf
+    sampler = Sampler(10, CPU)
+    sampler.add("a", params(allowed_token_ids=(3,)), [])
+    error = sampler.sample(logits, ["a"])[0].error
+    assert isinstance(error, InvalidRequestError)
+    assert "no token" in error.message
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"stop_token_ids": (100,)}, "stop_token_ids"),
+        ({"allowed_token_ids": (1, 100)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (-1,)}, "allowed_token_ids"),
+        ({"suppress_token_ids": (100,)}, "suppress_token_ids"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (1, 2), "suppress_token_ids": (2, 1, 3)}, "allowed_token_ids"),
+        ({"suppress_token_ids": tuple(range(100))}, "suppress_token_ids"),
+        ({"stop": ("x",)}, "stop"),
+        ({"structured": {"json_object": True}}, "structured"),
+        ({"structured": {"json_object": True}, "stop_token_ids": (1,)}, "structured"),
+    ],
+)
+def test_impossible_parameters_are_refused(values: dict[str, object], param: str) -> None:
+    sampler = Sampler(100, CPU)
+    with pytest.raises(InvalidRequestError) as refused:
+        sampler.check(params(**values))
+    assert refused.value.param == param
+    with pytest.raises(InvalidRequestError):
+        sampler.add("a", params(**values), [])
+    with pytest.raises(InternalError, match="does not hold"):
+        sampler.sample(torch.zeros(1, 100), ["a"])
+
+
+def test_misuse_is_reported() -> None:
+    sampler = Sampler(10, CPU)
+    sampler.add("a", GREEDY, [])
+    with pytest.raises(InternalError, match="already holds"):
+        sampler.add("a", GREEDY, [])
+    with pytest.raises(InternalError, match="more than once"):
+        sampler.sample(torch.zeros(2, 10), ["a", "a"])
+    with pytest.raises(StageError, match="shape"):
+        sampler.sample(torch.zeros(1, 11), ["a"])
+    assert sampler.sample(torch.zeros(0, 10), []) == []
+
+
+def test_a_removed_request_can_come_back_fresh() -> None:
+    rows = torch.tensor([[3.0, 2.0]]).repeat(2, 1)
+    sampler = Sampler(2, CPU)
+    p = params(temperature=0.0, presence_penalty=2.0)
+    sampler.remove("unknown")
+    for _ in range(2):
+        sampler.add("a", p, [])
+        assert [sampler.sample(row[None], ["a"])[0].token_id for row in rows] == [0, 1]
+        sampler.remove("a")
+
+
+def test_check_runs_beside_the_engine() -> None:
+    sampler = Sampler(1000, CPU)
+    sampler.add("a", params(seed=1), [])
+    threads = [
+        threading.Thread(target=lambda: [sampler.check(params(logit_bias={1: 1.0})) for _ in range(50)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    tokens = [sampler.sample(torch.zeros(1, 1000), ["a"])[0].token_id for _ in range(50)]
+    for thread in threads:
+        thread.join()
+    assert tokens == sequence(params(seed=1), torch.zeros(50, 1000))

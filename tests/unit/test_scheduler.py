@@ -1,0 +1,573 @@
+"""The scheduler without a network: a simulator writes into the blocks what a runner would, and reads it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from omnistage.engines.ar.block_pool import BlockPool
+from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
+from omnistage.errors import InternalError
+
+VOCABULARY = 2
+"""So few tokens that prompts often share a beginning."""
+
+
+@dataclass
+class Simulated:
+    """A request as the simulator knows it."""
+
+    state: SequenceState
+    limit: int
+    media: dict[int, bytes] = field(default_factory=dict)
+    generated: int = 0
+    started: int = 0
+    computed: int = 0
+    prompt: int = 0
+
+    def content(self, upto: int) -> list[int]:
+        """What the keys and values of tokens [0, upto) depend on: all that stands before each of them."""
+        values: list[int] = []
+        known = 0
+        for index in range(upto):
+            side = index - self.prompt if self.state.side_rows is not None and index >= self.prompt else None
+            salt = self.state.key if not self.state.cacheable else None
+            known = hash((known, self.state.token_ids[index], self.media.get(index), side, salt))
+            values.append(known)
+        return values
+
+
+class Simulator:
+    """A scheduler with a stand-in for the runner; every step checks what must always hold."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 8,
+        size: int = 2,
+        caching: bool = True,
+        budget: int = 16,
+        chunk: int | None = None,
+        max_running: int = 4,
+        ageing: int = 64,
+    ) -> None:
+        self.pool = BlockPool(blocks, size, prefix_caching=caching)
+        self.budget, self.chunk, self.max_running = budget, chunk or budget, max_running
+        self.scheduler = Scheduler(
+            self.pool, max_batch_tokens=budget, max_running=max_running, ageing_steps=ageing, prefill_chunk=chunk
+        )
+        self.live: dict[str, Simulated] = {}
+        self.finished: dict[str, list[int]] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        """What was last written at (block, offset)."""
+
+    @property
+    def room(self) -> int:
+        return self.pool.num_blocks * self.pool.block_size
+
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int],
+        *,
+        limit: int = 3,
+        priority: int = 0,
+        side_rows: int | None = None,
+        media: dict[int, bytes] | None = None,
+        cacheable: bool = True,
+    ) -> None:
+        media = media or {}
+
+        def media_keys(start: int, end: int) -> list[bytes]:
+            return [media[i] + (i - start).to_bytes(2, "little") for i in range(start, end) if i in media]
+
+        state = SequenceState(
+            key=key,
+            rank=0.0,
+            token_ids=list(prompt),
+            prompt_length=len(prompt),
+            side_rows=None if side_rows is None else float(side_rows),
+            media_keys=media_keys if media else None,
+            cacheable=cacheable and side_rows is None,
+        )
+        self.scheduler.add(state, priority)
+        self.live[key] = Simulated(state, limit, media, prompt=len(prompt))
+
+    def feed(self, key: str, rows: int, *, final: bool = False) -> None:
+        self.scheduler.feed(key, rows, final=final)
+
+    def abort(self, key: str) -> None:
+        self.scheduler.remove(key)
+        del self.live[key]
+
+    def step(self) -> SchedulerOutput:
+        had_work = self.scheduler.has_work()
+        any_starved = any(s.state.starved for s in self.live.values())
+        output = self.scheduler.schedule()
+        self._check_plan(output)
+        if had_work and not any_starved:
+            assert output.batch, "there was work that nothing stood in the way of, and no batch came"
+        self._compute(output)
+        self.scheduler.commit(output)
+        self._sample(output)
+        self.scheduler.check()
+        return output
+
+    def _check_plan(self, output: SchedulerOutput) -> None:
+        keys = [item.key for item in output.batch]
+        assert len(set(keys)) == len(keys)
+        assert not set(keys) & set(output.preempted), "a preempted sequence is in the batch"
+        assert output.num_tokens == sum(item.count for item in output.batch) <= self.budget
+        assert self.scheduler.counts()[1] <= self.max_running
+        for key in output.preempted:
+            self.live[key].computed = 0
+            assert not self.live[key].state.blocks
+        for key in output.started:
+            self.live[key].started += 1
+            assert self.live[key].started == 1
+        for item in output.batch:
+            mine = self.live[item.key]
+            assert mine.started == 1
+            assert 1 <= item.count <= self.chunk
+            if mine.computed == 0:  # admitted now: it may stand on blocks that others wrote
+                assert item.start % self.pool.block_size == 0
+                mine.computed = item.start
+            assert item.start == mine.computed, "the range does not begin where the computed part ends"
+            assert item.start + item.count <= mine.state.ready, "scheduled past what is ready"
+            assert item.sample == (item.start + item.count == len(mine.state.token_ids))
+            assert len(item.blocks) == self.pool.blocks_for(item.start + item.count)
+
+    def _compute(self, output: SchedulerOutput) -> None:
+        size = self.pool.block_size
+        for item in output.batch:
+            mine, end = self.live[item.key], item.start + item.count
+            content = mine.content(end)
+            for index in range(item.start, end):
+                self.slots[item.blocks[index // size], index % size] = content[index]
+            mine.computed = end
+        for item in output.batch:
+            end = item.start + item.count
+            seen = [self.slots[item.blocks[index // size], index % size] for index in range(end)]
+            assert seen == self.live[item.key].content(end), f"{item.key} reads what is not its own content"
+
+    def _sample(self, output: SchedulerOutput) -> None:
+        for item in output.batch:
+            if not item.sample:
+                continue
+            mine = self.live[item.key]
+            mine.generated += 1
+            if mine.generated >= mine.limit:
+                self.finished[item.key] = mine.state.token_ids
+                self.abort(item.key)
+            else:
+                self.scheduler.append(item.key, mine.content(len(mine.state.token_ids))[-1] % VOCABULARY)
+
+    def drain(self, most: int = 3000) -> int:
+        """Step until nothing is runnable; how many steps it took."""
+        for count in range(most):
+            if not self.scheduler.has_work():
+                return count
+            self.step()
+        raise AssertionError(f"not done after {most} steps; still there: {sorted(self.live)}")
+
+
+def batch(output: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
+    return [(item.key, item.start, item.count, item.sample) for item in output.batch]
+
+
+# ---------------------------------------------------------------------------------------------- batching
+
+
+def test_a_short_prompt_is_computed_at_once_and_then_a_token_a_step() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1, 0], limit=3)
+    assert batch(sim.step()) == [("a", 0, 3, True)]
+    assert batch(sim.step()) == [("a", 3, 1, True)]
+    assert batch(sim.step()) == [("a", 4, 1, True)]
+    assert not sim.scheduler.has_work()
+    assert sim.pool.free_blocks == 8
+
+
+def test_a_prompt_longer_than_the_budget_is_cut_and_sampled_only_at_its_end() -> None:
+    sim = Simulator(budget=4)
+    sim.add("a", [0] * 10)
+    assert [batch(sim.step()) for _ in range(3)] == [[("a", 0, 4, False)], [("a", 4, 4, False)], [("a", 8, 2, True)]]
+
+
+def test_a_prefill_chunk_leaves_budget_for_others() -> None:
+    sim = Simulator(budget=8, chunk=3)
+    sim.add("a", [0] * 6)
+    sim.add("b", [1] * 4)
+    assert batch(sim.step()) == [("a", 0, 3, False), ("b", 0, 3, False)]
+
+
+def test_prompts_and_generated_tokens_share_a_batch() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1])
+    sim.step()
+    sim.add("b", [1, 0, 1])
+    assert batch(sim.step()) == [("a", 2, 1, True), ("b", 0, 3, True)]
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    sim = Simulator(max_running=2)
+    for name in "abc":
+        sim.add(name, [0, 1], limit=2)
+    assert [item.key for item in sim.step().batch] == ["a", "b"]
+    assert sim.scheduler.counts() == (1, 2, 0)
+    sim.drain()
+    assert sorted(sim.finished) == ["a", "b", "c"]
+
+
+def test_a_key_can_be_scheduled_only_once_at_a_time() -> None:
+    sim = Simulator()
+    sim.add("a", [0])
+    with pytest.raises(InternalError, match="already"):
+        sim.add("a", [0])
+    sim.abort("a")
+    sim.add("a", [0])
+
+
+def test_unknown_keys_are_ignored_by_remove_and_feed() -> None:
+    sim = Simulator()
+    sim.scheduler.remove("nobody")
+    sim.scheduler.feed("nobody", 1, final=True)
+    assert not sim.scheduler.has_work()
+
+
+def test_a_step_without_work_is_empty() -> None:
+    assert Simulator().step() == SchedulerOutput(())
+
+
+def test_a_sequence_removed_while_its_batch_runs_is_not_committed() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1, 0])
+    output = sim.scheduler.schedule()
+    sim.abort("a")
+    sim.scheduler.commit(output)
+    sim.scheduler.check()
+    assert sim.pool.free_blocks == 8
+    assert sim.scheduler.keys() == []
+
+
+# -------------------------------------------------------------------------------------------- priorities
+
+
+def test_a_lower_priority_number_is_admitted_first() -> None:
+    sim = Simulator(max_running=1)
+    sim.add("late", [0], priority=1)
+    sim.add("early", [1], priority=0)
+    assert sim.step().started == ("early",)
+
+
+def test_equal_priorities_run_in_order_of_arrival() -> None:
+    sim = Simulator(max_running=1)
+    for name in "abc":
+        sim.add(name, [0], limit=1)
+    assert [sim.step().started for _ in range(3)] == [("a",), ("b",), ("c",)]
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    sim = Simulator(max_running=1, ageing=2)
+    sim.add("busy", [0], limit=8)
+    sim.add("patient", [1], limit=1, priority=3)
+    for _ in range(8):
+        sim.step()
+    # Eight steps of waiting are worth four levels, one more than separates the two.
+    sim.add("favoured", [1], limit=1, priority=0)
+    assert sim.step().started == ("patient",)
+
+
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_nothing_starves_under_a_stream_of_favoured_arrivals(max_running: int) -> None:
+    sim = Simulator(max_running=max_running, ageing=4, blocks=6, size=2, budget=6)
+    sim.add("patient", [0] * 4, limit=4, priority=5)
+    # Arrivals of the first 5 * 4 steps outrank it. Each of them takes at most three steps on its own.
+    bound = 20 * 3 + 4
+    for number in range(bound):
+        sim.add(f"favoured {number}", [1] * 4, limit=2, priority=0)
+        sim.step()
+        if "patient" in sim.finished:
+            break
+    assert "patient" in sim.finished
+
+
+def test_the_best_ranked_keeps_its_blocks_when_they_run_out() -> None:
+    sim = Simulator(blocks=4, size=2, caching=False)
+    sim.add("a", [0] * 4, limit=4)
+    sim.add("b", [1] * 4, limit=4)
+    sim.step()
+    preempted = [key for _ in range(3) for key in sim.step().preempted]
+    assert preempted == ["b"]
+    sim.drain()
+    assert sim.scheduler.preemptions >= 1
+    assert sorted(sim.finished) == ["a", "b"]
+
+
+def test_preemption_does_not_change_what_is_generated() -> None:
+    def outputs(blocks: int) -> tuple[dict[str, list[int]], int]:
+        sim = Simulator(blocks=blocks, size=2)
+        for number in range(4):
+            sim.add(str(number), [number % 2] * (number + 1), limit=5)
+        sim.drain()
+        return sim.finished, sim.scheduler.preemptions
+
+    tight, preemptions = outputs(5)
+    roomy, none = outputs(64)
+    assert preemptions > 0
+    assert none == 0
+    assert tight == roomy
+
+
+def test_a_preempted_sequence_does_not_come_back_in_the_same_step() -> None:
+    sim = Simulator(blocks=2, size=2, caching=False, max_running=2)
+    sim.add("a", [0, 0], limit=3)
+    sim.add("b", [1, 1], limit=3)
+    sim.step()
+    output = sim.step()
+    assert output.preempted == ("b",)
+    assert [item.key for item in output.batch] == ["a"]
+
+
+# ----------------------------------------------------------------------------------------- prefix reuse
+
+
+def test_an_equal_beginning_is_not_computed_again() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0, 1, 0, 1, 0], limit=1)
+    sim.drain()
+    sim.add("b", [0, 1, 0, 1, 1], limit=1)
+    assert batch(sim.step()) == [("b", 4, 1, True)]
+    assert (sim.pool.hits, sim.pool.lookups) == (2, 4)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0, 1, 0, 1], limit=1)
+    sim.drain()
+    sim.add("b", [0, 1, 0, 1], limit=1)
+    assert batch(sim.step()) == [("b", 2, 2, True)]
+
+
+def test_equal_tokens_with_other_media_are_computed_again() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0, 0, 0, 0, 0], limit=1, media={1: b"cat"})
+    sim.drain()
+    sim.add("b", [0, 0, 0, 0, 0], limit=1, media={1: b"dog"})
+    assert batch(sim.step()) == [("b", 0, 5, True)]
+
+
+def test_equal_tokens_with_the_same_media_elsewhere_are_computed_again() -> None:
+    sim = Simulator(size=4)
+    sim.add("a", [0] * 5, limit=1, media={1: b"cat"})
+    sim.drain()
+    sim.add("b", [0] * 5, limit=1, media={2: b"cat"})
+    assert batch(sim.step()) == [("b", 0, 5, True)]
+
+
+def test_equal_tokens_with_the_same_media_are_reused() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0] * 5, limit=1, media={1: b"cat"})
+    sim.drain()
+    sim.add("b", [0] * 5, limit=1, media={1: b"cat"})
+    assert batch(sim.step()) == [("b", 4, 1, True)]
+
+
+def test_generated_tokens_are_reused_by_a_prompt_that_repeats_them() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0, 1], limit=5)
+    sim.drain()
+    answer = sim.finished["a"]
+    sim.add("b", [*answer, 1], limit=1)
+    assert sim.step().batch[0].start == len(answer) // 2 * 2
+
+
+def test_a_sequence_whose_content_its_tokens_do_not_tell_neither_gives_nor_takes_prefixes() -> None:
+    sim = Simulator(size=2)
+    sim.add("rows", [0] * 6, limit=1, cacheable=False)
+    sim.drain()
+    sim.add("ids", [0] * 6, limit=1)
+    assert batch(sim.step()) == [("ids", 0, 6, True)]
+    sim.add("rows again", [0] * 6, limit=1, cacheable=False)
+    assert batch(sim.step()) == [("rows again", 0, 6, True)]
+
+
+def test_reuse_is_counted_once_however_long_a_sequence_waits_for_room() -> None:
+    sim = Simulator(blocks=4, size=2)
+    sim.add("first", [0, 1, 0], limit=4)
+    sim.step()
+    sim.add("second", [0, 1, 0, 1, 1, 1, 1], limit=1)
+    sim.drain()
+    # "first" could have reused one block and found none, "second" three and found at least the first.
+    assert sim.pool.lookups == 4
+    assert 1 <= sim.pool.hits <= 3
+
+
+# ---------------------------------------------------------------------------------------------- starving
+
+
+def test_a_streaming_sequence_starves_without_rows_and_goes_on_with_them() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1], limit=4, side_rows=0)
+    assert batch(sim.step()) == [("a", 0, 2, True)]
+    assert not sim.scheduler.has_work()
+    assert sim.scheduler.counts() == (0, 1, 1)
+    sim.feed("a", 1)
+    assert batch(sim.step()) == [("a", 2, 1, True)]
+    assert not sim.scheduler.has_work()
+    sim.feed("a", 0, final=True)
+    sim.drain()
+    assert "a" in sim.finished
+
+
+def test_rows_that_came_early_are_not_scheduled_past_known_tokens() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1], limit=4, side_rows=100)
+    assert batch(sim.step()) == [("a", 0, 2, True)]
+    assert batch(sim.step()) == [("a", 2, 1, True)]
+
+
+def test_a_starved_sequence_does_not_hold_others_back() -> None:
+    sim = Simulator()
+    sim.add("starved", [0, 1], side_rows=0)
+    sim.step()
+    sim.add("free", [1, 1], limit=3)
+    sim.drain()
+    assert sorted(sim.finished) == ["free"]
+    assert sim.scheduler.counts() == (0, 1, 1)
+
+
+def test_a_sequence_preempted_while_starved_is_computed_again_without_sampling_twice() -> None:
+    sim = Simulator(blocks=4, size=2, caching=False)
+    sim.add("a", [0] * 4, limit=4)
+    sim.add("b", [1] * 4, limit=4, side_rows=0)
+    sim.step()
+    generated = sim.live["b"].generated
+    sim.drain()
+    assert sim.scheduler.preemptions >= 1
+    assert "a" in sim.finished
+    assert sim.live["b"].generated == generated == 1
+    sim.feed("b", 0, final=True)
+    sim.drain()
+    assert len(sim.finished["b"]) == 4 + 3
+
+
+def test_work_that_does_not_fit_beside_a_better_ranked_starved_one_is_no_work_until_something_changes() -> None:
+    sim = Simulator(blocks=3, size=2, caching=False)
+    sim.add("starved", [0] * 4, limit=2, side_rows=0)
+    sim.step()
+    sim.add("large", [1] * 4, limit=1)
+    assert sim.scheduler.has_work()
+    assert not sim.step().batch
+    assert not sim.scheduler.has_work()
+    sim.feed("starved", 0, final=True)
+    assert sim.scheduler.has_work()
+    sim.drain()
+    assert sorted(sim.finished) == ["large", "starved"]
+
+
+# ---------------------------------------------------------------------------------------- state machine
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, stream, are aborted and finish in any order, over pools too small for all of them."""
+
+    @initialize(
+        blocks=st.integers(1, 10),
+        size=st.integers(1, 4),
+        caching=st.booleans(),
+        budget=st.integers(1, 12),
+        chunk=st.none() | st.integers(1, 6),
+        max_running=st.integers(1, 4),
+        ageing=st.integers(1, 6),
+    )
+    def start(
+        self, blocks: int, size: int, caching: bool, budget: int, chunk: int | None, max_running: int, ageing: int
+    ) -> None:
+        self.sim = Simulator(
+            blocks=blocks,
+            size=size,
+            caching=caching,
+            budget=budget,
+            chunk=chunk,
+            max_running=max_running,
+            ageing=ageing,
+        )
+        self.added = 0
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12),
+        limit=st.integers(1, 6),
+        priority=st.integers(-2, 2),
+        side_rows=st.none() | st.integers(0, 2),
+        media=st.dictionaries(st.integers(0, 4), st.sampled_from([b"cat", b"dog"]), max_size=2),
+        cacheable=st.booleans(),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        limit: int,
+        priority: int,
+        side_rows: int | None,
+        media: dict[int, bytes],
+        cacheable: bool,
+    ) -> None:
+        prompt = prompt[: self.sim.room]
+        limit = min(limit, self.sim.room - len(prompt) + 1)  # the last token is never computed
+        self.added += 1
+        self.sim.add(
+            f"s{self.added}",
+            prompt,
+            limit=limit,
+            priority=priority,
+            side_rows=side_rows,
+            media={i: key for i, key in media.items() if i < len(prompt)},
+            cacheable=cacheable,
+        )
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data(), rows=st.integers(0, 3), final=st.booleans())
+    def feed(self, data: st.DataObject, rows: int, final: bool) -> None:
+        self.sim.feed(data.draw(st.sampled_from(sorted(self.sim.live))), rows, final=final)
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sim.live)))
+        self.sim.abort(key)
+        self.aborted.add(key)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.sim.step()
+
+    @invariant()
+    def tables_agree(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.scheduler.check()
+            assert set(self.sim.scheduler.keys()) == set(self.sim.live)
+
+    def teardown(self) -> None:
+        """With every stream ended, everything ends, and every block comes back."""
+        if not hasattr(self, "sim"):
+            return
+        sim = self.sim
+        for key in sorted(sim.live):
+            sim.feed(key, 0, final=True)
+        sim.drain()
+        assert not sim.live
+        assert set(sim.finished) | self.aborted == {f"s{n + 1}" for n in range(self.added)}
+        assert not set(sim.finished) & self.aborted
+        sim.pool.check([])
+        assert sim.pool.free_blocks == sim.pool.num_blocks
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
