@@ -95,7 +95,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     speakers = {"v": {"cond": torch.randn(1, 16, generator=generator), "ref_mel": torch.randn(1, 50, 80)}}
     model = build(args.width, args.gain)
-    component = Token2Wav(model, speakers, args.device, early_vocoder=args.early, tf32=False)
+    component = Token2Wav(model, speakers, args.device, early_vocoder=args.early, precision="float32")
     codes = tuple(torch.randint(0, 64, (args.codes,), generator=generator).tolist())
     params = CodecParams(seed=7)
     (want,) = component.decode([Window(component.open("r", params, None), codes, 0, len(codes), True)])

@@ -104,12 +104,13 @@ def open_ours(model: Any, options: argparse.Namespace) -> Omni:
         max_model_len=4096, compile=options.compile, graph_batch_sizes=(1, 2, 4, 8), max_running=8, kv_memory="8GiB"
     )
     codec = CodecBudget(
-        lookahead_blocks=options.lookahead, max_chunk_blocks=options.max_chunk, tf32=not options.no_tf32
+        lookahead_blocks=options.lookahead, max_chunk_blocks=options.max_chunk, precision=options.precision
     )
     thinker = ARStage("thinker", Thinker(model.thinker), ar)
     num_codes = model.config.token2wav_config.dit_config.num_embeds
     talker = ARStage("talker", Talker(model.talker, model.speaker_map, rows, num_codes), ar)
-    token2wav = CodecStage("token2wav", Token2Wav(model.token2wav, model.speaker_map, tf32=not options.no_tf32), codec)
+    component = Token2Wav(model.token2wav, model.speaker_map, precision=options.precision, early_vocoder=True)
+    token2wav = CodecStage("token2wav", component, codec)
     stages = {"thinker": thinker, "talker": talker, "token2wav": token2wav}
     return Omni.from_parts(
         PipelineGraph.build(pipeline),
@@ -163,7 +164,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="1 is the true 7B")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
-    parser.add_argument("--no-tf32", action="store_true", help="token2wav in full float32")
+    parser.add_argument("--precision", choices=("float32", "tf32", "float16"), default="tf32", help="of token2wav")
     parser.add_argument("--lookahead", type=int, default=2)
     parser.add_argument("--max-chunk", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])

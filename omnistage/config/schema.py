@@ -155,7 +155,12 @@ class CodecBudget(ConfigModel):
     max_chunk_blocks: Count = Field(default=8, description="Chunks grow up to this many blocks.")
     lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
     cuda_graphs: bool = Field(default=True, description="Replay forwards as CUDA graphs; only used on CUDA.")
-    tf32: bool = Field(default=True, description="Allow TF32 matrix products; only used on CUDA.")
+    precision: Literal["float32", "tf32", "float16"] = Field(
+        default="tf32", description="Of large matrix products; only used on CUDA. float16 is the fastest."
+    )
+    early_vocoder: bool = Field(
+        default=True, description="Use the look-ahead as the vocoder's right context: sound comes sooner."
+    )
     compile: bool = Field(default=False, description="Compile the decoder: slower start, faster chunks.")
 
     @model_validator(mode="after")

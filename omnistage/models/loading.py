@@ -7,7 +7,7 @@ its own bytes once. `transformers` does the renaming between checkpoint and modu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -120,21 +120,29 @@ def load_model(
     *,
     attention: str = "sdpa",
 ) -> Model:
-    """A `transformers` model with these weights, ready for inference. Missing weights are an error."""
+    """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error."""
     model, info = cls.from_pretrained(
         None,
         config=config,
         state_dict=tensors,
         dtype=dtype,
         attn_implementation=attention,
+        ignore_mismatched_sizes=True,  # so that we can name them
         output_loading_info=True,
     )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(f"{len(missing)} weights of {cls.__name__} are missing, first {missing[0]}")
+    check_complete(cls.__name__, info)
     loaded: Model = freeze(model)
     loaded.to(device)
     return loaded
+
+
+def check_complete(name: str, info: Mapping[str, Any]) -> None:
+    """Raise for weights that `from_pretrained` (with `output_loading_info`) would rather have made up."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{len(missing)} weights of {name} are missing, first {missing[0]}")
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        raise CheckpointError(f"{key} of {name} has shape {list(found)} in the checkpoint, not {list(expected)}")
 
 
 def freeze(model: Model) -> Model:

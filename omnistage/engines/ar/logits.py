@@ -196,6 +196,8 @@ class Processors:
     """
 
     def __init__(self, states: Sequence[RowState], device: torch.device) -> None:
+        # A Python number assigned to places of a CUDA tensor travels from the host and waits for it; this does not.
+        self._never = torch.full((), -torch.inf, device=device)
         self._penalties = _Penalties(states, device)
         self._bias = _Pairs.of([s.bias_ids for s in states], device)
         values = [s.bias_values for s in states if s.bias_values is not None]
@@ -219,19 +221,18 @@ class Processors:
             x.index_fill_(0, self._allowed.rows, -torch.inf)
             x[self._allowed.places] = kept
         if self._suppressed is not None:
-            x[self._suppressed.places] = -torch.inf
+            x[self._suppressed.places] = self._never
         if self._grammar is not None:
             self._grammar.apply(x[: len(self._grammar)])
         if self._stops is not None:
             self._hold_stops(x, self._stops)
 
-    @staticmethod
-    def _hold_stops(x: Tensor, stops: _Pairs) -> None:
+    def _hold_stops(self, x: Tensor, stops: _Pairs) -> None:
         held = x[stops.places]
-        x[stops.places] = -torch.inf
+        x[stops.places] = self._never
         # A finished grammar, or a list of allowed ids, may leave only ids that stop: then they stay.
         nothing_left = x.amax(dim=1) == -torch.inf
-        x[stops.places] = torch.where(nothing_left[stops.row_of_each], held, -torch.inf)
+        x[stops.places] = torch.where(nothing_left[stops.row_of_each], held, self._never)
 
     @property
     def records(self) -> bool:
@@ -254,7 +255,7 @@ def argmax_rows(x: Tensor) -> Tensor:
         best = array[np.arange(len(ids)), ids]
         return torch.from_numpy(np.where(np.isfinite(best), ids, FAILED))
     values, indices = x.max(dim=1)
-    return torch.where(values.isfinite(), indices, FAILED)
+    return torch.where(values.abs() < torch.inf, indices, FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +459,7 @@ class DrawRows:
         pick = (mass <= target).sum(dim=1, keepdim=True)
         ids = found.ids.gather(1, pick.clamp(max=scaled.shape[1] - 1))
         ids = torch.where(self._settled(found, kth, kept, pick), ids, UNCOVERED)
-        return torch.where(best.isfinite(), ids, FAILED)[:, 0]
+        return torch.where(best.abs() < torch.inf, ids, FAILED)[:, 0]
 
     def _settled(self, found: _Candidates, kth: Tensor | None, kept: Tensor, pick: Tensor) -> Tensor:
         """bool `[R, 1]`: tokens that are not among the candidates cannot change the pick."""

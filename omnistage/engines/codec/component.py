@@ -26,6 +26,8 @@ class CodecLayout:
     before them are alike."""
     max_lookahead_blocks: int = 0
     """Most blocks after a window that can change its result: 0 for a causal decoder."""
+    code_seconds: float = 0.0
+    """Seconds of sound in a code; 0: not known."""
     first_blocks: int = 1
     """Fewest blocks from which the first window gives any samples."""
 

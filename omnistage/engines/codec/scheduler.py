@@ -8,12 +8,16 @@ shape share a forward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from omnistage.engines.codec.component import CodecLayout
 
+GROWTH_PACE = 0.4
+"""Chunks double while codes come in less than this share of the time that they sound. Then the next chunk, twice as
+long, is there before the last one has been played."""
 AGE_LIMIT = 16
 """A ready request that was passed over this many times goes before every priority, longest wait first."""
 
@@ -71,9 +75,13 @@ class _Request:
     streaming: bool
     turn: int
     """When it last ran, or arrived: the smallest has waited longest."""
+    first_code: float = 0.0
+    """When the first codes came."""
     codes: list[int] = field(default_factory=list)
     final: bool = False
     done: int = 0
+    last_blocks: int = 0
+    """Blocks of the last chunk."""
     started: bool = False
     age: int = 0
 
@@ -94,8 +102,11 @@ class CodecScheduler:
     first, so that a request with many codes at hand does not keep a new one from its first sound.
     """
 
-    def __init__(self, layout: CodecLayout, limits: CodecLimits) -> None:
+    def __init__(
+        self, layout: CodecLayout, limits: CodecLimits, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._layout = layout
+        self._clock = clock
         self._limits = limits
         self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
         self._requests: dict[str, _Request] = {}
@@ -112,6 +123,8 @@ class CodecScheduler:
         request = self._requests.get(request_id)
         if request is None or request.final:
             return
+        if not request.codes:
+            request.first_code = self._clock()
         request.codes.extend(codes)
         request.final = final
 
@@ -176,7 +189,9 @@ class CodecScheduler:
             if window.last or window.request_id in failed:
                 self.remove(window.request_id)
             else:
-                self._requests[window.request_id].done += window.emit
+                request = self._requests[window.request_id]
+                request.done += window.emit
+                request.last_blocks = window.emit // self._layout.block_codes
         for request_id in output.empty:
             self.remove(request_id)
 
@@ -194,7 +209,7 @@ class CodecScheduler:
         first = request.done == 0
         available = len(request.codes) - request.done
         complete = (available - self._lookahead) // block
-        chunk = self._chunk_blocks(first, complete)
+        chunk = self._chunk_blocks(request, complete)
         history = min(request.done, self._layout.history_blocks * block)
         reach = (chunk if first else self._limits.max_chunk_blocks) * block + self._lookahead
         if request.final and available <= reach:
@@ -205,13 +220,21 @@ class CodecScheduler:
         emit = chunk * block
         return Shape(request.group, history, history + emit + self._lookahead, emit, False)
 
-    def _chunk_blocks(self, first: bool, complete: int) -> int:
+    def _chunk_blocks(self, request: _Request, complete: int) -> int:
         """Blocks of the next chunk where `complete` of them have their look-ahead."""
-        if first:
+        if request.done == 0:
             return max(self._limits.first_chunk_blocks, self._layout.first_blocks)
         if complete >= self._limits.max_chunk_blocks:
             return self._limits.max_chunk_blocks
-        return 1 << (max(complete, 1).bit_length() - 1)
+        least = 1
+        if self._is_ahead(request):
+            least = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
+        return max(1 << (max(complete, 1).bit_length() - 1), least)
+
+    def _is_ahead(self, request: _Request) -> bool:
+        """Whether codes come so much faster than they sound that waiting for a longer chunk makes no gap."""
+        passed = self._clock() - request.first_code
+        return passed < GROWTH_PACE * self._layout.code_seconds * len(request.codes)
 
 
 def _plan(request: _Request, shape: Shape) -> WindowPlan:

@@ -80,10 +80,11 @@ class CodecStage(Stage):
 
     def step(self) -> list[StageChunk]:
         scheduled = self._scheduler.schedule()
+        started = [StageChunk(request_id, self.name) for request_id in scheduled.started]
         result = self._runner.run(scheduled.windows)
         self._scheduler.update(scheduled, result.failed)
         self._count(scheduled, result)
-        return self._emit(scheduled, result)
+        return started + self._emit(scheduled, result)
 
     def has_work(self) -> bool:
         return bool(self._refused) or self._scheduler.has_work()
@@ -126,9 +127,8 @@ class CodecStage(Stage):
         self._runner.remove(request_id)
 
     def _emit(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[StageChunk]:
-        chunks = [StageChunk(request_id, self.name) for request_id in scheduled.started]
         nothing = np.zeros(0, dtype=np.float32)
-        chunks += [self._audio(request_id, nothing, FinishReason.STOP) for request_id in scheduled.empty]
+        chunks = [self._audio(request_id, nothing, FinishReason.STOP) for request_id in scheduled.empty]
         for window in scheduled.windows:
             samples = result.samples.get(window.request_id)
             if samples is not None and (window.last or samples.size):

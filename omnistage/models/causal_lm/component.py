@@ -14,7 +14,7 @@ from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.errors import CheckpointError, StageError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
+from omnistage.models.loading import check_complete, end_token_ids, freeze, kv_shape, use_paged_attention
 from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
@@ -170,15 +170,18 @@ def load(context: LoadContext) -> CausalLM:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=context.dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that we can name them
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
+    check_complete(type(model).__name__, info)
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return CausalLM(model.to(context.device), load_tokenizer(folder))

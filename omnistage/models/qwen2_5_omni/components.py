@@ -12,6 +12,7 @@ from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.errors import InvalidRequestError, StageError
 from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
+from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
 from omnistage.types import ARInput, MediaSpan, Modality, RequestInfo
 
 if TYPE_CHECKING:
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
         Qwen2_5OmniThinkerForConditionalGeneration,
     )
 
-Speakers = Mapping[str, Mapping[str, Any]]
-DEFAULT_VOICE = "Chelsie"
-"""`transformers`' default speaker."""
-
-
-def default_voice(speakers: Speakers) -> str:
-    return DEFAULT_VOICE if DEFAULT_VOICE in speakers else next(iter(speakers))
 
 
 class Thinker(ARComponent):
@@ -139,7 +133,7 @@ class Talker(ARComponent):
         return replace(prepared, token_ids=ids, embeds=embeds)
 
     def _speaker(self, info: RequestInfo) -> Mapping[str, Any]:
-        name = info.voice or default_voice(self._speakers)
+        name = info.voice or first_voice(self._speakers)
         if name not in self._speakers:
             raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._speakers)}", param="voice")
         return self._speakers[name]

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omnistage.config import CodecStageConfig
+from omnistage.config import CodecBudget, CodecStageConfig
 from omnistage.errors import CheckpointError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import Checkpoint, load_model
-from omnistage.models.qwen2_5_omni.components import Speakers, Talker, Thinker
+from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
+from omnistage.models.qwen2_5_omni.voices import Speakers
 from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
@@ -91,8 +92,13 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
     model = load_model(
         transformers.Qwen2_5OmniToken2WavModel, config, Checkpoint(folder).tensors("token2wav."), context.device, context.dtype
     )
-    options = {}
-    if isinstance(context.stage, CodecStageConfig):
-        budget = context.stage.budget
-        options = {"cuda_graphs": budget.cuda_graphs, "tf32": budget.tf32, "compile": budget.compile}
-    return Token2Wav(model, read_speakers(folder), context.device, **options)
+    budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
+    return Token2Wav(
+        model,
+        read_speakers(folder),
+        context.device,
+        cuda_graphs=budget.cuda_graphs,
+        precision=budget.precision,
+        compile=budget.compile,
+        early_vocoder=budget.early_vocoder,
+    )

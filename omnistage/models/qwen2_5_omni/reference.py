@@ -115,6 +115,12 @@ class Reference:
                     talker_max_new_tokens=max_codes,
                     talker_do_sample=False,
                 )
+        except (RuntimeError, ValueError):
+            # It cannot speak a reply of a single token, for which it has no row.
+            written = self.run(messages, max_tokens=max_tokens)
+            if len(written.token_ids) != 1:
+                raise
+            return written
         finally:
             handle.remove()
         return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())

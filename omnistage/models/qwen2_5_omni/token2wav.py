@@ -13,28 +13,31 @@ import math
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
-    Qwen2_5OmniToken2WavBigVGANModel,
-    Qwen2_5OmniToken2WavDiTModel,
-    Qwen2_5OmniToken2WavModel,
-)
 
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import evaluations, integrate, time_grid
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
 from omnistage.errors import CheckpointError
+from omnistage.models.qwen2_5_omni.voices import first_voice
 from omnistage.types import CodecParams
+
+if TYPE_CHECKING:
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+        Qwen2_5OmniToken2WavBigVGANModel,
+        Qwen2_5OmniToken2WavDiTModel,
+        Qwen2_5OmniToken2WavModel,
+    )
 
 _M = TypeVar("_M", bound=nn.Module)
 
 SAMPLE_RATE = 24_000  # not in the checkpoint's config
-DEFAULT_VOICE = "Chelsie"  # transformers' default speaker
+Precision = Literal["float32", "tf32", "float16"]
 
 # Longer windows (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
 _MAX_GRAPH_FRAMES = 1024
@@ -93,6 +96,9 @@ class Token2Wav(CodecComponent):
     `speakers` maps a voice to its `cond` (`[1, enc_emb_dim]`) and `ref_mel` (`[1, frames, mel_dim]`), as in the
     checkpoint's speaker file. `early_vocoder` lets BigVGAN take the look-ahead's mel as its right context instead of
     waiting for the next window: sound comes about 1.5 blocks earlier and is off by how far that mel is off.
+
+    `precision` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision, whose
+    mantissa is as long as TF32's, and everything else in float32; a window that overflows is solved again in float32.
     """
 
     sample_rate = SAMPLE_RATE
@@ -105,7 +111,7 @@ class Token2Wav(CodecComponent):
         *,
         default_voice: str | None = None,
         cuda_graphs: bool = True,
-        tf32: bool = True,
+        precision: Precision = "tf32",
         compile: bool = False,
         early_vocoder: bool = False,
     ) -> None:
@@ -123,15 +129,16 @@ class Token2Wav(CodecComponent):
         self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
         self.vocoder_context = vocoder_context(vocoder)
         self._early = early_vocoder
-        self._tf32 = tf32 and self.device.type == "cuda"
+        self._precision: Precision = precision if self.device.type == "cuda" else "float32"
         self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda")
-        self._default_voice = default_voice or (DEFAULT_VOICE if DEFAULT_VOICE in speakers else next(iter(speakers)))
+        self._default_voice = default_voice or first_voice(speakers)
         self._voices = self._encode_voices(dit, speakers)
         if self._default_voice not in self._voices:
             raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
         silence = torch.zeros(1, _SILENT_FRAMES, self._mel_dim, device=self.device, dtype=self._dtype)
         self._dit = _shared_copy(dit, {dit.input_embed.spk_encoder: _SpeakerRows(_encode(dit, silence))})
         self._vocoder = vocoder
+        self._half = _half_copy(self._dit) if self._precision == "float16" else None
         self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
         self.layout = self._make_layout()
 
@@ -166,9 +173,11 @@ class Token2Wav(CodecComponent):
         streams = [_stream(window) for window in windows]
         if len({window.shape for window in windows}) != 1:
             raise ValueError("the windows of one batch must have one shape")
-        with torch.inference_mode(), allow_tf32(self._tf32):
+        with torch.inference_mode(), allow_tf32(self._precision != "float32"):
             if windows[0].emit:
-                solved, kept = self._solve(streams, windows)
+                solved, kept = self._solve(streams, windows, half=self._half is not None)
+                if self._half is not None and not bool(solved.isfinite().all()):  # pragma: no cover  (needs CUDA)
+                    solved, kept = self._solve(streams, windows, half=False)
             else:  # a flush: all codes were solved before
                 kept = None
                 solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
@@ -179,7 +188,9 @@ class Token2Wav(CodecComponent):
 
     # ------------------------------------------------------------------------------------------------ solver
 
-    def _solve(self, streams: Sequence[_Stream], windows: Sequence[Window]) -> tuple[Tensor, Tensor | None]:
+    def _solve(
+        self, streams: Sequence[_Stream], windows: Sequence[Window], *, half: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Mel of the windows' new and look-ahead frames `[B, n, mel]`; trajectories to keep `[E, B, r, mel]`."""
         window, params = windows[0], streams[0].params
         left = min(window.history // self.layout.block_codes, self._left_blocks)
@@ -196,20 +207,35 @@ class Token2Wav(CodecComponent):
         scale = torch.full((len(rows), 1, 1), params.guidance_scale, device=self.device, dtype=self._dtype)
         if params.guidance_scale < _NO_GUIDANCE:
             scale = scale[:0]  # an empty tensor asks for no guidance, which is another graph
-        key = ("dit", len(rows), frames, len(scale))
+        key = ("dit", len(rows), frames, len(scale), half)
+        velocity = self._guided_half if half else self._velocity
 
         def field(state: Tensor, t: Tensor) -> Tensor:
             at = torch.full((len(rows),), t.item(), device=self.device, dtype=self._dtype)
             inputs = (state, at, codes, cond, reference, scale)
-            return self._graphs(key, self._velocity, *inputs) if graphed else self._velocity(*inputs)
+            return self._graphs(key, velocity, *inputs) if graphed else velocity(*inputs)
 
         end = (old + window.emit) * self._repeats
         keep = slice(end if window.last else max(0, end - self._left_blocks * self._block_frames), end)
         solved, kept = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
         return solved[: len(streams)], kept[:, : len(streams)]
 
-    def _guided(self, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor) -> Tensor:
+    def _guided_half(self, *inputs: Tensor) -> Tensor:  # pragma: no cover  (needs CUDA)
+        with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
+            return self._guided(*inputs, dit=self._half).float()
+
+    def _guided(
+        self,
+        x: Tensor,
+        t: Tensor,
+        codes: Tensor,
+        cond: Tensor,
+        reference: Tensor,
+        scale: Tensor,
+        dit: Qwen2_5OmniToken2WavDiTModel | None = None,
+    ) -> Tensor:
         """One evaluation of the field, as in transformers' `sample`; shapes as in `_solve`."""
+        dit = dit if dit is not None else self._dit
         inputs = {
             "hidden_states": x,
             "speaker_embedding": cond.expand(-1, x.shape[1], -1),
@@ -218,8 +244,8 @@ class Token2Wav(CodecComponent):
             "time_step": t,
         }
         if not len(scale):
-            return self._dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
-        guided, null = torch.chunk(self._dit(**inputs, apply_cfg=True), 2, dim=0)
+            return dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
+        guided, null = torch.chunk(dit(**inputs, apply_cfg=True), 2, dim=0)
         return guided + (guided - null) * scale
 
     def _draw(self, generator: torch.Generator, frames: int) -> Tensor:
@@ -290,9 +316,7 @@ class Token2Wav(CodecComponent):
         for name, speaker in speakers.items():
             cond, clip = speaker.get("cond"), speaker.get("ref_mel")
             if not isinstance(cond, Tensor) or not isinstance(clip, Tensor):
-                raise CheckpointError(
-                    f"speaker {name!r} needs the tensors 'cond' and 'ref_mel', has {', '.join(speaker)}"
-                )
+                raise CheckpointError(f"speaker {name!r} needs tensors 'cond' and 'ref_mel', has {', '.join(speaker)}")
             cond = cond.to(self.device, self._dtype).reshape(1, -1)
             reference = _encode(dit, clip.to(self.device, self._dtype).reshape(1, -1, self._mel_dim))
             voices[name] = _Voice(cond, torch.cat((reference, torch.ones_like(reference[:, :1])), dim=1))
@@ -313,6 +337,7 @@ class Token2Wav(CodecComponent):
             # The look-ahead spreads by one evaluation after the other: practically without end.
             max_lookahead_blocks=len(config.look_ahead_layers) * 1024,
             first_blocks=1 if self._early else right // self._block_frames + 1,
+            code_seconds=self.samples_per_code / self.sample_rate,
         )
 
 
@@ -370,6 +395,28 @@ def _shared_copy(module: _M, swaps: Mapping[nn.Module, nn.Module]) -> _M:
     memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     memo.update({id(old): new for old, new in swaps.items()})
     return copy.deepcopy(module, memo)
+
+
+class _Exact(nn.Module):
+    """Runs a module outside autocast, so that what follows adds up in float32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:  # pragma: no cover  (needs CUDA)
+        with torch.autocast("cuda", enabled=False):
+            return self.module(x.float())  # type: ignore[no-any-return]
+
+
+def _half_copy(dit: _M) -> _M:  # pragma: no cover  (needs CUDA)
+    """A copy whose blocks hold their matrices in float16; the stream between them stays float32."""
+    made = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})  # type: ignore[union-attr, dict-item]
+    for module in made.transformer_blocks.modules():  # type: ignore[union-attr, operator]
+        if isinstance(module, nn.Linear):
+            for name, tensor in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(tensor.detach().half(), requires_grad=False))
+    return made
 
 
 def _stream(window: Window) -> _Stream:

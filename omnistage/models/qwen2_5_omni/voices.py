@@ -1,0 +1,15 @@
+"""The voices of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Speakers = Mapping[str, Mapping[str, Any]]
+"""By name: `cond` and `ref_mel` for token2wav, `bos_token` for the talker."""
+_DEFAULT = "Chelsie"
+
+
+def first_voice(speakers: Speakers) -> str:
+    """Who speaks when nobody is asked for: `transformers`' default, where the checkpoint has it."""
+    return _DEFAULT if _DEFAULT in speakers else next(iter(speakers))

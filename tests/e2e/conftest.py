@@ -1,0 +1,101 @@
+"""One small random Qwen2.5-Omni for all end-to-end tests, and what they ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omnistage.config import OmniEngineArgs
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.build import EngineParts, build_parts
+from omnistage.models.qwen2_5_omni import tiny
+from omnistage.omni import Omni
+from omnistage.pipeline.orchestrator import Orchestrator
+from omnistage.types import CodecParams, SamplingParams, StageParams
+
+SMALL_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
+"""The planner would take a tenth of the machine's memory, which these models cannot use."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny networks are many times slower on two threads of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen") / "model"
+    tiny.write(folder, seed=7)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load(checkpoint: Path) -> Callable[..., EngineParts]:
+    """Load the checkpoint anew, with overrides."""
+
+    def parts(*overrides: str, folder: Path | None = None) -> EngineParts:
+        model = str(folder or checkpoint)
+        args = OmniEngineArgs(model=model, device="cpu", dtype="float32", overrides=(*SMALL_POOLS, *overrides))
+        return build_parts(args, progress=False)
+
+    return parts
+
+
+def open_door(parts: EngineParts, door: type[Any] = Omni, **changes: Any) -> Any:
+    """A front door over parts, some of them exchanged."""
+    given = {"bridges": parts.bridges, "stages": parts.stages, **changes}
+    return door.from_parts(
+        parts.graph,
+        given["stages"],
+        given["bridges"],
+        parts.defaults,
+        parts.processor,
+        deployment=parts.deployment,
+        limits=parts.limits,
+    )
+
+
+@pytest.fixture(scope="session")
+def _shared(load: Callable[..., EngineParts]) -> Iterator[Omni]:
+    with open_door(load()) as omni:
+        yield omni
+
+
+@pytest.fixture
+def omni(_shared: Omni) -> Iterator[Omni]:
+    """The model behind its front door; after each test nothing may be left in it."""
+    yield _shared
+    assert_empty(_shared.orchestrator)
+
+
+def assert_empty(orchestrator: Orchestrator) -> None:
+    """No request, deadline, command or stage state is left, and every block of the KV pools is free again."""
+    orchestrator.check_idle()
+    for stage in orchestrator.stages.values():
+        if isinstance(stage, ARStage):
+            stage.check_integrity()
+            pool = stage.scheduler.pool
+            assert pool.free_blocks == pool.num_blocks, stage.name
+            assert not stage.runner.keys()
+
+
+def greedy(tokens: int = 6, codes: int = 20, **codec: Any) -> dict[str, StageParams]:
+    """A reply of exactly `tokens` tokens and speech of exactly `codes` codes, the same every time."""
+    return {
+        "thinker": SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        "talker": SamplingParams(temperature=0.0, max_tokens=codes, min_tokens=codes),
+        "token2wav": CodecParams(**{"seed": 3, "num_steps": 3, **codec}),
+    }
+
+
+def say(text: str, *parts: dict[str, object]) -> list[dict[str, object]]:
+    """A conversation of one message: media, then text."""
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

@@ -1,0 +1,144 @@
+"""Every example runs as a user would run it, against small checkpoints with random weights."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+from typer.testing import CliRunner
+
+from omnistage import Omni, OmniEngineArgs
+from omnistage.cli import app
+from omnistage.engines.build import build_parts
+from omnistage.pipeline.registry import Registry
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SHORT = ("thinker.max_tokens=8", "talker.max_tokens=60")
+
+
+def tiny(family: str, folder: Path) -> Path:
+    result = CliRunner().invoke(app, ["tiny", family, str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="session")
+def omni_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny("qwen2_5_omni", tmp_path_factory.mktemp("omni") / "model")
+
+
+@pytest.fixture(scope="session")
+def lm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny("causal_lm", tmp_path_factory.mktemp("lm") / "model")
+
+
+def run(example: str, *args: object, cwd: Path) -> str:
+    """Standard output of an example that must succeed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert names
+    assert [name for name in names if f'run("{name}"' not in here.replace("\n        ", "")] == []
+
+
+def test_chat_with_audio_answers_in_text_and_speech(omni_folder: Path, tmp_path: Path) -> None:
+    settings = [part for setting in SHORT for part in ("--set", setting)]
+    printed = run("chat_with_audio.py", omni_folder, *settings, cwd=tmp_path)
+    samples, rate = soundfile.read(tmp_path / "answer.wav")
+    assert rate == 24_000
+    assert len(samples) == 60 * 480
+    assert re.search(r"^thinker .* 8  length$", printed, re.MULTILINE)
+    assert re.search(r"^token2wav ", printed, re.MULTILINE)
+
+
+def test_the_first_page_of_the_readme_runs(
+    omni_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "path/or/name" in block)
+    soundfile.write(tmp_path / "question.wav", [0.0, 0.1, -0.1] * 2000, 16_000)
+    names = {"b64": base64.b64encode((tmp_path / "question.wav").read_bytes()).decode()}
+    monkeypatch.chdir(tmp_path)
+    opened = f"Omni({str(omni_folder)!r}, overrides={SHORT!r})"
+    assert 'Omni("path/or/name")' in code
+    exec(code.replace('Omni("path/or/name")', opened), names)
+    names["omni"].close()
+    assert soundfile.info(tmp_path / "answer.wav").frames == 60 * 480
+    assert "ms in all" in capsys.readouterr().out
+
+
+def test_speech_streams_while_text_does(omni_folder: Path, tmp_path: Path) -> None:
+    printed = run("stream_speech.py", omni_folder, "Hi", "--max-tokens", 6, "--max-codes", 140, cwd=tmp_path)
+    lines = [re.fullmatch(r" *([\d.]+) ms  (text|audio|end) +(.*)", line) for line in printed.splitlines()]
+    assert all(lines)
+    kinds = [line[2] for line in lines]
+    times = [float(line[1]) for line in lines]
+    assert times == sorted(times)
+    assert kinds.index("text") < kinds.index("audio")
+    assert kinds.count("audio") >= 2
+    assert kinds[-1] == "end"
+    assert soundfile.info(tmp_path / "speech.wav").frames == 140 * 480
+
+
+def test_each_image_of_a_batch_gets_its_caption(omni_folder: Path, tmp_path: Path) -> None:
+    printed = run("batch_captions.py", omni_folder, "--max-tokens", 6, cwd=tmp_path)
+    captions = dict(re.findall(r"^(\w+): (.+)$", printed, re.MULTILINE))
+    assert list(captions) == ["red", "green", "blue"]
+    assert len(set(captions.values())) > 1
+
+
+def test_structured_output_follows_its_schema(lm_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    city = json.loads(run("structured_output.py", lm_folder, cwd=tmp_path))
+    assert list(city) == ["city", "country", "population", "capital"]
+    assert city["country"] in ("France", "Italy", "Japan")
+    assert isinstance(city["population"], int)
+    assert isinstance(city["capital"], bool)
+
+
+def test_a_pipeline_of_ones_own_plays_a_note_a_word(lm_folder: Path, tmp_path: Path) -> None:
+    printed = run("custom_bridge_pipeline.py", lm_folder, "Once upon", "--max-tokens", 24, cwd=tmp_path)
+    text = printed[: printed.rindex("wrote notes.wav")].removesuffix("\n")
+    notes = len([word for word in text.split(" ") if word])
+    assert notes > 1
+    assert f"{notes} notes" in printed
+    assert soundfile.info(tmp_path / "notes.wav").frames == notes * 3200
+
+
+def test_an_installed_family_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What installing examples/toy_family leaves behind: its code on the path and its metadata beside it."""
+    metadata = tmp_path / "site" / "toy_family-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-family\nVersion: 0.1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text("[omnistage.families]\ntone = toy_family:FAMILY\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(EXAMPLES / "toy_family")
+    registry = Registry()
+    family = registry.family("tone")
+    family.tiny(tmp_path / "model", seed=1)
+
+    parts = build_parts(OmniEngineArgs(model=str(tmp_path / "model")), progress=False, registry=registry)
+    with Omni.from_parts(parts.graph, parts.stages, parts.bridges, parts.defaults, parts.processor) as omni:
+        question = [{"role": "user", "content": "Sing"}]
+        own = {"thinker": {"max_tokens": 10, "ignore_eos": True, "seed": 3}}
+        low, high = (omni.chat(question, own, modalities=["text", "audio"], voice=v) for v in ("low", "high"))
+        whole = omni.chat(question, {**own, "beeper": {"streaming": False}}, modalities=["text", "audio"])
+    assert low.text == high.text != ""
+    assert len(low.audio.samples) == 10 * 800
+    assert (low.audio.samples != high.audio.samples).any()
+    assert low.audio.samples == pytest.approx(whole.audio.samples, abs=1e-5)

@@ -1,0 +1,272 @@
+"""Causal LMs on our engine against transformers, one by one: greedy tokens, penalties, logits; and what we refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnistage.config import OmniEngineArgs, resolve
+from omnistage.config.schema import ARBudget
+from omnistage.engines.ar.stage import ARStage
+from omnistage.errors import CheckpointError, ConfigError, UnsupportedModelError
+from omnistage.hf import transformers
+from omnistage.models.causal_lm import tiny, verify
+from omnistage.models.causal_lm.component import CausalLM, load
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import ARInput, RequestInfo, SamplingParams, StageInput, TokenChunk
+from omnistage.verify import VerifyRow
+
+SHAPE: dict[str, object] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+# Each differs from the others in what the engine has to get right.
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama, grouped heads": ("LlamaConfig", {}),
+    "llama, scaled positions": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}, "num_key_value_heads": 6},
+    ),
+    "qwen2, biases": ("Qwen2Config", {}),
+    "qwen3, normed heads": ("Qwen3Config", {}),
+    "mistral, sliding window": ("MistralConfig", {"sliding_window": 7}),
+    "gemma3, window in some layers": ("Gemma3TextConfig", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "mixtral, experts": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2, learned positions": ("GPT2Config", {"num_key_value_heads": None, "head_dim": None}),
+}
+
+PENALTIES: list[dict[str, object]] = [
+    {},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.8},
+    {"min_tokens": 6},
+    {"suppress_token_ids": tuple(range(40, 80))},
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(kind: str, **changes: object) -> transformers.PreTrainedModel:
+    options = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
+    config = getattr(transformers, kind)(**options)
+    torch.manual_seed(sum(kind.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
+    return model
+
+
+def prompts(count: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths]
+
+
+@torch.inference_mode()
+def reference(
+    model: transformers.PreTrainedModel, prompt: Sequence[int], params: SamplingParams
+) -> tuple[list[int], torch.Tensor]:
+    """Generated ids, and the raw logits `[n, V]` that they came from."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        repetition_penalty=params.repetition_penalty,
+        suppress_tokens=list(params.suppress_token_ids) or None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.stack(out.logits)[:, 0]
+
+
+def ours(
+    component: CausalLM, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+) -> list[tuple[list[int], list[float]]]:
+    """Ids and their logprobs, all requests in one stage whose budget mixes chunks and single tokens."""
+    budget = ARBudget(kv_blocks=64, block_size=8, max_batch_tokens=64, prefill_chunk=16)
+    stage = ARStage("thinker", component, budget)
+    for number, (prompt, params) in enumerate(asked):
+        stage.submit(StageInput(RequestInfo(str(number)), params, ARInput(prompt)))
+    answers: list[tuple[list[int], list[float]]] = [([], []) for _ in asked]
+    for chunk in stage.drain():
+        assert chunk.error is None
+        if isinstance(chunk.payload, TokenChunk):
+            tokens, logprobs = answers[int(chunk.request_id)]
+            tokens.extend(chunk.payload.token_ids)
+            logprobs.extend(item.chosen.logprob for item in chunk.payload.logprobs)
+    return answers
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_greedy_answers_are_those_of_transformers(name: str) -> None:
+    kind, changes = ARCHITECTURES[name]
+    model = make_model(kind, **changes)
+    asked = []
+    for number, prompt in enumerate(prompts(10, 160)):
+        options: dict[str, object] = {"temperature": 0.0, "max_tokens": 14, "logprobs": 0}
+        asked.append((prompt, SamplingParams.parse({**options, **PENALTIES[number % len(PENALTIES)]})))
+    expected = [reference(model, prompt, params) for prompt, params in asked]
+    got = ours(CausalLM(model), asked)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    assert len({tuple(tokens) for tokens, _ in got}) > 5, "answers this alike would hide a difference"
+    for (tokens, logprobs), (_, logits) in zip(got, expected, strict=True):
+        wanted = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ what we refuse
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Gemma2Config", {}),  # soft-capped attention and logits
+        ("GraniteConfig", {"logits_scaling": 4.0}),
+        ("CohereConfig", {"logit_scale": 0.25}),
+        ("GptOssConfig", {"num_local_experts": 4}),  # attention sinks
+        ("BloomConfig", {"n_head": 6, "num_key_value_heads": None}),  # attention of its own
+        ("FalconConfig", {"num_kv_heads": 6, "num_key_value_heads": None}),
+        ("MambaConfig", {}),  # no attention at all
+        ("Qwen3NextConfig", {"num_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_models_that_are_more_than_a_plain_decoder_are_refused(kind: str, changes: dict[str, object]) -> None:
+    model = make_model(kind, **changes)
+    with pytest.raises(UnsupportedModelError):
+        CausalLM(model)
+
+
+def test_a_layer_that_ignores_its_configured_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("Gemma3TextConfig", sliding_window=64, sliding_window_pattern=2)
+    # As long as the text is shorter than the window, no logits could show it.
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "sliding_window", None)
+    with pytest.raises(UnsupportedModelError, match="window"):
+        CausalLM(model)
+
+
+def test_rotary_embeddings_that_depend_on_the_batch_limit_the_length() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    model = make_model(
+        "Phi3Config", num_attention_heads=6, rope_parameters=rope, original_max_position_embeddings=64
+    )
+    assert CausalLM(model).spec.max_length == 64
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.write(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def load_folder(folder: Path) -> CausalLM:
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    stage = resolved.config.pipeline.stages["thinker"]
+    return load(LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32))
+
+
+def test_end_tokens_come_from_the_generation_config(folder: Path) -> None:
+    ids = tiny.special_ids()
+    assert load_folder(folder).eos_token_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
+
+
+def rewrite(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Change or drop one weight of a sharded checkpoint."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][name]
+    tensors = load_file(file)
+    if tensor is None:
+        del tensors[name], index["weight_map"][name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_missing_weight_is_not_made_up(folder: Path) -> None:
+    rewrite(folder, "model.layers.1.mlp.up_proj.weight", None)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_folder(folder)
+
+
+def test_a_weight_of_another_shape_is_not_made_up(folder: Path) -> None:
+    rewrite(folder, "model.norm.weight", torch.ones(65))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* \[65\]"):
+        load_folder(folder)
+
+
+def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        load_folder(folder)
+
+
+# ----------------------------------------------------------------------------------------------- verify
+
+
+def test_verify_finds_a_sound_checkpoint_equal_in_tokens_and_logits(folder: Path) -> None:
+    said: list[float] = []
+    rows = verify.run(folder, cases=4, seed=1, progress=lambda _doing, share: said.append(share))
+    assert [row.quantity for row in rows] == ["tokens", "logits"] * 4
+    assert all(row.ok for row in rows), rows
+    assert said == sorted(said)
+    assert said[-1] == 1.0
+
+
+def test_verify_gives_the_same_cases_for_the_same_seed(folder: Path) -> None:
+    def cases(seed: int) -> list[str]:
+        return [row.case for row in verify.run(folder, cases=3, seed=seed)]
+
+    assert cases(5) == cases(5) != cases(6)
+
+
+def test_verify_finds_an_engine_that_computes_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = CausalLM.logits
+    monkeypatch.setattr(CausalLM, "_check_same", lambda self, expected: None)
+    monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: plain(self, hidden).roll(1, dims=1))
+    rows = verify.run(folder, cases=2)
+    assert not any(row.ok for row in rows)
+
+
+def test_verify_of_no_cases_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        verify.run(folder, cases=0)
+
+
+def test_a_shorter_answer_counts_as_different() -> None:
+    assert verify._differing((1, 2, 3), (1, 5)) == 2
+    assert not VerifyRow.judge("x", "tokens", float(verify._differing((1,), ())), 0.0).ok

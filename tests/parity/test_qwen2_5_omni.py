@@ -1,0 +1,379 @@
+"""Qwen2.5-Omni against stock `transformers`: tokens, codes, logits and sound, on random checkpoints in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnistage.chat import parse_messages
+from omnistage.config import OmniEngineArgs
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.build import EngineParts, build_parts
+from omnistage.hf import transformers
+from omnistage.media.limits import MediaLimits
+from omnistage.models.qwen2_5_omni import tiny, verify
+from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
+from omnistage.models.qwen2_5_omni.verify import Answer, Case
+from omnistage.omni import Omni
+from omnistage.types import CodecParams, FinishReason, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+LOGITS_TOLERANCE = 1e-4
+PLAIN, LARGER, ENDING = "plain", "larger", "ending"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A checkpoint, chats of every kind, and what the reference and our pipeline (in one batch) made of them."""
+
+    folder: Path
+    reference: Reference
+    cases: list[Case]
+    expected: list[ReferenceOutput]
+    answers: list[Answer]
+    noise: Callable[[int], torch.Tensor]
+
+    def check(self, answers: Sequence[Answer], cases: Sequence[int] | None = None) -> None:
+        """Every answer equals the reference's: same tokens, same codes, the same sound within the tolerance."""
+        chosen = range(len(self.cases)) if cases is None else cases
+        rows = [
+            row
+            for index, answer in zip(chosen, answers, strict=True)
+            for row in verify.compare(self.cases[index].name, answer, self.expected[index])
+        ]
+        assert [row for row in rows if not row.ok] == []
+        assert len(rows) == 3 * len(answers)
+
+
+def make_ends_likely(folder: Path) -> None:
+    """Scale the rows of the end tokens, so that replies and speech end by themselves now and then."""
+    config = tiny.config_for(0.0)
+    ends = {
+        "thinker.lm_head.weight": (config.thinker_config.eos_token_id, 2.5),
+        "talker.codec_head.weight": (tiny.CODEC_EOS, 3.0),
+    }
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in ends.keys() & tensors.keys():
+            row, factor = ends[name]
+            tensors[name][row] *= factor
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_checkpoint(kind: str, folder: Path) -> None:
+    options: dict[str, dict[str, Any]] = {PLAIN: {"seed": 1}, LARGER: {"seed": 2, "scale": 0.15}, ENDING: {"seed": 3}}
+    tiny.write(folder, **options[kind])
+    if kind == ENDING:
+        make_ends_likely(folder)
+
+
+@pytest.fixture(scope="module")
+def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
+    """Each checkpoint is written, loaded and run once for the whole module."""
+    made: dict[str, Bench] = {}
+
+    def make(kind: str) -> Bench:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind) / "model"
+            write_checkpoint(kind, folder)
+            cases = verify.make_cases(len(verify.KINDS), seed=(PLAIN, LARGER, ENDING).index(kind))
+            answers, noise = verify.run_ours(folder, cases)
+            reference = Reference(folder)
+            expected = [verify.run_reference(reference, case, noise) for case in cases]
+            made[kind] = Bench(folder, reference, cases, expected, answers, noise)
+        return made[kind]
+
+    return make
+
+
+# ------------------------------------------------------------------------------------------- whole answers
+
+
+@pytest.mark.parametrize("kind", [PLAIN, LARGER, ENDING])
+def test_chats_of_every_kind_in_one_batch_get_the_reference_answers(make_bench, kind: str) -> None:
+    bench = make_bench(kind)
+    bench.check(bench.answers)
+    assert {case.name.split(":")[1] for case in bench.cases} == set(verify.KINDS)
+    # Equal answers must not be equal because they are empty, silent or all the same.
+    spoken = [answer for answer in bench.answers if answer.codes]
+    assert len(spoken) > len(bench.cases) / 2
+    assert len({tuple(answer.codes) for answer in spoken}) == len(spoken)
+    assert all(np.abs(answer.waveform).max() > 0.01 for answer in spoken)
+
+
+def test_the_generated_cases_cover_what_they_must(make_bench) -> None:
+    benches = [make_bench(kind) for kind in (PLAIN, LARGER, ENDING)]
+    assert sum(len(bench.cases) for bench in benches) >= 20
+    widths = {bench.reference.model.config.thinker_config.text_config.hidden_size for bench in benches}
+    assert len(widths) == 2
+
+
+def test_replies_and_speech_that_end_by_themselves_end_alike(make_bench) -> None:
+    bench = make_bench(ENDING)
+    short = [a for a, case in zip(bench.answers, bench.cases, strict=True) if len(a.token_ids) < case.max_tokens]
+    brief = [a for a, case in zip(bench.answers, bench.cases, strict=True) if len(a.codes) < case.max_codes]
+    assert short
+    assert brief
+    # A reply of one token has no row for the talker: neither side speaks it.
+    assert [a.codes for a in bench.answers if len(a.token_ids) == 1] == [[]]
+    assert all(tiny.CODEC_EOS not in answer.codes for answer in bench.answers)
+    bench.check(bench.answers)
+
+
+def test_a_difference_is_found(make_bench) -> None:
+    bench = make_bench(PLAIN)
+    answer, expected = bench.answers[0], bench.expected[0]
+    changed = {
+        "thinker tokens": replace(answer, token_ids=[*answer.token_ids[:-1], answer.token_ids[-1] ^ 1]),
+        "talker codes": replace(answer, codes=answer.codes[:-1]),
+        "waveform": replace(answer, waveform=answer.waveform + 2e-3),
+    }
+    for quantity, wrong in changed.items():
+        assert [row.quantity for row in verify.compare("", wrong, expected) if not row.ok] == [quantity]
+    shorter = replace(answer, waveform=answer.waveform[:-1])
+    assert [row.quantity for row in verify.compare("", shorter, expected) if not row.ok] == ["waveform"]
+
+
+# ------------------------------------------------------------------------------------------------- budgets
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineParts]:
+    """What `verify.run_ours` loads, to look at the stages afterwards."""
+    parts: list[EngineParts] = []
+
+    def build(*args: Any, **options: Any) -> EngineParts:
+        parts.append(build_parts(*args, **options))
+        return parts[-1]
+
+    monkeypatch.setattr(verify, "build_parts", build)
+    return parts
+
+
+def ar_stage(parts: EngineParts, name: str) -> ARStage:
+    stage = parts.stages[name]
+    assert isinstance(stage, ARStage)
+    return stage
+
+
+def blocks_for(cases: Sequence[Case], lengths: Sequence[int]) -> int:
+    """Blocks of 8 tokens that hold the longest of these sequences, and a little more."""
+    return 4 + max(-(-(length + case.max_codes + 2) // 8) for case, length in zip(cases, lengths, strict=True))
+
+
+@pytest.mark.parametrize("kind", [PLAIN, ENDING])
+def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, built, kind: str) -> None:
+    bench = make_bench(kind)
+    lengths = [
+        bench.reference.inputs(parse_messages(case.messages, MediaLimits(), use_audio_in_video=True))[0][
+            "input_ids"
+        ].shape[1]
+        for case in bench.cases
+    ]
+    blocks = blocks_for(bench.cases, lengths)
+    overrides = [
+        f"{stage}.{key}={value}"
+        for stage in ("thinker", "talker")
+        for key, value in {"max_batch_tokens": 40, "block_size": 8, "kv_blocks": blocks, "prefill_chunk": 24}.items()
+    ]
+    answers, _ = verify.run_ours(bench.folder, bench.cases, overrides)
+    bench.check(answers)
+    for name in ("thinker", "talker"):
+        stage = ar_stage(built[0], name)
+        assert stage.stats().preemptions > 0
+        stage.check_integrity()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_reused_prefix_changes_nothing(make_bench, built, caching: bool) -> None:
+    """Every chat twice; the copies wait for the originals, whose blocks they then find (or not)."""
+    bench = make_bench(PLAIN)
+    overrides = [f"thinker.prefix_caching={caching}".lower(), "thinker.max_running=4", "thinker.block_size=8"]
+    indices = [*range(len(bench.cases))] * 2
+    answers, _ = verify.run_ours(bench.folder, [bench.cases[i] for i in indices], overrides)
+    bench.check(answers, indices)
+    stage = ar_stage(built[0], "thinker")
+    hits = stage.scheduler.pool.hits
+    assert hits > 0 if caching else hits == 0
+    stage.check_integrity()
+
+
+def test_one_sequence_at_a_time_gives_the_same_as_a_batch(make_bench) -> None:
+    bench = make_bench(LARGER)
+    overrides = ["thinker.max_running=1", "talker.max_running=1", "token2wav.max_batch=1"]
+    answers, _ = verify.run_ours(bench.folder, bench.cases, overrides)
+    bench.check(answers)
+
+
+# -------------------------------------------------------------------------------------------------- logits
+
+
+@contextmanager
+def reference_logits(reference: Reference) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """The logits `[V]` of every step of the reference, by stage."""
+    model = reference.model
+    steps: dict[str, list[torch.Tensor]] = {"thinker": [], "talker": []}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, _args, out: steps[name].append(out[0, -1].float().clone())
+
+    handles = [
+        model.thinker.lm_head.register_forward_hook(note("thinker")),
+        model.talker.codec_head.register_forward_hook(note("talker")),
+    ]
+    try:
+        yield steps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def watch_logits(stage: ARStage, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
+    """The logits that our sampler is given, step by step, by request id."""
+    steps: dict[str, list[torch.Tensor]] = {}
+    sample = stage.runner.sampler.sample
+
+    def watched(logits: torch.Tensor, keys: Sequence[str]) -> Any:
+        for row, key in zip(logits.float().clone(), keys, strict=True):
+            steps.setdefault(key.rsplit("/", 1)[0], []).append(row)
+        return sample(logits, keys)
+
+    monkeypatch.setattr(stage.runner.sampler, "sample", watched)
+    return steps
+
+
+@pytest.mark.parametrize("overrides", [[], ["thinker.max_batch_tokens=24", "talker.max_batch_tokens=24"]])
+@pytest.mark.parametrize("kind", [PLAIN, LARGER])
+def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch, kind: str, overrides) -> None:
+    """Both sides are greedy over equal tokens, so each step sees the same history: teacher forcing by equality."""
+    bench = make_bench(kind)
+    args = OmniEngineArgs(model=str(bench.folder), device="cpu", dtype="float32", overrides=tuple(overrides))
+    parts = build_parts(args, progress=False)
+    ours = {name: watch_logits(ar_stage(parts, name), monkeypatch) for name in ("thinker", "talker")}
+    params = [
+        {
+            "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
+            "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
+            "token2wav": CodecParams(num_steps=2, seed=0),
+        }
+        for case in bench.cases
+    ]
+    with Omni.from_parts(parts.graph, parts.stages, parts.bridges, parts.defaults, parts.processor) as omni:
+        outputs = omni.chat(
+            [case.messages for case in bench.cases],
+            params,
+            modalities=["text", "audio"],
+            use_audio_in_video=True,
+            progress=False,
+        )
+    compared = 0
+    for case, output in zip(bench.cases, outputs, strict=True):
+        with reference_logits(bench.reference) as theirs:
+            verify.run_reference(bench.reference, case, bench.noise)
+        for name in ("thinker", "talker"):
+            own = torch.stack(ours[name][output.request_id])
+            expected = torch.stack(theirs[name])
+            assert own.shape == expected.shape, (case.name, name)
+            worst = float((own - expected).abs().max())
+            assert worst < LOGITS_TOLERANCE, (case.name, name, worst)
+            compared += len(own)
+    assert compared > 100
+
+
+# -------------------------------------------------------------------------------------------------- voices
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_other_voice_speaks_as_in_the_reference(make_bench, index: int) -> None:
+    bench = make_bench(PLAIN)
+    case = bench.cases[index]
+    messages = parse_messages(case.messages, MediaLimits())
+    expected = bench.reference.run(
+        messages, max_tokens=case.max_tokens, max_codes=case.max_codes, voice="Ethan", noise=bench.noise
+    )
+    assert expected.codes != bench.expected[index].codes
+    params = {
+        "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
+        "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
+        "token2wav": CodecParams(streaming=False, seed=verify._SEED),
+    }
+    with Omni(bench.folder, device="cpu", dtype="float32", progress=False) as omni:
+        output = omni.chat(case.messages, params, modalities=["text", "audio"], voice="Ethan", progress=False)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.token_ids == expected.token_ids
+    assert output.audio is not None
+    assert expected.waveform is not None
+    assert np.abs(output.audio.samples - expected.waveform).max() < verify.WAVE_TOLERANCE
+
+
+# ----------------------------------------------------------------------------------- the reference itself
+
+
+def stock_codes(model: Any, inputs: dict[str, torch.Tensor], case: Case) -> list[list[int]]:
+    """Codes that a stock model speaks for each row of a batch."""
+    codes: list[list[int]] = []
+    handle = model.token2wav.register_forward_pre_hook(
+        lambda _module, args, _kwargs: codes.append(args[0][0].tolist()), with_kwargs=True
+    )
+    given = {f"thinker_{k}" if k.startswith("pixel_values") else k: v for k, v in inputs.items()}
+    try:
+        with torch.inference_mode():
+            model.generate(
+                **given,
+                thinker_max_new_tokens=case.max_tokens,
+                thinker_do_sample=False,
+                talker_max_new_tokens=case.max_codes,
+                talker_do_sample=False,
+                token2wav_num_steps=2,
+            )
+    finally:
+        handle.remove()
+    return codes
+
+
+def padded(inputs: dict[str, torch.Tensor], pad: int) -> dict[str, torch.Tensor]:
+    """The same prompt, left-padded by one token as in a batch with a longer one."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    more = dict(inputs)
+    more["input_ids"] = torch.cat((torch.full_like(ids[:, :1], pad), ids), dim=1)
+    more["attention_mask"] = torch.cat((torch.zeros_like(mask[:, :1]), mask), dim=1)
+    return more
+
+
+@pytest.fixture(scope="module")
+def stock(make_bench) -> Any:
+    """The same checkpoint as `transformers` loads it, without our hook."""
+    return transformers.Qwen2_5OmniForConditionalGeneration.from_pretrained(
+        make_bench(PLAIN).folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "audio"])
+def test_the_mask_hook_gives_what_a_stock_padded_batch_gives(make_bench, stock, kind: str) -> None:
+    """`_keep_mask` restores what padding makes `transformers` keep by itself; it adds nothing of ours."""
+    bench = make_bench(PLAIN)
+    index = verify.KINDS.index(kind)
+    case = bench.cases[index]
+    made, _ = bench.reference.inputs(parse_messages(case.messages, MediaLimits()))
+    pad = bench.reference.model.config.thinker_config.pad_token_id
+    assert stock_codes(stock, padded(dict(made), pad), case) == [bench.expected[index].codes]

@@ -1,0 +1,226 @@
+"""Reading checkpoints: what is wrong with a folder is said by name, and only what is asked for is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from omnistage.errors import CheckpointError, UnsupportedModelError
+from omnistage.hf import transformers
+from omnistage.models.loading import Checkpoint, end_token_ids, kv_shape, load_model, module_device
+
+INDEX = "model.safetensors.index.json"
+CPU = torch.device("cpu")
+
+
+def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> None:
+    weight_map = {}
+    for file, tensors in shards.items():
+        save_file(tensors, str(folder / file))
+        weight_map.update(dict.fromkeys(tensors, file))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    write_sharded(
+        tmp_path,
+        {
+            "one.safetensors": {"a.x": torch.arange(6.0).view(3, 2), "a.y": torch.ones(2)},
+            "two.safetensors": {"a.z": torch.zeros(1), "b.x": torch.full((2,), 7.0)},
+        },
+    )
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def test_the_tensors_of_a_prefix_come_from_all_shards_without_it(sharded: Path) -> None:
+    checkpoint = Checkpoint(sharded)
+    assert set(checkpoint.names()) == {"a.x", "a.y", "a.z", "b.x"}
+    found = checkpoint.tensors("a.")
+    assert set(found) == {"x", "y", "z"}
+    assert torch.equal(found["x"], torch.arange(6.0).view(3, 2))
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, str(tmp_path / "model.safetensors"))
+    assert torch.equal(Checkpoint(tmp_path).tensors()["w"], torch.ones(2))
+
+
+def test_only_the_shards_of_a_prefix_are_opened(sharded: Path) -> None:
+    checkpoint = Checkpoint(sharded)
+    (sharded / "one.safetensors").write_bytes(b"rubbish")
+    assert set(checkpoint.tensors("b.")) == {"x"}
+    with pytest.raises(CheckpointError, match=r"one\.safetensors is not a readable"):
+        checkpoint.tensors("a.")
+
+
+def test_rows_of_a_matrix_come_in_the_order_asked_for(sharded: Path) -> None:
+    rows = Checkpoint(sharded).rows(["nowhere", "a.x"], [2, 0, 2])
+    assert torch.equal(rows, torch.tensor([[4.0, 5.0], [0.0, 1.0], [4.0, 5.0]]))
+
+
+def test_a_row_that_the_matrix_does_not_have_is_named(sharded: Path) -> None:
+    with pytest.raises(CheckpointError, match="3 rows; row 3 is needed"):
+        Checkpoint(sharded).rows(["a.x"], [0, 3])
+
+
+def test_rows_of_no_known_matrix_name_all_that_were_tried(sharded: Path) -> None:
+    with pytest.raises(CheckpointError, match="none of p, q"):
+        Checkpoint(sharded).rows(["p", "q"], [0])
+
+
+def test_a_shard_may_be_a_link_as_in_the_hubs_cache(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    blob = tmp_path_factory.mktemp("blobs") / "0123"
+    (sharded / "one.safetensors").rename(blob)
+    (sharded / "one.safetensors").symlink_to(blob)
+    assert set(Checkpoint(sharded).tensors("a.")) == {"x", "y", "z"}
+
+
+# ------------------------------------------------------------------------------------------ what is wrong
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "two.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"shard two\.safetensors is missing"):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_must_not_name_a_file_outside_its_folder(tmp_path: Path, link: bool, absolute: bool) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    outside = tmp_path / "outside.safetensors"
+    save_file({"w": torch.ones(1)}, str(tmp_path / "real.safetensors"))
+    if link:
+        outside.symlink_to(tmp_path / "real.safetensors")
+    else:
+        (tmp_path / "real.safetensors").rename(outside)
+    named = str(outside) if absolute else "../outside.safetensors"
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": named}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": "x"}', b"null", b"\xff\xfe"]
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / INDEX).write_bytes(text)
+    with pytest.raises(CheckpointError, match="not a weight index"):
+        Checkpoint(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="convert them to safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(64)}, str(file))
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_that_lost_its_last_bytes_is_named(sharded: Path) -> None:
+    file = sharded / "one.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"one\.safetensors is not a readable"):
+        Checkpoint(sharded).tensors("a.")
+
+
+def test_a_prefix_that_no_weight_has_is_named(sharded: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no weights named talker\.\*"):
+        Checkpoint(sharded).tensors("talker.")
+
+
+def test_a_shard_without_a_tensor_that_the_index_promises_is_named(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["b.ghost"] = "two.safetensors"
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"two\.safetensors does not hold b\.ghost"):
+        Checkpoint(sharded).tensors("b.")
+    with pytest.raises(CheckpointError, match=r"two\.safetensors does not hold b\.ghost"):
+        Checkpoint(sharded).rows(["b.ghost"], [0])
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture(scope="module")
+def config() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture
+def weights(config: transformers.LlamaConfig) -> dict[str, torch.Tensor]:
+    return dict(transformers.LlamaForCausalLM(config).state_dict())
+
+
+def test_a_model_takes_its_weights_frozen_and_in_the_asked_precision(
+    config: transformers.LlamaConfig, weights: dict[str, torch.Tensor]
+) -> None:
+    model = load_model(transformers.LlamaForCausalLM, config, weights, CPU, torch.float64)
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"].double())
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert module_device(model) == CPU
+
+
+def test_a_missing_weight_is_named(config: transformers.LlamaConfig, weights: dict[str, torch.Tensor]) -> None:
+    del weights["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"1 weights of LlamaForCausalLM are missing, first model\.norm\.weight"):
+        load_model(transformers.LlamaForCausalLM, config, weights, CPU, torch.float32)
+
+
+def test_a_weight_of_another_shape_is_refused(
+    config: transformers.LlamaConfig, weights: dict[str, torch.Tensor]
+) -> None:
+    weights["model.norm.weight"] = torch.ones(17)
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        load_model(transformers.LlamaForCausalLM, config, weights, CPU, torch.float32)
+
+
+def test_the_shape_of_keys_and_values_comes_from_the_config(config: transformers.LlamaConfig) -> None:
+    assert kv_shape(config) == (1, 1, 8)
+    assert kv_shape(transformers.GPT2Config(n_layer=3, n_head=4, n_embd=32)) == (3, 4, 8)
+
+
+def test_a_model_without_attention_is_not_supported() -> None:
+    with pytest.raises(UnsupportedModelError, match="attention"):
+        kv_shape(transformers.MambaConfig(num_hidden_layers=1))
+
+
+class _Ends:
+    def __init__(self, eos_token_id: object) -> None:
+        self.eos_token_id = eos_token_id
+
+
+def test_the_first_config_that_names_end_tokens_is_believed() -> None:
+    assert end_token_ids(_Ends(None), object(), _Ends([3, 4]), _Ends(5)) == (3, 4)
+    assert end_token_ids(_Ends(5)) == (5,)
+    assert end_token_ids(_Ends(0), _Ends(1)) == (0,)
+    assert end_token_ids(object()) == ()
