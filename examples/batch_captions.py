@@ -1,7 +1,7 @@
 """Several images in one call: they share the model's batches, and answers come back in the order of the images.
 
-    python examples/batch_captions.py out/tiny-qwen2.5-omni --max-tokens 16
-    python examples/batch_captions.py path/to/model first.png second.jpg
+python examples/batch_captions.py out/tiny-qwen2.5-omni --max-tokens 16
+python examples/batch_captions.py path/to/model first.png second.jpg
 """
 
 from __future__ import annotations

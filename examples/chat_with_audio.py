@@ -1,6 +1,6 @@
 """The README's first page: a question and a sound in, text and speech out.
 
-    python examples/chat_with_audio.py out/tiny-qwen2.5-omni --set thinker.max_tokens=24 --set talker.max_tokens=96
+python examples/chat_with_audio.py out/tiny-qwen2.5-omni --set thinker.max_tokens=24 --set talker.max_tokens=96
 """
 
 from __future__ import annotations

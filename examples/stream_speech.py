@@ -1,6 +1,6 @@
 """Text and speech as they come: prints each piece with its time, writes the sound chunk by chunk.
 
-    python examples/stream_speech.py out/tiny-qwen2.5-omni "Tell me a story" --max-tokens 24 --max-codes 160
+python examples/stream_speech.py out/tiny-qwen2.5-omni "Tell me a story" --max-tokens 24 --max-codes 160
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An answer that follows a JSON schema, from any causal language model. Needs the extra `structured`.
 
-    python examples/structured_output.py out/tiny-lm
+python examples/structured_output.py out/tiny-lm
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StageParams(BaseModel):
     def parse(cls, values: Mapping[str, object]) -> Self:
         """Build from untrusted values, turning pydantic's error into ours."""
         try:
-            return cls(**values)  # type: ignore[arg-type]
+            return cls(**values)
         except ValidationError as error:
             raise invalid_params(error) from error
 
@@ -432,5 +432,3 @@ class OutputChunk:
 
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
-
-

@@ -21,6 +21,7 @@ from omnistage.config.graph import PipelineGraph
 from omnistage.config.schema import ARBudget, CodecBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
 from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.codec.component import Window
 from omnistage.engines.codec.stage import CodecStage
 from omnistage.hf import transformers
 from omnistage.models.qwen2_5_omni import tiny
@@ -137,9 +138,7 @@ def params(speech: bool) -> dict[str, Any]:
 def run_ours(omni: Omni, prompts: torch.Tensor, batch: int, speech: bool) -> tuple[float, list[Any]]:
     given = [OmniTokensPrompt(tuple(p)) for p in prompts[:batch].tolist()]
     modalities = ["text", "audio"] if speech else ["text"]
-    return clock(
-        lambda: omni.generate(given, params(speech), modalities=modalities, progress=False)
-    )
+    return clock(lambda: omni.generate(given, params(speech), modalities=modalities, progress=False))
 
 
 def describe(output: Any) -> dict[str, Any]:
@@ -156,6 +155,19 @@ def describe(output: Any) -> dict[str, Any]:
 def step_ms(output: Any) -> float:
     trace = output.trace.stages["thinker"]
     return 1e3 * (trace.last_chunk - trace.first_chunk) / (len(output.token_ids) - 1)
+
+
+def quality(model: Any) -> dict[str, float]:
+    """Decibels between speech in float32 and in the faster precisions, whole utterances, same noise."""
+    codes = tuple((7919 * i) % 8000 for i in range(CODES))
+    waves: dict[str, np.ndarray] = {}
+    for precision in ("float32", "tf32", "float16"):
+        component = Token2Wav(model.token2wav, model.speaker_map, precision=precision, cuda_graphs=False)
+        state = component.open("", CodecParams(seed=3, streaming=False), None)
+        waves[precision] = component.decode([Window(state, codes, 0, len(codes), True)])[0]
+    exact = waves.pop("float32")
+    noise = {name: float(np.square(wave - exact).sum()) for name, wave in waves.items()}
+    return {name: 10 * float(np.log10(np.square(exact).sum() / max(n, 1e-30))) for name, n in noise.items()}
 
 
 def parse() -> argparse.Namespace:
@@ -175,7 +187,11 @@ def main() -> None:
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU only to try the script out
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", **versions, "options": vars(options) | {"out": ""}}
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        **versions,
+        "options": vars(options) | {"out": ""},
+    }
     start = time.perf_counter()
     model = build(options.scale, device)
     print(f"built in {time.perf_counter() - start:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB", flush=True)
@@ -206,6 +222,8 @@ def main() -> None:
         seconds, outputs = run_ours(omni, prompts, 1, speech=False)
         figures["text_step_ms_1"] = step_ms(outputs[0])
         print(f"text only, 1 request: {seconds:.3f} s, {figures['text_step_ms_1']:.2f} ms a decode step", flush=True)
+    figures["snr_db"] = quality(model)
+    print("speech against float32: " + ", ".join(f"{k} {v:.1f} dB" for k, v in figures["snr_db"].items()), flush=True)
     figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     for batch in options.batches:
         if f"reference_{batch}" in figures:

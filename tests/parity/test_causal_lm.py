@@ -149,7 +149,7 @@ def test_greedy_answers_are_those_of_transformers(name: str) -> None:
         ("CohereConfig", {"logit_scale": 0.25}),
         ("GptOssConfig", {"num_local_experts": 4}),  # attention sinks
         ("BloomConfig", {"n_head": 6, "num_key_value_heads": None}),  # attention of its own
-        ("FalconConfig", {"num_kv_heads": 6, "num_key_value_heads": None}),
+        ("FalconConfig", {"num_kv_heads": 6, "num_key_value_heads": None, "head_dim": None}),
         ("MambaConfig", {}),  # no attention at all
         ("Qwen3NextConfig", {"num_experts": 2, "num_experts_per_tok": 1}),
     ],
@@ -177,9 +177,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_limit_the_length() -> None:
         "long_factor": [4.0] * 4,
         "original_max_position_embeddings": 64,
     }
-    model = make_model(
-        "Phi3Config", num_attention_heads=6, rope_parameters=rope, original_max_position_embeddings=64
-    )
+    model = make_model("Phi3Config", num_attention_heads=6, rope_parameters=rope, original_max_position_embeddings=64)
     assert CausalLM(model).spec.max_length == 64
 
 

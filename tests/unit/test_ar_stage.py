@@ -431,8 +431,12 @@ def test_input_that_can_never_run_is_refused_and_leaves_nothing_behind(
 
 def test_min_tokens_beyond_the_room_is_refused(model: CausalLM) -> None:
     stage = make_stage(model, max_model_len=16)
-    with pytest.raises(CapacityError, match="min_tokens=12"):
-        stage.submit(request("a", PROMPT, min_tokens=12, max_tokens=12))
+    wrong = request("a", PROMPT, min_tokens=8, max_tokens=8)
+    with pytest.raises(CapacityError, match="min_tokens=8 does not fit: 7 tokens"):
+        stage.check(wrong)
+    with pytest.raises(CapacityError):
+        stage.submit(wrong)
+    assert len(one(stage, PROMPT, min_tokens=7, max_tokens=8).tokens) == 7
     stage.check_integrity()
 
 
@@ -497,9 +501,7 @@ def test_prompts_of_tokens_and_embeddings_are_checked(
 # ------------------------------------------------------------------------------------------- embeddings
 
 
-def test_embeddings_as_a_prompt_answer_like_the_ids_they_are_of(
-    model: CausalLM, processor: CausalLMProcessor
-) -> None:
+def test_embeddings_as_a_prompt_answer_like_the_ids_they_are_of(model: CausalLM, processor: CausalLMProcessor) -> None:
     rows = model.embed(torch.tensor(PROMPT))
     by_rows = one(make_stage(model), processor.tokens(OmniTokensPrompt(prompt_embeds=rows)))
     assert by_rows.tokens == one(make_stage(model), PROMPT).tokens
@@ -636,9 +638,7 @@ def test_the_encoder_cache_stays_within_its_bound(model: CausalLM) -> None:
         (picture(b"y", range(4), torch.zeros(3, 64)), "3 rows for 4 placeholders"),
     ],
 )
-def test_media_that_cannot_be_encoded_ends_its_own_request_only(
-    model: CausalLM, span: MediaSpan, words: str
-) -> None:
+def test_media_that_cannot_be_encoded_ends_its_own_request_only(model: CausalLM, span: MediaSpan, words: str) -> None:
     stage = make_stage(Around(model))
     answers = run(stage, request("bad", with_pictures(span)), request("good", OTHER))
     assert answers["bad", 0].finish is ERROR
@@ -813,9 +813,7 @@ def test_a_starved_request_does_not_hold_back_others(talker: Around, model: Caus
 
 @pytest.mark.parametrize("cuts", [(6,), (1, 2, 3), (0, 6), (3, 0, 3), (1, 1, 1, 1, 1, 1)])
 @pytest.mark.parametrize("known", [0, 2, 6])
-def test_the_answer_does_not_depend_on_how_the_rows_were_cut(
-    talker: Around, cuts: tuple[int, ...], known: int
-) -> None:
+def test_the_answer_does_not_depend_on_how_the_rows_were_cut(talker: Around, cuts: tuple[int, ...], known: int) -> None:
     whole = make_stage(talker)
     whole.submit(request("a", streaming(SIDE), max_tokens=10))
     whole.feed("a", SideRows(SIDE[:0], final=True))

@@ -6,7 +6,7 @@ An optimisation beside the plain path in `runner.py`: off by one flag, same numb
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ _LENGTHS = (1024, 4096, 16384)
 class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
     """Static buffers and the graph for `size` sequences of at most `length` tokens."""
 
-    def __init__(self, runner: Runner, size: int, length: int, pool: tuple[int, int] | None) -> None:
+    def __init__(self, runner: Runner, size: int, length: int, pool: Any) -> None:
         component, block = runner.component, runner.block_size
         spec, device = component.spec, component.device
         self.size = size
@@ -81,7 +81,7 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         self._sizes = sorted(set(batch_sizes))
         self._lengths = [n for n in _LENGTHS if n < max_length] + [max_length]
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
             self._get(size, self._lengths[0])
 

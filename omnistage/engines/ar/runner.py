@@ -23,6 +23,8 @@ from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.errors import InternalError, OmniError, StageError
 from omnistage.types import ARInput, SamplingParams, SideRows
 
+_HOST_VOCABULARY = 16384
+
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
@@ -88,7 +90,7 @@ class Runner:
         self.block_size = block_size
         self.encoder_cache = EncoderCache(encoder_cache_bytes)
         device, dtype = component.device, component.dtype
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
         caches = [
@@ -102,8 +104,13 @@ class Runner:
             if spec.emit_size
             else None
         )
+        # Sampling is many small operations. For a small vocabulary one copy to the host is cheaper than launching them.
+        self._sampling_device = device if spec.vocab_size > _HOST_VOCABULARY else torch.device("cpu")
         self.sampler = Sampler(
-            spec.vocab_size, device, tokenizer=component.tokenizer, eos_token_ids=component.eos_token_ids
+            spec.vocab_size,
+            self._sampling_device,
+            tokenizer=component.tokenizer,
+            eos_token_ids=component.eos_token_ids,
         )
         self._rows: dict[str, SequenceRows] = {}
         self.graphs: DecodeGraphs | None = None
@@ -153,6 +160,7 @@ class Runner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
         result = RunnerOutput()
+        step: tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]
         with self._on_stream():
             for key in output.preempted:
                 if key in self._rows:
@@ -163,10 +171,10 @@ class Runner:
             for item in batch:
                 self._rows[item.key].sync_blocks(item.blocks, self.block_size)
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
-                logits, rows = self.graphs.run(batch, self._rows)
-                sampling = batch
+                step = (*self.graphs.run(batch, self._rows), batch)
             else:
-                logits, rows, sampling = self._forward(batch)
+                step = self._forward(batch)
+            logits, rows, sampling = step
             if rows is not None:
                 self._gather_hidden(batch, rows, result)
             self._sample(logits, sampling, result)
@@ -174,12 +182,12 @@ class Runner:
                 self._stream.synchronize()
         return result
 
-    def _sample(
-        self, logits: torch.Tensor | None, sampling: Sequence[ScheduledSequence], result: RunnerOutput
-    ) -> None:
+    def _sample(self, logits: torch.Tensor | None, sampling: Sequence[ScheduledSequence], result: RunnerOutput) -> None:
         if logits is None:
             return
         keys = [item.key for item in sampling]
+        if logits.device != self._sampling_device:
+            logits = logits.float().to(self._sampling_device)
         for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
             result.sampled[key] = sampled
             if sampled.error is None:
@@ -219,9 +227,7 @@ class Runner:
             hidden = hidden.index_select(0, torch.tensor(last, device=device))
         return self.component.logits(hidden), rows_out, sampling
 
-    def _embed(
-        self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of the batch with prompt rows, media rows and side rows in place; and where media stand."""
         embeds = self.component.embed(ids)
         media = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
@@ -290,9 +296,7 @@ class Runner:
         joined = torch.cat(parts)
         return joined.index_select(0, torch.from_numpy(order).to(joined.device))
 
-    def _gather_hidden(
-        self, batch: Sequence[ScheduledSequence], step_rows: torch.Tensor, result: RunnerOutput
-    ) -> None:
+    def _gather_hidden(self, batch: Sequence[ScheduledSequence], step_rows: torch.Tensor, result: RunnerOutput) -> None:
         """Rows not handed out yet: this step's, and before them those of a reused prefix."""
         offset = 0
         for item in batch:

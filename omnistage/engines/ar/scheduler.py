@@ -190,9 +190,7 @@ class Scheduler:
             budget -= count
         return budget
 
-    def _admit(
-        self, batch: list[ScheduledSequence], started: list[str], preempted: list[str], budget: int
-    ) -> None:
+    def _admit(self, batch: list[ScheduledSequence], started: list[str], preempted: list[str], budget: int) -> None:
         # What was evicted a moment ago must not come back in the same step.
         for state in [s for s in self._waiting if s.key not in preempted]:
             if budget == 0:

@@ -106,6 +106,12 @@ class ARStage(Stage):
                 f"the answer: shorten it or raise {self.name}.budget.max_model_len / kv_memory",
                 param="prompt",
             )
+        if self.max_length - length < params.min_tokens:
+            raise CapacityError(
+                f"min_tokens={params.min_tokens} does not fit: {self.max_length - length} tokens are left behind the "
+                "prompt",
+                param="min_tokens",
+            )
 
     def submit(self, stage_input: StageInput) -> None:
         params, payload = _typed(stage_input)
@@ -116,11 +122,6 @@ class ARStage(Stage):
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         prompt = len(payload.token_ids)
         limit = min(params.max_tokens, self.max_length - prompt)
-        if limit < params.min_tokens:
-            raise CapacityError(
-                f"min_tokens={params.min_tokens} does not fit: {limit} tokens are left behind the prompt",
-                param="min_tokens",
-            )
         keys = [f"{request_id}/{index}" for index in range(params.n)]
         try:
             for index, key in enumerate(keys):

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     )
 
 
-
 class Thinker(ARComponent):
     """The language model with its vision and audio towers. Emits embedding plus final hidden state, for the talker."""
 
     def __init__(self, model: Qwen2_5OmniThinkerForConditionalGeneration, tokenizer: Any = None) -> None:
         self.model = freeze(model)
         self.decoder = model.get_decoder()
-        self._embedding = self.decoder.get_input_embeddings()
+        self._embedding = model.get_input_embeddings()
         config = model.config.text_config
         layers, kv_heads, head_dim = kv_shape(config)
         self.device, self.dtype = model.device, model.dtype

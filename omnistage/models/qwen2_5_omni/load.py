@@ -28,7 +28,7 @@ def read_config(folder: Path) -> Qwen2_5OmniConfig:
         config = transformers.Qwen2_5OmniConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"config.json in {folder} is not Qwen2.5-Omni's: {error}") from error
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def read_speakers(folder: Path) -> Speakers:
@@ -75,12 +75,15 @@ def load_talker(context: LoadContext) -> Talker:
     config = whole.talker_config
     checkpoint = Checkpoint(folder)
     model = load_model(
-        transformers.Qwen2_5OmniTalkerForConditionalGeneration, config, checkpoint.tensors("talker."), context.device, context.dtype
+        transformers.Qwen2_5OmniTalkerForConditionalGeneration,
+        config,
+        checkpoint.tensors("talker."),
+        context.device,
+        context.dtype,
     )
     speakers = read_speakers(folder)
     wanted = sorted(
-        {int(s["bos_token"]) for s in speakers.values()}
-        | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
+        {int(s["bos_token"]) for s in speakers.values()} | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
     )
     rows = dict(zip(wanted, checkpoint.rows(_EMBEDDINGS, wanted), strict=True))
     return Talker(model, speakers, rows, int(whole.token2wav_config.dit_config.num_embeds))
@@ -90,7 +93,11 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
     folder = context.model.folder
     config = read_config(folder).token2wav_config
     model = load_model(
-        transformers.Qwen2_5OmniToken2WavModel, config, Checkpoint(folder).tensors("token2wav."), context.device, context.dtype
+        transformers.Qwen2_5OmniToken2WavModel,
+        config,
+        Checkpoint(folder).tensors("token2wav."),
+        context.device,
+        context.dtype,
     )
     budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
     return Token2Wav(

@@ -91,8 +91,9 @@ class Qwen25OmniProcessor:
         config = self._thinker.text_config
         made = tokens_input(prompt, int(config.vocab_size), int(config.hidden_size))
         if made.embeds is None:
-            placeholders = {self._thinker.image_token_index, self._thinker.audio_token_index, self._thinker.video_token_index}
-            if placeholders & set(made.token_ids):
+            config = self._thinker
+            media = {config.image_token_index, config.audio_token_index, config.video_token_index}
+            if media & set(made.token_ids):
                 raise InvalidRequestError(
                     "prompt_token_ids hold media placeholders without media; use chat() to send media",
                     param="prompt_token_ids",
@@ -173,7 +174,8 @@ class Qwen25OmniProcessor:
             grids = features[grid]
             context[grid] = grids
             patches = torch.split(features[pixels], grids.prod(-1).tolist())
-            where = torch.split(_positions(tokens, token, int(grids.prod(-1).sum()) // merge), (grids.prod(-1) // merge).tolist())
+            lengths = (grids.prod(-1) // merge).tolist()
+            where = torch.split(_positions(tokens, token, sum(lengths)), lengths)
             for index, rows in enumerate(where):
                 inputs = {pixels: patches[index], grid: grids[index : index + 1]}
                 extra = repr(media.fps[index]) if kind is Modality.VIDEO else ""
@@ -185,9 +187,7 @@ class Qwen25OmniProcessor:
             spans.extend(self._audio_spans(tokens, features, context))
         return spans, context
 
-    def _audio_spans(
-        self, tokens: torch.Tensor, features: Any, context: dict[str, torch.Tensor]
-    ) -> list[MediaSpan]:
+    def _audio_spans(self, tokens: torch.Tensor, features: Any, context: dict[str, torch.Tensor]) -> list[MediaSpan]:
         masks, mels = features["feature_attention_mask"], features["input_features"]
         context["audio_seqlens"] = masks.sum(-1)
         lengths = _audio_lengths(features)
@@ -230,7 +230,8 @@ def _speech(samples: np.ndarray, rate: int) -> np.ndarray:
 
 def _audio_lengths(features: Any) -> torch.Tensor:
     """Rows that each clip fills in the prompt: two strides of two, as in the model's own rule."""
-    after_cnn = (features["feature_attention_mask"].sum(-1) - 1) // 2 + 1
+    frames: torch.Tensor = features["feature_attention_mask"].sum(-1)
+    after_cnn = (frames - 1) // 2 + 1
     return (after_cnn - 2) // 2 + 1
 
 

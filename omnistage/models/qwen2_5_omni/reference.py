@@ -126,7 +126,9 @@ class Reference:
         return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())
 
 
-def _keep_mask(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _keep_mask(
+    _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give the talker the all-ones mask back that newer `generate` drops for a prompt without padding.
 
     The talker adds its codec embeddings and computes its positions only where it sees a mask; without one it speaks

@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ class Token2Wav(CodecComponent):
     checkpoint's speaker file. `early_vocoder` lets BigVGAN take the look-ahead's mel as its right context instead of
     waiting for the next window: sound comes about 1.5 blocks earlier and is off by how far that mel is off.
 
-    `precision` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision, whose
+    `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision, whose
     mantissa is as long as TF32's, and everything else in float32; a window that overflows is solved again in float32.
     """
 
@@ -129,7 +129,8 @@ class Token2Wav(CodecComponent):
         self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
         self.vocoder_context = vocoder_context(vocoder)
         self._early = early_vocoder
-        self._precision: Precision = precision if self.device.type == "cuda" else "float32"
+        # TF32 is a way of CUDA's; half precision works anywhere, if seldom faster.
+        self._precision: Precision = "float32" if precision == "tf32" and self.device.type != "cuda" else precision
         self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda")
         self._default_voice = default_voice or first_voice(speakers)
         self._voices = self._encode_voices(dit, speakers)
@@ -176,7 +177,7 @@ class Token2Wav(CodecComponent):
         with torch.inference_mode(), allow_tf32(self._precision != "float32"):
             if windows[0].emit:
                 solved, kept = self._solve(streams, windows, half=self._half is not None)
-                if self._half is not None and not bool(solved.isfinite().all()):  # pragma: no cover  (needs CUDA)
+                if self._half is not None and not bool(solved.isfinite().all()):
                     solved, kept = self._solve(streams, windows, half=False)
             else:  # a flush: all codes were solved before
                 kept = None
@@ -220,33 +221,12 @@ class Token2Wav(CodecComponent):
         solved, kept = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
         return solved[: len(streams)], kept[:, : len(streams)]
 
-    def _guided_half(self, *inputs: Tensor) -> Tensor:  # pragma: no cover  (needs CUDA)
-        with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
-            return self._guided(*inputs, dit=self._half).float()
+    def _guided(self, *inputs: Tensor) -> Tensor:
+        return _velocity(self._dit, *inputs)
 
-    def _guided(
-        self,
-        x: Tensor,
-        t: Tensor,
-        codes: Tensor,
-        cond: Tensor,
-        reference: Tensor,
-        scale: Tensor,
-        dit: Qwen2_5OmniToken2WavDiTModel | None = None,
-    ) -> Tensor:
-        """One evaluation of the field, as in transformers' `sample`; shapes as in `_solve`."""
-        dit = dit if dit is not None else self._dit
-        inputs = {
-            "hidden_states": x,
-            "speaker_embedding": cond.expand(-1, x.shape[1], -1),
-            "condition_vector": reference,
-            "quantized_code": codes,
-            "time_step": t,
-        }
-        if not len(scale):
-            return dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
-        guided, null = torch.chunk(dit(**inputs, apply_cfg=True), 2, dim=0)
-        return guided + (guided - null) * scale
+    def _guided_half(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
+            return _velocity(self._half, *inputs).float()
 
     def _draw(self, generator: torch.Generator, frames: int) -> Tensor:
         """At least `frames` rows of noise, drawn a whole block at a time so that no cut changes what comes next."""
@@ -341,6 +321,21 @@ class Token2Wav(CodecComponent):
         )
 
 
+def _velocity(dit: Any, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor) -> Tensor:
+    """One evaluation of the field, as in transformers' `sample`; shapes as in `Token2Wav._solve`."""
+    inputs = {
+        "hidden_states": x,
+        "speaker_embedding": cond.expand(-1, x.shape[1], -1),
+        "condition_vector": reference,
+        "quantized_code": codes,
+        "time_step": t,
+    }
+    if not len(scale):
+        return dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
+    guided, null = torch.chunk(dit(**inputs, apply_cfg=True), 2, dim=0)
+    return guided + (guided - null) * scale
+
+
 def bigvgan(vocoder: Qwen2_5OmniToken2WavBigVGANModel, spectrogram: Tensor) -> Tensor:
     """`[B, samples]` of a processed spectrogram `[B, mel, frames]`: transformers' forward without its last `.cpu()`."""
     hidden = vocoder.conv_pre(spectrogram)
@@ -404,15 +399,15 @@ class _Exact(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor) -> Tensor:  # pragma: no cover  (needs CUDA)
-        with torch.autocast("cuda", enabled=False):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
             return self.module(x.float())  # type: ignore[no-any-return]
 
 
-def _half_copy(dit: _M) -> _M:  # pragma: no cover  (needs CUDA)
+def _half_copy(dit: Any) -> Any:
     """A copy whose blocks hold their matrices in float16; the stream between them stays float32."""
-    made = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})  # type: ignore[union-attr, dict-item]
-    for module in made.transformer_blocks.modules():  # type: ignore[union-attr, operator]
+    made = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})
+    for module in made.transformer_blocks.modules():
         if isinstance(module, nn.Linear):
             for name, tensor in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(tensor.detach().half(), requires_grad=False))

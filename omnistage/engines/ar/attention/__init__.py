@@ -59,7 +59,7 @@ def bind_caches(decoder: nn.Module, caches: Sequence[KVCache]) -> None:
     bound = 0
     for name, module in decoder.named_modules():
         if isinstance(getattr(module, "layer_idx", None), int) and name.endswith(("attn", "attention")):
-            module.kv_cache = caches[module.layer_idx]  # type: ignore[assignment, index]
+            module.kv_cache = caches[module.layer_idx]
             bound += 1
     if bound != len(caches):
         raise StageError(f"{type(decoder).__name__} has {bound} attention modules for {len(caches)} layers")
@@ -111,7 +111,9 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """`transformers`' attention signature: query `[1, heads, T, d]` in, `[1, T, heads, d]` out."""
     if paged is None:
-        raise StageError(f"{type(module).__name__} does not hand keyword arguments to its attention; use another family")
+        raise StageError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention; use another family"
+        )
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise StageError("attention with soft-capping or sinks is not served yet")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
