@@ -64,13 +64,15 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> object:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
-    globals()[name] = value  # the next look-up does not come here
-    return value
+if not TYPE_CHECKING:  # a type checker sees the imports above, and would take any name for known here
+
+    def __getattr__(name: str) -> object:
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(import_module(module), name)
+        globals()[name] = value  # the next look-up does not come here
+        return value
 
 
 def __dir__() -> list[str]:

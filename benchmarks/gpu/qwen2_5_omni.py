@@ -187,11 +187,8 @@ def main() -> None:
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU only to try the script out
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        **versions,
-        "options": vars(options) | {"out": ""},
-    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    figures: dict[str, Any] = {"device": name, **versions, "options": vars(options) | {"out": ""}}
     start = time.perf_counter()
     model = build(options.scale, device)
     print(f"built in {time.perf_counter() - start:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB", flush=True)

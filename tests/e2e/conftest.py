@@ -15,7 +15,8 @@ from omnistage.engines.build import EngineParts, build_parts
 from omnistage.models.qwen2_5_omni import tiny
 from omnistage.omni import Omni
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.types import CodecParams, SamplingParams, StageParams
+from omnistage.pipeline.request import RequestFactory, RequestOptions
+from omnistage.types import CodecParams, OmniRequestOutput, OutputChunk, SamplingParams, StageParams
 
 SMALL_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
 """The planner would take a tenth of the machine's memory, which these models cannot use."""
@@ -99,3 +100,44 @@ def greedy(tokens: int = 6, codes: int = 20, **codec: Any) -> dict[str, StagePar
 def say(text: str, *parts: dict[str, object]) -> list[dict[str, object]]:
     """A conversation of one message: media, then text."""
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+class Desk:
+    """A pipeline that runs only when told to, all in this thread: every interleaving is the test's own.
+
+    `changes` exchange parts of the orchestrator (`bridges`, `max_inflight`, `clock`).
+    """
+
+    def __init__(self, parts: EngineParts, **changes: Any) -> None:
+        options = {"bridges": parts.bridges, **changes}
+        self.parts = parts
+        self.orchestrator = Orchestrator(
+            parts.graph, parts.stages, defaults=parts.defaults, threads=False, **options
+        )
+        types = {name: stage.params_type for name, stage in parts.stages.items()}
+        clock = {"clock": changes["clock"]} if "clock" in changes else {}
+        self.requests = RequestFactory(parts.graph, types, parts.processor, parts.limits, **clock)
+
+    def submit(self, request_id: str, prompt: Any, params: Any = None, **options: Any) -> list[OutputChunk]:
+        """Admit a request; its stream items arrive in the returned list."""
+        items: list[OutputChunk] = []
+        request = self.requests.build(prompt, params, RequestOptions(**options), request_id)
+        self.orchestrator.submit(request, items.append)
+        return items
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            assert self.orchestrator.run_once(), "nothing was left to run"
+
+    def finish(self) -> None:
+        """Run to the end; nothing may be left then."""
+        self.orchestrator.run_until_idle()
+        assert_empty(self.orchestrator)
+
+
+def final_of(items: list[OutputChunk]) -> OmniRequestOutput:
+    """The output of a request that must have ended, exactly once and last."""
+    assert [item.final is not None for item in items] == [False] * (len(items) - 1) + [True]
+    output = items[-1].final
+    assert output is not None
+    return output

@@ -82,6 +82,23 @@ def test_the_first_page_of_the_readme_runs(
     assert "ms in all" in capsys.readouterr().out
 
 
+def test_the_snippets_on_other_pages_run(
+    omni_folder: Path, lm_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xgrammar")
+    ran = 0
+    for page in ("README.md", "docs/sampling.md"):
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL):
+            known = code.replace("out/tiny-lm", str(lm_folder)).replace("out/tiny-qwen2.5-omni", str(omni_folder))
+            if known != code:
+                exec(known.replace('"max_tokens": 200', '"max_tokens": 60'), {})
+                ran += 1
+    assert ran == 3
+    printed = capsys.readouterr().out
+    assert "s of speech]" in printed
+    assert re.search(r"^(yes|no) stop$", printed, re.MULTILINE)
+
+
 def test_speech_streams_while_text_does(omni_folder: Path, tmp_path: Path) -> None:
     printed = run("stream_speech.py", omni_folder, "Hi", "--max-tokens", 6, "--max-codes", 100, cwd=tmp_path)
     lines = [re.fullmatch(r" *([\d.]+) ms  (text|audio|end) +(.*)", line) for line in printed.splitlines()]

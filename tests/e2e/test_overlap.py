@@ -12,10 +12,8 @@ import pytest
 
 from omnistage.engines.build import EngineParts
 from omnistage.omni import AsyncOmni, Omni
-from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.request import RequestFactory, RequestOptions
 from omnistage.types import FinishReason, Modality, OutputChunk
-from tests.e2e.conftest import assert_empty, greedy, open_door, say
+from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
 
 TOKENS, CODES = 160, 150
 QUESTION = "Tell me a long story, please."
@@ -41,32 +39,25 @@ def click_ratio(error: np.ndarray, borders: np.ndarray) -> float:
 
 def test_turn_by_turn_the_first_sound_comes_before_the_last_word(load: Callable[..., EngineParts]) -> None:
     """Without threads each turn gives every stage one step, so the order of events cannot depend on timing."""
-    parts = load()
-    orchestrator = Orchestrator(parts.graph, parts.stages, parts.bridges, parts.defaults, threads=False)
-    types = {name: stage.params_type for name, stage in parts.stages.items()}
-    requests = RequestFactory(parts.graph, types, parts.processor, parts.limits)
-    request = requests.build(say(QUESTION), greedy(TOKENS, CODES), RequestOptions(modalities=BOTH), "story")
-    items: list[OutputChunk] = []
-    orchestrator.submit(request, items.append)
+    desk = Desk(load())
+    items = desk.submit("story", say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH)
     turns = 0
     while not any(item.audio is not None for item in items):
-        assert orchestrator.run_once(), "everything stopped before a sound was made"
+        desk.turns(1)
         turns += 1
-    words = sum(len(item.token_ids) for item in items)
-    trace = orchestrator.trace("story")
+    trace = desk.orchestrator.trace("story")
     assert trace is not None
     assert trace.stages["thinker"].finish is None
-    assert words < TOKENS / 2
+    assert sum(len(item.token_ids) for item in items) < TOKENS / 2
     # A block of 12 codes, its vocoder context and two blocks of look-ahead: that is all that sound waits for.
     assert trace.stages["talker"].tokens <= 12 * 4
     assert turns < TOKENS / 2
-    orchestrator.run_until_idle()
-    [final] = [item.final for item in items if item.final is not None]
-    assert final.finish_reason is FinishReason.LENGTH
-    assert final.usage.stage_tokens == {"thinker": TOKENS, "talker": CODES, "token2wav": 0}
-    assert final.audio is not None
-    assert len(final.audio.samples) == CODES * SAMPLES_PER_CODE
-    assert_empty(orchestrator)
+    desk.finish()
+    output = final_of(items)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.usage.stage_tokens == {"thinker": TOKENS, "talker": CODES, "token2wav": 0}
+    assert output.audio is not None
+    assert len(output.audio.samples) == CODES * SAMPLES_PER_CODE
 
 
 def test_with_threads_sound_does_not_wait_for_the_end_of_the_text(

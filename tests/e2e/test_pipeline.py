@@ -29,16 +29,14 @@ from omnistage.models.qwen2_5_omni import verify as qwen_verify
 from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.request import RequestFactory, RequestOptions
 from omnistage.types import (
     CodecParams,
     FinishReason,
     OmniTokensPrompt,
-    OutputChunk,
     SamplingParams,
     StructuredOutput,
 )
-from tests.e2e.conftest import assert_empty, greedy, open_door, say
+from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
 
 BOTH = ["text", "audio"]
 SCHEMA = {
@@ -104,66 +102,49 @@ def test_two_threads_may_use_one_model(omni: Omni) -> None:
     assert found == [[expected[0]] * 3, [expected[1]] * 3]
 
 
-def manual(parts: EngineParts) -> tuple[Orchestrator, Callable[..., list[OutputChunk]]]:
-    """An orchestrator that runs only when told to, and a way to submit to it."""
-    orchestrator = Orchestrator(parts.graph, parts.stages, parts.bridges, parts.defaults, threads=False)
-    types = {name: stage.params_type for name, stage in parts.stages.items()}
-    factory = RequestFactory(parts.graph, types, parts.processor, parts.limits)
-
-    def submit(request_id: str, prompt: Any, params: Any, **options: Any) -> list[OutputChunk]:
-        items: list[OutputChunk] = []
-        orchestrator.submit(factory.build(prompt, params, RequestOptions(**options), request_id), items.append)
-        return items
-
-    return orchestrator, submit
-
-
 def test_the_request_of_higher_priority_goes_first(load: Callable[..., EngineParts]) -> None:
-    orchestrator, submit = manual(load("thinker.max_running=1"))
+    desk = Desk(load("thinker.max_running=1"))
     order: list[str] = []
     streams = {}
     for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
-        streams[name] = submit(name, say("Hello"), greedy(4), priority=priority)
+        streams[name] = desk.submit(name, say("Hello"), greedy(4), priority=priority)
     while len(order) < 3:
-        assert orchestrator.run_once()
+        desk.turns(1)
         for name, items in streams.items():
             if name not in order and any(item.final is not None for item in items):
                 order.append(name)
     assert order == ["early", "middle", "late"]
-    assert_empty(orchestrator)
+    desk.finish()
 
 
 # ----------------------------------------------------------------------------------------------------- ends
 
 
+def chunks_of(orchestrator: Orchestrator, request_id: str, stage: str) -> int:
+    trace = orchestrator.trace(request_id)
+    assert trace is not None
+    return trace.stages[stage].chunks
+
+
 @pytest.mark.parametrize("until", ["thinker", "talker", "token2wav"])
 def test_an_abort_at_any_stage_frees_everything(load: Callable[..., EngineParts], until: str) -> None:
     """Aborted right after the first output of each stage; a neighbour goes on and ends as if alone."""
-    parts = load()
-    orchestrator, submit = manual(parts)
-    alone = submit("alone", say("Hi"), greedy(6, 30), modalities=BOTH)
-    orchestrator.run_until_idle()
-    neighbour = submit("neighbour", say("Hi"), greedy(6, 30), modalities=BOTH)
-    doomed = submit("doomed", say("Tell me more", picture()), greedy(80, 120), modalities=BOTH)
-    while True:
-        trace = orchestrator.trace("doomed")
-        assert trace is not None
-        if trace.stages[until].chunks:
-            break
-        assert orchestrator.run_once()
-    assert orchestrator.abort("doomed")
-    assert not orchestrator.abort("doomed")
-    orchestrator.run_until_idle()
-    final = doomed[-1].final
-    assert final is not None
-    assert final.finish_reason is FinishReason.ABORT
-    assert 0 < len(final.token_ids) < 80
-    mine, other = neighbour[-1].final, alone[-1].final
-    assert mine is not None
-    assert other is not None
+    desk = Desk(load())
+    alone = desk.submit("alone", say("Hi"), greedy(6, 30), modalities=BOTH)
+    desk.finish()
+    neighbour = desk.submit("neighbour", say("Hi"), greedy(6, 30), modalities=BOTH)
+    doomed = desk.submit("doomed", say("Tell me more", picture()), greedy(80, 120), modalities=BOTH)
+    while not chunks_of(desk.orchestrator, "doomed", until):
+        desk.turns(1)
+    assert desk.orchestrator.abort("doomed")
+    assert not desk.orchestrator.abort("doomed")
+    desk.finish()
+    cut = final_of(doomed)
+    assert cut.finish_reason is FinishReason.ABORT
+    assert 0 < len(cut.token_ids) < 80
+    mine, other = final_of(neighbour), final_of(alone)
     assert mine.token_ids == other.token_ids
     np.testing.assert_allclose(mine.audio.samples, other.audio.samples, atol=1e-4)  # type: ignore[union-attr]
-    assert_empty(orchestrator)
 
 
 def test_leaving_the_stream_early_aborts_the_request(load: Callable[..., EngineParts]) -> None:
@@ -183,31 +164,20 @@ def test_leaving_the_stream_early_aborts_the_request(load: Callable[..., EngineP
 
 
 def test_a_passed_deadline_ends_a_request_with_what_there_was(load: Callable[..., EngineParts]) -> None:
-    now = time.monotonic()
-    parts = load()
-    clock = [now]
-    orchestrator = Orchestrator(
-        parts.graph, parts.stages, parts.bridges, parts.defaults, threads=False, clock=lambda: clock[0]
-    )
-    types = {name: stage.params_type for name, stage in parts.stages.items()}
-    factory = RequestFactory(parts.graph, types, parts.processor, parts.limits, clock=lambda: clock[0])
-    items: list[OutputChunk] = []
-    options = RequestOptions(modalities=BOTH, timeout=5.0)
-    orchestrator.submit(factory.build(say("Hello"), greedy(200, 200), options, "slow"), items.append)
-    for _ in range(10):
-        assert orchestrator.run_once()
-    clock[0] += 4.9
-    orchestrator.run_once()
+    now = [time.monotonic()]
+    desk = Desk(load(), clock=lambda: now[0])
+    items = desk.submit("slow", say("Hello"), greedy(200, 200), modalities=BOTH, timeout=5.0)
+    desk.turns(10)
+    now[0] += 4.9
+    desk.turns(1)
     assert items[-1].final is None
-    clock[0] += 0.2
-    orchestrator.run_once()
-    final = items[-1].final
-    assert final is not None
-    assert final.finish_reason is FinishReason.DEADLINE
-    assert final.error is None
-    assert 5 < len(final.token_ids) < 200
-    orchestrator.run_until_idle()
-    assert_empty(orchestrator)
+    now[0] += 0.2
+    desk.turns(1)
+    output = final_of(items)
+    assert output.finish_reason is FinishReason.DEADLINE
+    assert output.error is None
+    assert 5 < len(output.token_ids) < 200
+    desk.finish()
 
 
 def test_a_timeout_in_real_time_ends_a_long_answer(omni: Omni) -> None:

@@ -27,7 +27,8 @@ from omnistage.types import CodecParams, FinishReason, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-LOGITS_TOLERANCE = 1e-4
+LOGITS_TOLERANCE = 1e-4 / 4
+"""Of the largest logit, which is above 4 everywhere here; float32 sums in another order differ by about 5e-6 of it."""
 PLAIN, LARGER, ENDING = "plain", "larger", "ending"
 
 
@@ -50,6 +51,8 @@ class Bench:
     reference: Reference
     cases: list[Case]
     expected: list[ReferenceOutput]
+    logits: list[dict[str, torch.Tensor]]
+    """The reference's logits `[steps, V]` for each case, by stage."""
     answers: list[Answer]
     noise: Callable[[int], torch.Tensor]
 
@@ -69,8 +72,8 @@ def make_ends_likely(folder: Path) -> None:
     """Scale the rows of the end tokens, so that replies and speech end by themselves now and then."""
     config = tiny.config_for(0.0)
     ends = {
-        "thinker.lm_head.weight": (config.thinker_config.eos_token_id, 2.5),
-        "talker.codec_head.weight": (tiny.CODEC_EOS, 3.0),
+        "thinker.lm_head.weight": (config.thinker_config.eos_token_id, 1.6),
+        "talker.codec_head.weight": (tiny.CODEC_EOS, 2.6),
     }
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
@@ -81,10 +84,30 @@ def make_ends_likely(folder: Path) -> None:
 
 
 def write_checkpoint(kind: str, folder: Path) -> None:
-    options: dict[str, dict[str, Any]] = {PLAIN: {"seed": 1}, LARGER: {"seed": 2, "scale": 0.15}, ENDING: {"seed": 3}}
+    options: dict[str, dict[str, Any]] = {PLAIN: {"seed": 1}, LARGER: {"seed": 2, "scale": 0.08}, ENDING: {"seed": 3}}
     tiny.write(folder, **options[kind])
     if kind == ENDING:
         make_ends_likely(folder)
+
+
+@contextmanager
+def reference_logits(reference: Reference) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """The logits `[V]` of every step of the reference, by stage."""
+    model = reference.model
+    steps: dict[str, list[torch.Tensor]] = {"thinker": [], "talker": []}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, _args, out: steps[name].append(out[0, -1].float().clone())
+
+    handles = [
+        model.thinker.lm_head.register_forward_hook(note("thinker")),
+        model.talker.codec_head.register_forward_hook(note("talker")),
+    ]
+    try:
+        yield steps
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +122,12 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Benc
             cases = verify.make_cases(len(verify.KINDS), seed=(PLAIN, LARGER, ENDING).index(kind))
             answers, noise = verify.run_ours(folder, cases)
             reference = Reference(folder)
-            expected = [verify.run_reference(reference, case, noise) for case in cases]
-            made[kind] = Bench(folder, reference, cases, expected, answers, noise)
+            expected, logits = [], []
+            for case in cases:
+                with reference_logits(reference) as steps:
+                    expected.append(verify.run_reference(reference, case, noise))
+                logits.append({name: torch.stack(rows) for name, rows in steps.items() if rows})
+            made[kind] = Bench(folder, reference, cases, expected, logits, answers, noise)
         return made[kind]
 
     return make
@@ -134,8 +161,10 @@ def test_replies_and_speech_that_end_by_themselves_end_alike(make_bench) -> None
     brief = [a for a, case in zip(bench.answers, bench.cases, strict=True) if len(a.codes) < case.max_codes]
     assert short
     assert brief
-    # A reply of one token has no row for the talker: neither side speaks it.
+    # A reply of one token has no row for the talker, and a talker may say nothing: neither side makes a sound then.
     assert [a.codes for a in bench.answers if len(a.token_ids) == 1] == [[]]
+    assert [a.codes for a in bench.answers if len(a.token_ids) > 1].count([]) == 1
+    assert all(bool(a.codes) == bool(len(a.waveform)) for a in bench.answers)
     assert all(tiny.CODEC_EOS not in answer.codes for answer in bench.answers)
     bench.check(bench.answers)
 
@@ -228,26 +257,6 @@ def test_one_sequence_at_a_time_gives_the_same_as_a_batch(make_bench) -> None:
 # -------------------------------------------------------------------------------------------------- logits
 
 
-@contextmanager
-def reference_logits(reference: Reference) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """The logits `[V]` of every step of the reference, by stage."""
-    model = reference.model
-    steps: dict[str, list[torch.Tensor]] = {"thinker": [], "talker": []}
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda _module, _args, out: steps[name].append(out[0, -1].float().clone())
-
-    handles = [
-        model.thinker.lm_head.register_forward_hook(note("thinker")),
-        model.talker.codec_head.register_forward_hook(note("talker")),
-    ]
-    try:
-        yield steps
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def watch_logits(stage: ARStage, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """The logits that our sampler is given, step by step, by request id."""
     steps: dict[str, list[torch.Tensor]] = {}
@@ -286,18 +295,17 @@ def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch
             use_audio_in_video=True,
             progress=False,
         )
-    compared = 0
-    for case, output in zip(bench.cases, outputs, strict=True):
-        with reference_logits(bench.reference) as theirs:
-            verify.run_reference(bench.reference, case, bench.noise)
+    compared, worst = 0, 0.0
+    for case, output, theirs in zip(bench.cases, outputs, bench.logits, strict=True):
         for name in ("thinker", "talker"):
-            own = torch.stack(ours[name][output.request_id])
-            expected = torch.stack(theirs[name])
+            own, expected = torch.stack(ours[name][output.request_id]), theirs[name]
             assert own.shape == expected.shape, (case.name, name)
-            worst = float((own - expected).abs().max())
-            assert worst < LOGITS_TOLERANCE, (case.name, name, worst)
+            difference = float((own - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+            assert difference < LOGITS_TOLERANCE, (case.name, name, difference)
+            worst = max(worst, difference)
             compared += len(own)
     assert compared > 100
+    print(f"\n{compared} steps, logits differ by at most {worst:.1e} of the largest one")
 
 
 # -------------------------------------------------------------------------------------------------- voices

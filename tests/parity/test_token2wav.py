@@ -328,6 +328,27 @@ def test_an_early_vocoder_speaks_sooner_at_a_small_cost(model: Qwen2_5OmniToken2
     assert snr(np.concatenate(parts), want) > 30
 
 
+def _whole(component: Token2Wav) -> np.ndarray:
+    codes = tuple(range(40))
+    state = component.open("a", CodecParams(seed=3, streaming=False), None)
+    return component.decode([Window(state, codes, 0, len(codes), True)])[0]
+
+
+def test_half_precision_is_close_and_leaves_the_model_alone(model: Qwen2_5OmniToken2WavModel) -> None:
+    exact = _whole(Token2Wav(model, voices(), precision="float32"))
+    half = _whole(Token2Wav(model, voices(), precision="float16"))
+    noise = float(np.square(half - exact).sum())
+    assert 0 < noise < 1e-4 * float(np.square(exact).sum())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_window_that_overflows_in_half_precision_is_solved_again_in_full(model: Qwen2_5OmniToken2WavModel) -> None:
+    exact = _whole(Token2Wav(model, voices(), precision="float32"))
+    component = Token2Wav(model, voices(), precision="float16")
+    with mock.patch.object(component, "_guided_half", lambda x, *_: torch.full_like(x, torch.inf)):
+        np.testing.assert_array_equal(_whole(component), exact)
+
+
 def test_the_receptive_field_is_what_a_frame_reaches() -> None:
     """NaN spreads to whatever depends on it, however small the weight in between."""
     vocoder = build().code2wav_bigvgan_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -50,6 +50,29 @@ def test_a_window_waits_for_its_chunk_and_its_lookahead() -> None:
     (window,) = run(scheduler).windows
     assert (window.codes, window.history, window.emit, window.last) == ((0, 1, 2, 3, 4, 5), 0, 3, False)
     assert scheduler.starved == 1
+
+
+def growing(seconds_a_code: float) -> list[int]:
+    """Blocks of each window of an utterance whose codes, each 20 ms of sound, come one at a time at this pace."""
+    layout = replace(LAYOUT, code_seconds=0.02)
+    now = 0.0
+    scheduler = CodecScheduler(layout, Limits(max_chunk_blocks=8), clock=lambda: now)
+    scheduler.add("a", None)
+    blocks = []
+    for code in range(90):
+        scheduler.extend("a", [code], final=code == 89)
+        while scheduler.has_work():
+            blocks += [w.emit // layout.block_codes for w in run(scheduler).windows]
+        now += seconds_a_code
+    return blocks
+
+
+def test_chunks_double_while_codes_come_much_faster_than_they_sound() -> None:
+    assert growing(0.004) == [1, 2, 4, 8, 8, 7]
+
+
+def test_chunks_stay_small_when_waiting_would_make_a_gap() -> None:
+    assert set(growing(0.019)[:-1]) == {1}
 
 
 def test_later_chunks_grow_with_what_is_there_and_carry_bounded_history() -> None:

@@ -74,12 +74,9 @@ def load_talker(context: LoadContext) -> Talker:
     whole = read_config(folder)
     config = whole.talker_config
     checkpoint = Checkpoint(folder)
+    weights = checkpoint.tensors("talker.")
     model = load_model(
-        transformers.Qwen2_5OmniTalkerForConditionalGeneration,
-        config,
-        checkpoint.tensors("talker."),
-        context.device,
-        context.dtype,
+        transformers.Qwen2_5OmniTalkerForConditionalGeneration, config, weights, context.device, context.dtype
     )
     speakers = read_speakers(folder)
     wanted = sorted(
@@ -92,13 +89,8 @@ def load_talker(context: LoadContext) -> Talker:
 def load_token2wav(context: LoadContext) -> Token2Wav:
     folder = context.model.folder
     config = read_config(folder).token2wav_config
-    model = load_model(
-        transformers.Qwen2_5OmniToken2WavModel,
-        config,
-        Checkpoint(folder).tensors("token2wav."),
-        context.device,
-        context.dtype,
-    )
+    weights = Checkpoint(folder).tensors("token2wav.")
+    model = load_model(transformers.Qwen2_5OmniToken2WavModel, config, weights, context.device, context.dtype)
     budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
     return Token2Wav(
         model,

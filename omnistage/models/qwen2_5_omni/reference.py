@@ -100,10 +100,10 @@ class Reference:
         if not max_codes:
             out = self.model.generate(**inputs, **options, generation_mode="text")
             return ReferenceOutput(out[0, length:].tolist())
-        codes: list[int] = []
+        spoken: list[list[int]] = []
 
         def note_codes(_module: object, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            codes.extend(args[0][0].tolist())
+            spoken.append(args[0][0].tolist())
 
         handle = self.model.token2wav.register_forward_pre_hook(note_codes, with_kwargs=True)
         try:
@@ -116,13 +116,14 @@ class Reference:
                     talker_do_sample=False,
                 )
         except (RuntimeError, ValueError):
-            # It cannot speak a reply of a single token, for which it has no row.
+            # It fails on a reply of a single token, for which it has no row to speak from, and on no codes at all.
             written = self.run(messages, max_tokens=max_tokens)
-            if len(written.token_ids) != 1:
+            if len(written.token_ids) != 1 and spoken != [[]]:
                 raise
             return written
         finally:
             handle.remove()
+        [codes] = spoken
         return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())
 
 

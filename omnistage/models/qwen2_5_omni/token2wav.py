@@ -97,8 +97,8 @@ class Token2Wav(CodecComponent):
     checkpoint's speaker file. `early_vocoder` lets BigVGAN take the look-ahead's mel as its right context instead of
     waiting for the next window: sound comes about 1.5 blocks earlier and is off by how far that mel is off.
 
-    `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision, whose
-    mantissa is as long as TF32's, and everything else in float32; a window that overflows is solved again in float32.
+    `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision,
+    whose mantissa is as long as TF32's, and all else in float32; a window that overflows is solved again in float32.
     """
 
     sample_rate = SAMPLE_RATE
