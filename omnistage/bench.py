@@ -62,7 +62,7 @@ class Report:
 
 
 def run(*, quick: bool = False, out: Path | None = None, console: Console | None = None) -> int:
-    """Measure everything, print a table, write JSON to `out`; 0 if every target is met."""
+    """Measure everything, print a table, write `out/bench.json`; 0 if every target is met."""
     console = console or Console()
     report = Report(_machine())
     sections: list[tuple[str, Callable[[Path, bool], list[Result]]]] = [
@@ -78,8 +78,8 @@ def run(*, quick: bool = False, out: Path | None = None, console: Console | None
             console.print(f"measured {name}")
     _print(report, console)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "bench.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
     return 0 if all(result.ok for result in report.results) else 1
 
 

@@ -72,7 +72,12 @@ def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestEr
     first = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     param = f"{prefix}.{path}" if prefix and path else (prefix or path)
-    return InvalidRequestError(f"{first['msg']} (got {first.get('input')!r})", param=param or None)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "there is no such parameter; see the class for those there are"
+    elif first["type"] != "value_error":
+        message = f"{message} (got {first.get('input')!r})"
+    return InvalidRequestError(message, param=param or None)
 
 
 class StructuredOutput(BaseModel):
@@ -133,6 +138,8 @@ class SamplingParams(StageParams):
             raise ValueError("an empty stop string can never be found; remove it")
         if any(token < 0 for token in (*self.stop_token_ids, *self.suppress_token_ids)):
             raise ValueError("token ids must not be negative")
+        if any(token < 0 for token in (*(self.allowed_token_ids or ()), *(self.logit_bias or ()))):
+            raise ValueError("token ids must not be negative")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, so nothing could be sampled; leave it out or name ids")
         return self
@@ -173,6 +180,7 @@ class RequestInfo:
     request_id: str
     modalities: frozenset[Modality] = frozenset({Modality.TEXT})
     priority: int = 0
+    """Lower runs earlier."""
     deadline: float | None = None
     """`time.monotonic()` value past which the request ends with `FinishReason.DEADLINE`."""
     voice: str | None = None

@@ -53,8 +53,6 @@ DESCRIPTIONS: Mapping[tuple[type[BaseModel], str], str] = {
     (schema.CodecStageConfig, "budget"): "What the stage may use, see below.",
     (schema.EdgeConfig, "to"): "The stage that the edge leads to.",
     (schema.LimitsConfig, "media"): "See below.",
-    (schema.DeploymentConfig, "device"): "auto: CUDA where there is one, else the CPU. MPS is used only by name.",
-    (schema.DeploymentConfig, "dtype"): "auto: bfloat16 on CUDA, float32 elsewhere.",
     (SamplingParams, "include_stop_str_in_output"): "Keep the stop string at the end of the text.",
     (SamplingParams, "skip_special_tokens"): "Leave special tokens out of the text.",
     (SamplingParams, "structured"): "Constrain the text, see below.",

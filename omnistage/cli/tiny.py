@@ -13,6 +13,8 @@ from omnistage.errors import InvalidRequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from omnistage.pipeline.registry import Family
 
+_CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"})
+
 
 def tiny(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="A model family, like qwen2_5_omni or causal_lm.")],
@@ -21,7 +23,7 @@ def tiny(
     scale: Annotated[
         float, typer.Option(help="0: the smallest that works; 1: the true shapes, gigabytes.", min=0.0, max=1.0)
     ] = 0.0,
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is there already.")] = False,
 ) -> None:
     """Make a small checkpoint of FAMILY in DIR, with random weights.
 
@@ -40,8 +42,10 @@ def tiny(
         raise UnsupportedModelError(f"the family {found.name} has no small checkpoint", param="FAMILY")
     if folder.exists() and not folder.is_dir():
         raise InvalidRequestError(f"{folder} is a file; name a folder", param="DIR")
-    if not force and folder.is_dir() and any(folder.iterdir()):
-        raise InvalidRequestError(f"{folder} is not empty; name another folder or add --force", param="DIR")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not force:
+            raise InvalidRequestError(f"{folder} is not empty; name another folder or add --force", param="DIR")
+        remove_checkpoint(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with progress_bar(f"making a small {found.name}") as report:
         found.tiny(folder, seed=seed, scale=scale, progress=report)
@@ -49,6 +53,20 @@ def tiny(
     console = out()
     console.print(f"wrote {folder} ({size / 2**20:.1f} MiB)", soft_wrap=True)
     console.print(f"try: omnistage generate {folder} 'Hello'", soft_wrap=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete the files of a checkpoint. Raises, and deletes nothing, if the folder holds anything else."""
+    found = list(folder.iterdir())
+    foreign = [path.name for path in found if not path.is_file() or path.suffix not in _CHECKPOINT_FILES]
+    if foreign or not (folder / "config.json").is_file():
+        raise InvalidRequestError(
+            f"{folder} is not just a checkpoint ({', '.join(sorted(foreign)[:3]) or 'it has no config.json'}), "
+            "so --force does not replace it; name another folder",
+            param="DIR",
+        )
+    for path in found:
+        path.unlink()
 
 
 def find_family(name: str) -> Family:

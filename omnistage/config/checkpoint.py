@@ -109,7 +109,8 @@ def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_
     except LocalEntryNotFoundError as error:
         if not allow_download:
             raise CheckpointError(
-                f"{name!r} is neither a folder nor in the local hub cache; give a folder, or allow the download",
+                f"{name!r} is neither a folder nor in the local hub cache; give a folder, or fetch it into the "
+                "cache first (OmniEngineArgs has allow_download)",
                 param="model",
             ) from error
     try:

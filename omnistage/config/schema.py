@@ -241,8 +241,8 @@ class PipelineConfig(ConfigModel):
 class DeploymentConfig(ConfigModel):
     """Where it runs and how much it holds."""
 
-    device: DeviceName = Field(default="auto", description="auto: CUDA, then MPS, then CPU.")
-    dtype: DTypeName = Field(default="auto", description="auto: the checkpoint's on a GPU, float32 on CPU.")
+    device: DeviceName = Field(default="auto", description="auto: CUDA where there is one, else CPU.")
+    dtype: DTypeName = Field(default="auto", description="auto: bfloat16 on CUDA, float32 elsewhere.")
     max_inflight: Count = Field(default=256, description="Requests running or queued before new ones are refused.")
     trace_history: CountOrZero = Field(default=1024, description="Traces of finished requests that are kept.")
     output_buffer: Count = Field(default=1024, description="Chunks held for a reader that is slow.")

@@ -179,11 +179,12 @@ class StageLoop(Generic[Owner]):
         self._close_out()
 
     def _rest(self) -> None:
-        """Wait for a command or a stop. Nothing else can make an idle stage runnable."""
+        """Wait for a command, a stop, or the time that the stage itself names."""
+        limit = self.stage.wait_limit()
         self._resting = True
         self._changed.notify_all()
-        while not self._inbox and not self._stopping:
-            self._changed.wait()
+        while not self._inbox and not self._stopping and self._changed.wait(limit):
+            pass
         self._resting = False
 
     def _take(self) -> _Submit[Owner] | _Feed[Owner] | _Abort[Owner] | None:

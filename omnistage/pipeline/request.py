@@ -344,7 +344,7 @@ class RequestFactory:
         for name in asked:
             if name not in given:
                 raise UnsupportedModalityError(
-                    f"this model does not give {name!r}; it gives {', '.join(given)}", param="modalities"
+                    f"this model does not give {str(name)!r}; it gives {', '.join(given)}", param="modalities"
                 )
         return frozenset(Modality(name) for name in asked)
 

@@ -57,6 +57,10 @@ class Stage(ABC):
     def has_work(self) -> bool:
         """Whether `step` would run something now. Starved requests are not work."""
 
+    def wait_limit(self) -> float | None:
+        """Seconds after which `has_work` may turn true by itself; None: only a call from outside can make it so."""
+        return None
+
     @abstractmethod
     def stats(self) -> StageStats: ...
 

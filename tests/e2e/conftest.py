@@ -111,9 +111,7 @@ class Desk:
     def __init__(self, parts: EngineParts, **changes: Any) -> None:
         options = {"bridges": parts.bridges, **changes}
         self.parts = parts
-        self.orchestrator = Orchestrator(
-            parts.graph, parts.stages, defaults=parts.defaults, threads=False, **options
-        )
+        self.orchestrator = Orchestrator(parts.graph, parts.stages, defaults=parts.defaults, threads=False, **options)
         types = {name: stage.params_type for name, stage in parts.stages.items()}
         clock = {"clock": changes["clock"]} if "clock" in changes else {}
         self.requests = RequestFactory(parts.graph, types, parts.processor, parts.limits, **clock)

@@ -160,6 +160,15 @@ def test_models_that_are_more_than_a_plain_decoder_are_refused(kind: str, change
         CausalLM(model)
 
 
+def test_attention_that_goes_elsewhere_is_refused_even_where_no_logits_show_it() -> None:
+    model = make_model("BloomConfig", n_head=6, num_key_value_heads=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(UnsupportedModelError, match="without paged attention"):
+        CausalLM(model)
+
+
 def test_a_layer_that_ignores_its_configured_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Gemma3TextConfig", sliding_window=64, sliding_window_pattern=2)
     # As long as the text is shorter than the window, no logits could show it.

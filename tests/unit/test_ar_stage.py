@@ -669,7 +669,8 @@ def test_a_failed_step_ends_its_own_requests_and_the_others_go_on(model: CausalL
     for name in "ab":
         assert answers[name, 0].finish is ERROR
         assert isinstance(answers[name, 0].error, StageError)
-        assert "ArithmeticError: out of luck" in str(answers[name, 0].error)
+        assert "ArithmeticError" in str(answers[name, 0].error)
+        assert "out of luck" not in str(answers[name, 0].error)
     assert answers["c", 0].finish is LENGTH
     assert all_free(stage)
     assert answers["c", 0].tokens == one(make_stage(model), LONG).tokens
@@ -891,19 +892,21 @@ def test_a_request_preempted_while_it_streams_answers_as_if_it_had_not_been(talk
 def test_a_step_that_only_preempts_is_not_forgotten_by_the_runner(talker: Around) -> None:
     """The better-ranked request starves on its blocks, so the other one gives way in a step without a batch."""
 
-    def tokens(blocks: int) -> tuple[list[int], list[int], float]:
+    def tokens(blocks: int) -> tuple[list[list[int]], float]:
         stage = make_stage(talker, kv_blocks=blocks, prefix_caching=False)
         stage.submit(request("starved", streaming(prompt=LONG[:15]), max_tokens=9))
         stage.submit(request("pushed", LONG[20:27], max_tokens=9))
         answers = drain(stage)
         preemptions = stage.stats().preemptions
+        # A third one gets the very block that the pushed one had before.
+        stage.submit(request("heir", OTHER, max_tokens=3))
         stage.feed("starved", SideRows(SIDE, final=True))
         drain(stage, answers)
         assert all_free(stage)
-        return answers["starved", 0].tokens, answers["pushed", 0].tokens, preemptions
+        return [answers[name, 0].tokens for name in ("starved", "pushed", "heir")], preemptions
 
-    *tight, preemptions = tokens(3)
-    *roomy, none = tokens(64)
+    tight, preemptions = tokens(3)
+    roomy, none = tokens(64)
     assert (preemptions, none) == (1, 0)
     assert tight == roomy
 

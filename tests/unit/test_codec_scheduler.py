@@ -262,3 +262,20 @@ def test_every_request_ends_once_with_its_codes_in_order(
         step()
     assert ended | aborted == set(fed)
     assert all(got[name] == fed[name] for name in ended)
+
+
+def test_a_request_that_waits_for_a_longer_chunk_says_when_it_stops_waiting() -> None:
+    layout = replace(LAYOUT, code_seconds=0.02)
+    now = 0.0
+    scheduler = CodecScheduler(layout, Limits(max_chunk_blocks=8), clock=lambda: now)
+    scheduler.add("a", None)
+    scheduler.extend("a", range(6), final=False)
+    run(scheduler)
+    assert scheduler.wait_limit() is None
+    scheduler.extend("a", range(3), final=False)
+    assert not scheduler.has_work()
+    limit = scheduler.wait_limit()
+    assert limit is not None
+    now += limit
+    assert scheduler.has_work()
+    assert [w.emit for w in run(scheduler).windows] == [layout.block_codes]

@@ -354,6 +354,15 @@ def test_the_last_token_is_always_computed() -> None:
     assert batch(sim.step()) == [("b", 2, 2, True)]
 
 
+def test_a_block_that_was_never_filled_is_not_reused() -> None:
+    sim = Simulator(size=2, chunk=3)
+    sim.add("a", [0] * 7)
+    sim.step()
+    sim.abort("a")
+    sim.add("b", [0] * 7)
+    assert batch(sim.step()) == [("b", 2, 3, False)]
+
+
 def test_equal_tokens_with_other_media_are_computed_again() -> None:
     sim = Simulator(size=2)
     sim.add("a", [0, 0, 0, 0, 0], limit=1, media={1: b"cat"})

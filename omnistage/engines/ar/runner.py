@@ -21,6 +21,7 @@ from omnistage.engines.ar.rows import SequenceRows
 from omnistage.engines.ar.sampler import Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.errors import InternalError, OmniError, StageError
+from omnistage.pipeline.loop import log_defect
 from omnistage.types import ARInput, SamplingParams, SideRows
 
 _HOST_VOCABULARY = 16384
@@ -277,7 +278,8 @@ class Runner:
         except OmniError as error:
             result.failed[item.key] = error
         except Exception as error:  # the boundary of one request's media: record it and end that request
-            result.failed[item.key] = StageError(f"the media encoder failed: {type(error).__name__}: {error}")
+            log_defect("the media encoder", error)
+            result.failed[item.key] = StageError(f"the media encoder failed with {type(error).__name__}")
         return item.key not in result.failed
 
     def _encode_media(self, rows: SequenceRows) -> torch.Tensor:

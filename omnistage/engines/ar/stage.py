@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from omnistage.errors import (
     PromptTooLongError,
     StageError,
 )
+from omnistage.pipeline.loop import log_defect
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     ARInput,
@@ -35,8 +35,6 @@ from omnistage.types import (
     StageInput,
     TokenChunk,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -276,7 +274,7 @@ class ARStage(Stage):
         return StageChunk(answer.request_id, self.name, payload, answer.index, finish, error)
 
     def _fail_batch(self, plan: SchedulerOutput, error: Exception) -> list[StageChunk]:
-        logger.error("stage %s: a step of %d sequences failed: %s", self.name, len(plan.batch), type(error).__name__)
+        log_defect(f"a step of {len(plan.batch)} sequences in stage {self.name!r}", error)
         problem = error if isinstance(error, OmniError) else _step_error(self.name, error)
         # Keys and values of the batch may be half written: nothing computed so far may be reused.
         self.scheduler.pool.forget_prefixes()
@@ -348,7 +346,8 @@ def _content_keys(payload: ARInput) -> _ContentKeys | None:
 def _step_error(stage: str, error: Exception) -> StageError:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return StageError(f"stage {stage!r} ran out of device memory in this step; lower its budget.max_batch_tokens")
-    return StageError(f"a step of stage {stage!r} failed: {type(error).__name__}: {error}")
+    # Not the exception's own words: they may quote what a user sent.
+    return StageError(f"a step of stage {stage!r} failed with {type(error).__name__}; the log has where")
 
 
 def _typed(stage_input: StageInput) -> tuple[SamplingParams, ARInput]:

@@ -11,6 +11,7 @@ import numpy as np
 from omnistage.engines.codec.component import CodecComponent, Window
 from omnistage.engines.codec.scheduler import WindowPlan
 from omnistage.errors import OmniError, StageError
+from omnistage.pipeline.loop import log_defect
 from omnistage.types import CodecParams
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class CodecRunner:
             if not final:
                 logger.warning("a batch of %d failed (%s); running each alone", len(plans), type(error).__name__)
                 return False
-            logger.exception("decoding failed")
+            log_defect("decoding", error)
             own = error if isinstance(error, OmniError) else StageError(f"decoding failed: {type(error).__name__}")
             own.__cause__ = error if own is not error else error.__cause__
             output.failed.update({plan.request_id: own for plan in plans})

@@ -18,6 +18,7 @@ from omnistage.engines.codec.component import CodecLayout
 GROWTH_PACE = 0.4
 """Chunks double while codes come in less than this share of the time that they sound. Then the next chunk, twice as
 long, is there before the last one has been played."""
+_MOMENT = 0.001
 AGE_LIMIT = 16
 """A ready request that was passed over this many times goes before every priority, longest wait first."""
 
@@ -233,8 +234,22 @@ class CodecScheduler:
 
     def _is_ahead(self, request: _Request) -> bool:
         """Whether codes come so much faster than they sound that waiting for a longer chunk makes no gap."""
+        return self._lead(request) > 0
+
+    def _lead(self, request: _Request) -> float:
+        """Seconds for which the request stays ahead if no more codes come."""
         passed = self._clock() - request.first_code
-        return passed < GROWTH_PACE * self._layout.code_seconds * len(request.codes)
+        return GROWTH_PACE * self._layout.code_seconds * len(request.codes) - passed
+
+    def wait_limit(self) -> float | None:
+        """Seconds until a request that waits for a longer chunk takes the shorter one; None: none does."""
+        block = self._layout.block_codes
+        leads = [
+            self._lead(r)
+            for r in self._requests.values()
+            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block
+        ]
+        return max(min(leads), 0.0) + _MOMENT if leads else None
 
 
 def _plan(request: _Request, shape: Shape) -> WindowPlan:

@@ -89,6 +89,9 @@ class CodecStage(Stage):
     def has_work(self) -> bool:
         return bool(self._refused) or self._scheduler.has_work()
 
+    def wait_limit(self) -> float | None:
+        return self._scheduler.wait_limit()
+
     def stats(self) -> StageStats:
         return StageStats(
             waiting=self._scheduler.waiting,
