@@ -19,6 +19,8 @@ from omnistage.models.causal_lm.component import CausalLM
 from omnistage.pipeline.registry import REGISTRY, LoadContext
 from omnistage.types import ARInput, FinishReason, RequestInfo, SamplingParams, StageChunk, StageInput, TokenChunk
 
+SLOW_MACHINE = [HealthCheck.too_slow]
+
 SHARED = tuple((37 * i + 11) % 870 for i in range(48))
 """Prompts begin with pieces of this, so that they share prefixes."""
 LONGEST = 48 + 4 + 12
@@ -177,7 +179,7 @@ def assert_same(got: Answer, expected: Answer) -> None:
     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(requests=st.lists(asked(), min_size=1, max_size=6), budget=budgets())
 def test_answers_do_not_depend_on_company_time_or_room(
     model: CausalLM, requests: list[Asked], budget: ARBudget
@@ -213,7 +215,7 @@ def test_answers_survive_many_preemptions(model: CausalLM, prefix_caching: bool)
         assert_same(answers[str(number), 0], answer)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(requests=st.lists(asked(aborts=False), min_size=2, max_size=4), budget=budgets())
 def test_a_second_round_over_a_used_pool_answers_the_same(
     model: CausalLM, requests: list[Asked], budget: ARBudget

@@ -19,17 +19,22 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.build import EngineParts, build_parts
 from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
+from omnistage.media.video import VideoClip
 from omnistage.models.qwen2_5_omni import tiny, verify
+from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
 from omnistage.models.qwen2_5_omni.verify import Answer, Case
 from omnistage.omni import Omni
-from omnistage.types import CodecParams, FinishReason, SamplingParams
+from omnistage.pipeline.registry import BridgeResult
+from omnistage.types import CodecParams, FinishReason, RequestInfo, SamplingParams, StageChunk, StageParams
+from tests.e2e.conftest import Desk, final_of
 
 pytestmark = pytest.mark.slow
 
 LOGITS_TOLERANCE = 1e-4 / 4
 """Of the largest logit, which is above 4 everywhere here; float32 sums in another order differ by about 5e-6 of it."""
 PLAIN, LARGER, ENDING = "plain", "larger", "ending"
+BOTH = ["text", "audio"]
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +160,42 @@ def test_the_generated_cases_cover_what_they_must(make_bench) -> None:
     assert len(widths) == 2
 
 
+def unusual_cases() -> list[Case]:
+    """Sound that is longer or shorter than its video, several videos, media in every order, odd frames and rates."""
+    rng = np.random.default_rng(5)
+
+    def video(frames: int, sound: float | None = None, fps: float = 2.0) -> dict[str, object]:
+        pixels = rng.integers(0, 256, (frames, 56, 84, 3), dtype=np.uint8)
+        audio = None if sound is None else verify._clip(rng, sound)
+        return {"type": "video", "video": VideoClip(pixels, fps, frames / fps, audio)}
+
+    def audio(seconds: float) -> dict[str, object]:
+        return {"type": "audio", "audio": verify._clip(rng, seconds)}
+
+    text = {"type": "text", "text": "What is it?"}
+    media: dict[str, list[Any]] = {
+        "sound outlasts its video": [video(4, 9.0)],
+        "video outlasts its sound": [video(12, 0.7)],
+        "two videos with sound": [video(8, 4.0), video(4, 2.5)],
+        "sound, video with sound, image": [audio(1.2), video(8, 4.0), verify._image(rng)],
+        "text between all": [text, verify._image(rng), text, audio(1.0), text, video(4)],
+        "one frame": [video(1)],
+        "three frames": [video(3)],
+        "slow frames": [video(8, None, 0.5)],
+        "an odd rate": [video(10, 5.3, 1.7)],
+        "the shortest sound": [verify._image(rng), audio(0.03)],
+    }
+    return [Case(name, ({"role": "user", "content": [*parts, text]},), 4, 14) for name, parts in media.items()]
+
+
+def test_unusual_mixtures_get_the_reference_answers_too(make_bench) -> None:
+    bench = make_bench(PLAIN)
+    cases = unusual_cases()
+    answers, noise = verify.run_ours(bench.folder, cases)
+    expected = [verify.run_reference(bench.reference, case, noise) for case in cases]
+    replace(bench, cases=cases, expected=expected).check(answers)
+
+
 def test_replies_and_speech_that_end_by_themselves_end_alike(make_bench) -> None:
     bench = make_bench(ENDING)
     short = [a for a, case in zip(bench.answers, bench.cases, strict=True) if len(a.token_ids) < case.max_tokens]
@@ -205,32 +246,58 @@ def ar_stage(parts: EngineParts, name: str) -> ARStage:
     return stage
 
 
-def blocks_for(cases: Sequence[Case], lengths: Sequence[int]) -> int:
-    """Blocks of 8 tokens that hold the longest of these sequences, and a little more."""
-    return 4 + max(-(-(length + case.max_codes + 2) // 8) for case, length in zip(cases, lengths, strict=True))
+def answer_turn_by_turn(bench: Bench, overrides: Sequence[str]) -> tuple[list[Answer], EngineParts]:
+    """Our answers without threads: which request is preempted when depends on nothing but the budgets."""
+    args = OmniEngineArgs(model=str(bench.folder), device="cpu", dtype="float32", overrides=tuple(overrides))
+    parts, codes = build_parts(args, progress=False), dict[str, list[int]]()
 
+    def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        state, inputs = talker2token2wav(request, state, chunk)
+        for value in inputs:
+            codes.setdefault(request.request_id, []).extend(value.codes)  # type: ignore[union-attr]
+        return state, inputs
 
-@pytest.mark.parametrize("kind", [PLAIN, ENDING])
-def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, built, kind: str) -> None:
-    bench = make_bench(kind)
-    lengths = [
-        bench.reference.inputs(parse_messages(case.messages, MediaLimits(), use_audio_in_video=True))[0][
-            "input_ids"
-        ].shape[1]
+    desk = Desk(parts, bridges={**parts.bridges, "token2wav": note_codes})
+    streams = [
+        desk.submit(case.name, case.messages, verify_params(case), modalities=BOTH, use_audio_in_video=True)
         for case in bench.cases
     ]
-    blocks = blocks_for(bench.cases, lengths)
-    overrides = [
-        f"{stage}.{key}={value}"
-        for stage in ("thinker", "talker")
-        for key, value in {"max_batch_tokens": 40, "block_size": 8, "kv_blocks": blocks, "prefill_chunk": 24}.items()
-    ]
-    answers, _ = verify.run_ours(bench.folder, bench.cases, overrides)
+    desk.finish()
+    answers = []
+    for case, items in zip(bench.cases, streams, strict=True):
+        output = final_of(items)
+        assert output.error is None
+        assert output.audio is not None
+        answers.append(Answer(output.token_ids, codes[case.name], output.audio.samples))
+    return answers, parts
+
+
+def verify_params(case: Case) -> dict[str, StageParams]:
+    return {
+        "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
+        "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
+        "token2wav": CodecParams(streaming=False, seed=verify._SEED),
+    }
+
+
+@pytest.mark.parametrize("name", ["thinker", "talker"])
+def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, name: str) -> None:
+    bench = make_bench(PLAIN)
+    # Room for the longest sequence and a little more, so that the others have to give way.
+    longest = max(
+        len(parsed_ids(bench, case)) + (case.max_tokens if name == "thinker" else case.max_codes + 2)
+        for case in bench.cases
+    )
+    budget = {"max_batch_tokens": 40, "prefill_chunk": 24, "block_size": 8, "kv_blocks": -(-longest // 8) + 4}
+    answers, parts = answer_turn_by_turn(bench, [f"{name}.{key}={value}" for key, value in budget.items()])
     bench.check(answers)
-    for name in ("thinker", "talker"):
-        stage = ar_stage(built[0], name)
-        assert stage.stats().preemptions > 0
-        stage.check_integrity()
+    assert ar_stage(parts, name).stats().preemptions > 0
+
+
+def parsed_ids(bench: Bench, case: Case) -> Sequence[int]:
+    messages = parse_messages(case.messages, MediaLimits(), use_audio_in_video=True)
+    made, _ = bench.reference.inputs(messages)
+    return made["input_ids"][0].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -279,19 +346,12 @@ def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch
     args = OmniEngineArgs(model=str(bench.folder), device="cpu", dtype="float32", overrides=tuple(overrides))
     parts = build_parts(args, progress=False)
     ours = {name: watch_logits(ar_stage(parts, name), monkeypatch) for name in ("thinker", "talker")}
-    params = [
-        {
-            "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
-            "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
-            "token2wav": CodecParams(num_steps=2, seed=0),
-        }
-        for case in bench.cases
-    ]
+    params = [{**verify_params(case), "token2wav": CodecParams(num_steps=2, seed=0)} for case in bench.cases]
     with Omni.from_parts(parts.graph, parts.stages, parts.bridges, parts.defaults, parts.processor) as omni:
         outputs = omni.chat(
             [case.messages for case in bench.cases],
             params,
-            modalities=["text", "audio"],
+            modalities=BOTH,
             use_audio_in_video=True,
             progress=False,
         )
@@ -320,13 +380,8 @@ def test_the_other_voice_speaks_as_in_the_reference(make_bench, index: int) -> N
         messages, max_tokens=case.max_tokens, max_codes=case.max_codes, voice="Ethan", noise=bench.noise
     )
     assert expected.codes != bench.expected[index].codes
-    params = {
-        "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
-        "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
-        "token2wav": CodecParams(streaming=False, seed=verify._SEED),
-    }
     with Omni(bench.folder, device="cpu", dtype="float32", progress=False) as omni:
-        output = omni.chat(case.messages, params, modalities=["text", "audio"], voice="Ethan", progress=False)
+        output = omni.chat(case.messages, verify_params(case), modalities=BOTH, voice="Ethan", progress=False)
     assert output.finish_reason is FinishReason.LENGTH
     assert output.token_ids == expected.token_ids
     assert output.audio is not None

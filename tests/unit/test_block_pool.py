@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 from omnistage.errors import InternalError
+
+SLOW_MACHINE = [HealthCheck.too_slow]
 
 
 def taken(pool: BlockPool, count: int) -> list[int]:
@@ -199,7 +201,7 @@ _EXTRA = st.lists(st.binary(max_size=3), max_size=3).map(tuple)
 _CONTENT = st.lists(st.tuples(_TOKENS, _EXTRA), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(_CONTENT, _CONTENT)
 def test_hash_chains_are_equal_exactly_when_tokens_and_media_are(
     one: list[tuple[tuple[int, ...], tuple[bytes, ...]]], other: list[tuple[tuple[int, ...], tuple[bytes, ...]]]
@@ -271,5 +273,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.free_blocks == self.pool.num_blocks
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=SLOW_MACHINE
+)
 TestPoolMachine = PoolMachine.TestCase

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omnistage.chat import ChatMessage, TextPart
@@ -16,6 +16,8 @@ from omnistage.models import _tiny_common as common
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.prompts import PromptTokenizer
+
+SLOW_MACHINE = [HealthCheck.too_slow]
 
 SPECIAL = tiny.special_ids()
 START, END = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
@@ -65,7 +67,7 @@ TRICKY = st.lists(
 ).map("".join)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, suppress_health_check=SLOW_MACHINE, max_examples=200)
 @given(text=TRICKY)
 def test_a_plain_prompt_never_holds_a_special_id_and_decodes_to_itself(prompts: PromptTokenizer, text: str) -> None:
     ids = prompts.encode_plain(text)
@@ -74,7 +76,7 @@ def test_a_plain_prompt_never_holds_a_special_id_and_decodes_to_itself(prompts: 
     assert prompts.tokenizer.decode(ids) == normalised
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, suppress_health_check=SLOW_MACHINE, max_examples=200)
 @given(texts=st.lists(TRICKY, min_size=1, max_size=3))
 def test_a_chat_holds_the_templates_special_ids_and_no_others(processor: CausalLMProcessor, texts: list[str]) -> None:
     ids = processor.chat([ChatMessage("system", (TextPart("Be kind."),)), user(*texts)]).token_ids

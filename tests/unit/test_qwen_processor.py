@@ -237,6 +237,13 @@ def test_sound_longer_than_the_model_hears_is_refused_rather_than_cut(processor:
         ask(processor, film(audio=clip(seconds=31.0)))
 
 
+def test_sound_too_short_to_be_heard_is_refused(processor: Qwen25OmniProcessor) -> None:
+    assert len(ask(processor, AudioPart(clip(seconds=0.03))).media[0].positions) == 1
+    for given in (AudioPart(clip(seconds=0.015)), film(audio=clip(seconds=0.015))):
+        with pytest.raises(MediaError, match="30 ms"):
+            ask(processor, picture(), given)
+
+
 def test_sound_of_another_rate_is_refused(processor: Qwen25OmniProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="16000"):
         ask(processor, AudioPart(clip(rate=24_000)))

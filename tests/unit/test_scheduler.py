@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.errors import InternalError
+
+SLOW_MACHINE = [HealthCheck.too_slow]
 
 VOCABULARY = 2
 """So few tokens that prompts often share a beginning."""
@@ -578,5 +580,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sim.pool.free_blocks == sim.pool.num_blocks
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=SLOW_MACHINE
+)
 TestSchedulerMachine = SchedulerMachine.TestCase

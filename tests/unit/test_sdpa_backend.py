@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omnistage.engines.ar.attention import (
@@ -21,6 +21,8 @@ from omnistage.engines.ar.attention import (
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.errors import ConfigError, StageError
+
+SLOW_MACHINE = [HealthCheck.too_slow]
 
 CPU = torch.device("cpu")
 
@@ -107,7 +109,7 @@ def assert_matches(scene: Scene, *, scale: float = 0.3, window: int | None = Non
     torch.testing.assert_close(got.double(), scene.expected(scale=scale, window=window), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),
@@ -132,7 +134,7 @@ def test_any_layout_matches_plain_attention(
     assert_matches(scene, scale=scale, window=window)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(
     pasts=st.lists(st.integers(0, 30), min_size=1, max_size=8),
     group=st.integers(1, 4),
@@ -197,7 +199,6 @@ def test_a_plan_of_another_backend_is_refused() -> None:
         scene.run(scale=1.0, window=None)
 
 
-@pytest.mark.xfail(strict=True, reason="a padded gather reads slot 0, whoever it belongs to")
 def test_nan_in_a_neighbours_keys_and_values_stays_with_the_neighbour() -> None:
     scenes = (make_scene([(6, 1), (9, 1)], seed=seed) for seed in range(100))
     scene = next(scene for scene in scenes if not any(0 in own for own in scene.slots))

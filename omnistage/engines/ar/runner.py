@@ -144,8 +144,7 @@ class Runner:
             if side.final:
                 tail = self.component.final_side_rows()
                 new = torch.cat((new.to(tail), tail)) if len(new) else tail
-            if len(new):
-                rows.feed(new, final=side.final, device=device, dtype=dtype)
+            rows.feed(new, final=side.final, device=device, dtype=dtype)
             return len(new)
 
     def remove(self, key: str) -> None:

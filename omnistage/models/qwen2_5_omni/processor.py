@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.chat import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.compat import prepare_torchvision
 from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.hf import transformers
@@ -67,7 +67,9 @@ class Qwen25OmniProcessor:
 
     def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
         media, guarded = _Media(), self._prompts.guarded()
-        turns = [{"role": m.role, "content": [_template_part(p, media, guarded) for p in m.parts]} for m in messages]
+        turns = [
+            {"role": m.role, "content": [_template_part(p, media, guarded) for p in _joined(m.parts)]} for m in messages
+        ]
         if len(media.with_audio) > 1:
             raise InvalidRequestError(
                 "use_audio_in_video needs a sound track in every video of the chat, or in none", param="messages"
@@ -135,9 +137,13 @@ class Qwen25OmniProcessor:
                 "fps": media.fps[0],
             }
         try:
-            return self._processor(text=rendered, return_tensors="pt", **options)
+            features = self._processor(text=rendered, return_tensors="pt", **options)
         except (ValueError, StopIteration) as error:
             raise MediaError(f"the processor cannot take these media: {error}") from error
+        if media.audios and int(_audio_lengths(features).min()) < 1:
+            # The model would hear nothing of it, and its positions cannot be counted beside pictures.
+            raise MediaError("a sound is shorter than 30 ms; send a longer one", param="messages")
+        return features
 
     def _expand(self, rendered: str, media: _Media, features: Any) -> str:
         """Placeholders repeated to each item's length, with each video's own frame rate."""
@@ -200,6 +206,18 @@ class Qwen25OmniProcessor:
             key = content_key("audio", mel.contiguous().numpy())
             spans.append(MediaSpan(Modality.AUDIO, key, rows, {"input_features": mel, "feature_attention_mask": mask}))
         return spans
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts with neighbouring texts made one: a special token must not hide across their border."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            joined[-1] = TextPart(last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[str, str]:

@@ -90,9 +90,11 @@ class SdpaBackend(AttentionBackend):
         if not len(single):
             return SdpaPlan(None, False, None, None, 0, chunks)
         longest = int(lengths[single].max())
-        padded = np.zeros((len(single), longest), dtype=np.int64)
+        # Padding repeats a slot of the same sequence: another's could hold NaN, and 0 x NaN is NaN.
+        padded = np.empty((len(single), longest), dtype=np.int64)
         for row, i in enumerate(single):
             padded[row, : lengths[i]] = layout.slots[i][: lengths[i]]
+            padded[row, lengths[i] :] = layout.slots[i][0]
         ragged = bool((lengths[single] != longest).any())
         return SdpaPlan(
             torch.from_numpy(starts[single].astype(np.int64)).to(device),

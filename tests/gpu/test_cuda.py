@@ -1,0 +1,306 @@
+"""The pipelines on a GPU against the same on the CPU, in float32: equal tokens and codes, nearly equal sound."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.config import OmniEngineArgs
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.build import build_parts
+from omnistage.models.causal_lm import tiny as tiny_lm
+from omnistage.models.qwen2_5_omni import tiny as tiny_omni
+from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
+from omnistage.omni import Omni
+from omnistage.pipeline.registry import BridgeResult
+from omnistage.pipeline.request import RequestOptions
+from omnistage.types import (
+    CodecParams,
+    FinishReason,
+    OmniRequestOutput,
+    OmniTokensPrompt,
+    OutputChunk,
+    RequestInfo,
+    SamplingParams,
+    StageChunk,
+    StageParams,
+    TokenChunk,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEVICE = "cuda"
+BOTH = ["text", "audio"]
+WAVE_TOLERANCE = 1e-2
+# Few graphs: capturing them is most of the time that these tests take.
+SMALL = ("max_model_len=1024", "kv_blocks=256", "graph_batch_sizes=[1,2,4,8]")
+MODES = {
+    "triton with graphs": ("attention=triton", "cuda_graphs=true"),
+    "triton without graphs": ("attention=triton", "cuda_graphs=false"),
+    "sdpa": ("attention=sdpa", "cuda_graphs=false"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _full_float32() -> Iterator[None]:
+    """TF32 keeps ten bits of a float: enough for sound, not for equal tokens."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+
+
+def overrides(stages: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{stage}.{option}" for stage in stages for option in options)
+
+
+def assert_empty(omni: Omni) -> None:
+    omni.orchestrator.check_idle()
+    for stage in omni.orchestrator.stages.values():
+        if isinstance(stage, ARStage):
+            stage.check_integrity()
+            assert stage.scheduler.pool.free_blocks == stage.scheduler.pool.num_blocks
+
+
+# -------------------------------------------------------------------------------------------------- causal LM
+
+
+def prompts() -> list[OmniTokensPrompt]:
+    rng = np.random.default_rng(0)
+    return [OmniTokensPrompt(tuple(rng.integers(0, 800, n).tolist())) for n in (3, 17, 64, 130, 30, 9, 200)]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lm") / "model"
+    tiny_lm.write(folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lm_expected(lm: Path) -> list[list[int]]:
+    with Omni(lm, device="cpu", dtype="float32", overrides=overrides(["thinker"], SMALL), progress=False) as omni:
+        return [output.token_ids for output in omni.generate(prompts(), GREEDY, progress=False)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_causal_lm_writes_what_it_writes_on_the_cpu(lm: Path, lm_expected: list[list[int]], mode: str) -> None:
+    given = overrides(["thinker"], [*SMALL, *MODES[mode]])
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        stage = omni.orchestrator.stages["thinker"]
+        assert isinstance(stage, ARStage)
+        assert (stage.runner.graphs is not None) == (mode == "triton with graphs")
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = omni.generate(prompts(), GREEDY, progress=False)
+            assert [output.token_ids for output in outputs] == lm_expected
+        assert_empty(omni)
+
+
+def test_small_steps_and_preemption_change_nothing(lm: Path, lm_expected: list[list[int]]) -> None:
+    tight = ("max_batch_tokens=48", "prefill_chunk=32", "kv_blocks=18", "prefix_caching=false")
+    given = overrides(["thinker"], [*SMALL, *tight])
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        outputs = omni.generate(prompts(), GREEDY, progress=False)
+        assert [output.token_ids for output in outputs] == lm_expected
+        assert omni.stats().stages["thinker"].preemptions > 0
+        assert_empty(omni)
+
+
+def test_a_seed_draws_the_same_tokens_in_any_batch(lm: Path) -> None:
+    params = [SamplingParams(seed=i, top_k=40, top_p=0.9, max_tokens=12, ignore_eos=True) for i in range(7)]
+    given = overrides(["thinker"], SMALL)
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        together = omni.generate(prompts(), params, progress=False)
+        alone = [omni.generate(p, own, progress=False)[0] for p, own in zip(prompts(), params, strict=True)]
+        assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+# ----------------------------------------------------------------------------------------------- Qwen2.5-Omni
+
+
+def picture(seed: int, height: int = 84, width: int = 112) -> dict[str, object]:
+    return {"type": "image", "image": np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)}
+
+
+def say(text: str, *parts: dict[str, object]) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+CHATS = [
+    say("Hello, who are you?"),
+    say("What is in this picture?", picture(1)),
+    say("Compare them.", picture(2), picture(3, 56, 140)),
+    say("Thank you."),
+]
+
+
+def speech(tokens: int, codes: int, **codec: Any) -> dict[str, StageParams]:
+    return {
+        "thinker": SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        "talker": SamplingParams(temperature=0.0, max_tokens=codes, min_tokens=codes, repetition_penalty=1.05),
+        "token2wav": CodecParams(**{"streaming": False, "seed": 5, **codec}),
+    }
+
+
+PARAMS = [speech(6 + 3 * i, 20 + 7 * i) for i in range(len(CHATS))]
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    codes: list[int]
+    samples: np.ndarray
+
+
+class Model:
+    """The pipeline on a device, with the codes between talker and token2wav noted."""
+
+    def __init__(self, folder: Path, device: str, options: Sequence[str] = (), dtype: str = "float32") -> None:
+        given = (*overrides(["thinker", "talker"], [*SMALL, *options]), "token2wav.precision=float32")
+        if "cuda_graphs=false" in options:
+            given = (*given, "token2wav.cuda_graphs=false")
+        args = OmniEngineArgs(model=str(folder), device=device, dtype=dtype, overrides=given)  # type: ignore[arg-type]
+        parts = build_parts(args, progress=False)
+        self._codes: dict[str, list[int]] = {}
+        bridges = {**parts.bridges, "token2wav": self._note}
+        self.omni = Omni.from_parts(parts.graph, parts.stages, bridges, parts.defaults, parts.processor)
+
+    def _note(self, request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        if isinstance(chunk.payload, TokenChunk):
+            self._codes.setdefault(request.request_id, []).extend(chunk.payload.token_ids)
+        return talker2token2wav(request, state, chunk)
+
+    def answer(self, output: OmniRequestOutput) -> Answer:
+        assert output.error is None
+        assert output.audio is not None
+        return Answer(output.token_ids, self._codes[output.request_id], output.audio.samples)
+
+    def answers(self, chats: Sequence[Any], params: Sequence[Any]) -> list[Answer]:
+        outputs = self.omni.chat(list(chats), list(params), modalities=BOTH, progress=False)
+        return [self.answer(output) for output in outputs]
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.omni.close()
+
+
+def assert_alike(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert own.token_ids == other.token_ids
+        assert own.codes == other.codes
+        assert own.samples.shape == other.samples.shape
+        assert np.abs(own.samples - other.samples).max() < WAVE_TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("omni") / "model"
+    tiny_omni.write(folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[Answer]:
+    with Model(checkpoint, "cpu") as model:
+        return model.answers(CHATS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(checkpoint: Path) -> Iterator[Model]:
+    """As it runs by default: triton and graphs."""
+    with Model(checkpoint, DEVICE) as model:
+        yield model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_images_and_speech_are_those_of_the_cpu(checkpoint: Path, expected: list[Answer], mode: str) -> None:
+    with Model(checkpoint, DEVICE, MODES[mode]) as model:
+        assert_alike(model.answers(CHATS, PARAMS), expected)
+        assert_empty(model.omni)
+    assert len({tuple(answer.codes[:14]) for answer in expected}) == len(expected)
+    assert all(np.abs(answer.samples).max() > 0.01 for answer in expected)
+
+
+def test_each_alone_is_what_all_get_together(on_gpu: Model, expected: list[Answer]) -> None:
+    alone = [on_gpu.answers([chat], [own])[0] for chat, own in zip(CHATS, PARAMS, strict=True)]
+    assert_alike(alone, expected)
+    assert_empty(on_gpu.omni)
+
+
+def test_streamed_speech_is_the_whole_utterance(on_gpu: Model) -> None:
+    waves = [on_gpu.answers(CHATS[:1], [speech(40, 90, streaming=mode)])[0].samples for mode in (True, False)]
+    streamed, whole = waves
+    assert len(streamed) == len(whole) == 90 * 480
+    noise = float(np.square(streamed - whole, dtype=np.float64).sum())
+    snr = 10 * np.log10(float(np.square(whole, dtype=np.float64).sum()) / max(noise, 1e-12))
+    print(f"\nstreamed against whole on the GPU: {snr:.1f} dB")
+    assert snr > 30
+    assert_empty(on_gpu.omni)
+
+
+def test_an_abort_in_a_mixed_batch_leaves_the_others_alone(on_gpu: Model, expected: list[Answer]) -> None:
+    """One request is aborted after its first word; text alone, speech and pictures go on beside it."""
+    omni, begun, ended = on_gpu.omni, threading.Event(), threading.Event()
+    items: list[OutputChunk] = []
+
+    def listen(item: OutputChunk) -> None:
+        items.append(item)
+        begun.set()
+        if item.final is not None:
+            ended.set()
+
+    doomed = omni._plan(CHATS[1], speech(900, 900), RequestOptions(modalities=BOTH), "doomed")
+    omni.orchestrator.start(doomed, listen)
+    assert begun.wait(60)
+    found: list[Answer] = []
+    worker = threading.Thread(target=lambda: found.extend(on_gpu.answers(CHATS, PARAMS)))
+    worker.start()
+    [text] = omni.generate(["Just text"], GREEDY, progress=False)
+    assert omni.abort("doomed")
+    worker.join(120)
+    assert ended.wait(60)
+    final = items[-1].final
+    assert final is not None
+    assert final.finish_reason is FinishReason.ABORT
+    assert text.error is None
+    assert text.audio is None
+    assert len(text.token_ids) == 24
+    assert_alike(found, expected)
+    assert_empty(omni)
+
+
+def test_a_stage_that_fails_on_the_device_recovers(
+    on_gpu: Model, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    component: Any = on_gpu.omni.orchestrator.stages["thinker"].component  # type: ignore[attr-defined]
+    encode: Callable[..., torch.Tensor] = component.encode
+    monkeypatch.setattr(component, "encode", lambda span: encode(span)[:-1])
+    [broken] = on_gpu.omni.chat([say("Look", picture(77))], [PARAMS[0]], modalities=BOTH, progress=False)
+    assert broken.error is not None
+    monkeypatch.setattr(component, "encode", encode)
+    assert_alike(on_gpu.answers(CHATS, PARAMS), expected)
+    assert_empty(on_gpu.omni)
+
+
+def test_bfloat16_runs_and_speaks(checkpoint: Path) -> None:
+    """Its tokens are not those of float32; that it writes, speaks and gives no NaN is what can be said."""
+    with Model(checkpoint, DEVICE, dtype="auto") as model:
+        found = model.answers(CHATS[:2], PARAMS[:2])
+        assert [len(a.token_ids) for a in found] == [6, 9]
+        assert all(np.isfinite(a.samples).all() and np.abs(a.samples).max() > 0.01 for a in found)
+        assert_empty(model.omni)
