@@ -131,6 +131,8 @@ class Orchestrator:
             raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
         order = tuple(name for name in self.graph.order if name in needed)
         plan = RequestPlan(request, order, params, count)
+        for name in order:
+            self.stages[name].check_params(params[name])
         reads_hidden = any(target in needed for target in self.graph.targets(entry))
         self.stages[entry].check(StageInput(info, params[entry], request.payload, emit_hidden=reads_hidden))
         return plan

@@ -37,6 +37,12 @@ class Stage(ABC):
     def check(self, stage_input: StageInput) -> None:
         """Raise an `OmniError` if this input can never run (too long, wrong shape). Thread-safe, changes nothing."""
 
+    def check_params(self, params: StageParams) -> None:  # noqa: B027  (most parameters check themselves)
+        """Raise an `OmniError` for parameters that this stage can never run with. Thread-safe, changes nothing.
+
+        Asked of every stage that a request will reach, before the first one starts.
+        """
+
     @abstractmethod
     def submit(self, stage_input: StageInput) -> None:
         """Take a request. Errors found here raise and leave the stage unchanged."""

@@ -33,6 +33,7 @@ from omnistage.types import (
     StageChunk,
     StageFeed,
     StageInput,
+    StageParams,
     TokenChunk,
 )
 
@@ -111,6 +112,17 @@ class ARStage(Stage):
                 param="min_tokens",
             )
 
+    def check_params(self, params: StageParams) -> None:
+        if isinstance(params, SamplingParams):
+            self.runner.sampler.check(self._effective(params))
+
+    def _effective(self, params: SamplingParams) -> SamplingParams:
+        """With what the component never samples."""
+        if not self.component.suppress_token_ids:
+            return params
+        banned = tuple(sorted({*params.suppress_token_ids, *self.component.suppress_token_ids}))
+        return params.model_copy(update={"suppress_token_ids": banned})
+
     def submit(self, stage_input: StageInput) -> None:
         params, payload = _typed(stage_input)
         payload = self.component.prepare(stage_input.info, payload)
@@ -137,9 +149,7 @@ class ARStage(Stage):
         own = params
         if index and params.seed is not None:
             own = params.model_copy(update={"seed": (params.seed + index) % 2**63})
-        if component.suppress_token_ids:
-            banned = tuple(sorted({*own.suppress_token_ids, *component.suppress_token_ids}))
-            own = own.model_copy(update={"suppress_token_ids": banned})
+        own = self._effective(own)
         prompt = len(payload.token_ids)
         self.runner.add(key, payload, own, capacity=prompt + limit, emit=stage_input.emit_hidden)
         side = None
