@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -87,6 +88,8 @@ class _Front:
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
         self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits)
         self._output_buffer = deployment.output_buffer
+        # Stage threads keep the orchestrator alive: a door that is dropped without being closed must stop them.
+        self._finalizer = weakref.finalize(self, self.orchestrator.shutdown, False)
 
     def _plan(
         self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None

@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 
 
+_RETRY_SECONDS = 0.05
+
+
 def log_defect(where: str, error: BaseException) -> None:
     """Log an unexpected error by its type and frames. Its message may quote user content, so it is left out."""
     frames = "".join(traceback.format_tb(error.__traceback__))
@@ -155,7 +158,7 @@ class StageLoop(Generic[Owner]):
         held = stats.waiting + stats.running + stats.starved
         name = self.stage.name
         found = [f"{len(self._inbox)} commands for {name}"] if self._inbox else []
-        found += [f"request {request_id} in the loop of {name}" for request_id in self._live]
+        found += [f"request {request_id} in the loop of {name}" for request_id in list(self._live)]
         return found + ([f"{held} requests in stage {name}"] if held else [])
 
     # --------------------------------------------------------------------------------------- in the loop
@@ -180,7 +183,11 @@ class StageLoop(Generic[Owner]):
 
     def _rest(self) -> None:
         """Wait for a command, a stop, or the time that the stage itself names."""
-        limit = self.stage.wait_limit()
+        try:
+            limit = self.stage.wait_limit()
+        except Exception as error:  # the boundary of a stage, as in `_turn`; it is asked again at the next rest
+            log_defect(f"wait_limit of stage {self.stage.name!r}", error)
+            limit = _RETRY_SECONDS
         self._resting = True
         self._changed.notify_all()
         while not self._inbox and not self._stopping and self._changed.wait(limit):

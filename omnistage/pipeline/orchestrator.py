@@ -130,6 +130,9 @@ class Orchestrator:
         if count > 1 and needed != {entry}:
             raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
         order = tuple(name for name in self.graph.order if name in needed)
+        for name in order:
+            if name != entry and answers(params[name]) > 1:
+                raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
         plan = RequestPlan(request, order, params, count)
         for name in order:
             self.stages[name].check_params(params[name])

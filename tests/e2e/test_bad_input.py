@@ -559,3 +559,11 @@ def test_a_reply_that_outgrows_the_talker_ends_its_own_request(load: Callable[..
     assert type(final_of(items).error) is PromptTooLongError
     assert "talker" in str(final_of(items).error)
     assert final_of(text).error is None
+
+
+def test_several_answers_of_a_later_stage_are_refused(parts: EngineParts, beside: Any) -> None:
+    """They would all be spoken in one utterance."""
+    desk = Desk(parts)
+    params = {**greedy(5, 14), "talker": SamplingParams(max_tokens=14, n=2)}
+    with beside(desk), pytest.raises(InvalidRequestError, match="one answer"):
+        desk.submit("bad", HELLO, params, modalities=BOTH)

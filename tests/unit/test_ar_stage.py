@@ -14,6 +14,7 @@ from omnistage.config.schema import ARBudget
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import block_bytes
+from omnistage.engines.ar.scheduler import ScheduledSequence
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.build import build_stage
 from omnistage.errors import (
@@ -979,3 +980,61 @@ def test_a_prompt_in_chunks_hands_its_rows_out_as_they_come(emitter: Around) -> 
     sizes = [(c.payload.hidden_start, len(c.payload.token_ids)) for c in chunks if isinstance(c.payload, TokenChunk)]
     assert sizes == [(0, 0), (16, 0), (32, 1)]
     stage.abort("a")
+
+
+def test_an_answer_whose_text_breaks_ends_alone(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = make_stage(model)
+    expected = one(make_stage(model), OTHER).tokens
+    stage = make_stage(model)
+    stage.submit(request("bad", PROMPT))
+    stage.submit(request("good", OTHER))
+    broken = stage._answers["bad/0"].text
+
+    def push(token_id: int) -> str:
+        raise LookupError("what the user said")
+
+    monkeypatch.setattr(broken, "push", push, raising=True)
+    answers = drain(stage)
+    assert answers["bad", 0].finish is ERROR
+    assert "what the user said" not in str(answers["bad", 0].error)
+    assert (answers["good", 0].finish, answers["good", 0].tokens) == (LENGTH, expected)
+    assert all_free(stage)
+
+
+class FakeGraphs:
+    """What a captured step does, without a graph: logits of every row that it is given."""
+
+    def __init__(self, stage: ARStage) -> None:
+        self._runner = stage.runner
+        self.rows = 0
+
+    def run(self, batch: Sequence[ScheduledSequence], _sequences: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert all(item.sample and item.count == 1 for item in batch)
+        self.rows += len(batch)
+        logits, rows, _ = self._runner._forward(batch)
+        assert logits is not None
+        return logits, rows
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_captured_steps_serve_only_rows_that_are_sampled(model: CausalLM, chunk: int) -> None:
+    """Recomputed tokens of a preempted sequence come one at a time too, but nothing is sampled from them."""
+    budget = {"kv_blocks": 9, "block_size": 8, "prefill_chunk": chunk, "prefix_caching": False}
+    requests = [request(str(i), LONG[i : i + 12], max_tokens=24, ignore_eos=True) for i in range(4)]
+    plain = run(make_stage(model, **budget), *requests)
+    stage = make_stage(model, **budget)
+    graphs = FakeGraphs(stage)
+    stage.runner.graphs = graphs  # type: ignore[assignment]
+    graphed = run(stage, *requests)
+    assert graphs.rows > 0
+    assert stage.stats().preemptions > 0
+    assert {k: a.tokens for k, a in graphed.items()} == {k: a.tokens for k, a in plain.items()}
+
+
+def test_where_tokens_are_codes_ignore_eos_never_samples_an_end_token(model: CausalLM) -> None:
+    component = Around(model)
+    component.tokenizer = None
+    component.eos_token_ids = (one(make_stage(model), PROMPT).tokens[0],)
+    answer = one(make_stage(component), PROMPT, ignore_eos=True, max_tokens=6)
+    assert answer.finish is LENGTH
+    assert not set(component.eos_token_ids) & set(answer.tokens)

@@ -251,3 +251,17 @@ def test_receptive_fields_are_exact_on_known_stacks() -> None:
     # Kernel 4, stride 2, crop 1: the two samples of a frame see one neighbour each.
     assert frame_context([Transposed(4, 2, crop=1)], 2) == (1, 1)
     assert frame_context([Parallel(((), (Conv.same(5),), (Conv(3, 2, 0),)))], 1) == (2, 2)
+
+
+def test_samples_that_are_not_numbers_end_their_own_request_only() -> None:
+    class Broken(Echo):
+        def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
+            parts = super().decode(windows)
+            return [part * (np.nan if 7 in w.codes else 1) for part, w in zip(parts, windows, strict=True)]
+
+    stage = CodecStage("codec", Broken(), BUDGET)
+    stage.submit(start("bad", [1, 7], final=True))
+    stage.submit(start("good", [1, 2], final=True))
+    chunks = stage.drain()
+    assert ends(chunks) == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
+    assert audio(chunks, "good") == [1, 1, 2, 2]

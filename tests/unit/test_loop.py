@@ -307,3 +307,21 @@ def test_the_timer_thread_wakes_for_an_earlier_deadline() -> None:
     assert done.wait(30)
     assert order == ["near"]
     timer.stop(30)
+
+
+def test_a_stage_that_cannot_say_how_long_to_wait_goes_on_serving() -> None:
+    rig = Rig()
+    asked = threading.Event()
+
+    def broken() -> float | None:
+        asked.set()
+        raise RuntimeError("no idea")
+
+    rig.stage.wait_limit = broken  # type: ignore[method-assign]
+    rig.loop.start()
+    assert asked.wait(30)
+    rig.submit("a")
+    rig.wait_finish("a")
+    rig.loop.stop()
+    assert rig.loop.join(30)
+    assert rig.finishes("a") == [FinishReason.STOP]

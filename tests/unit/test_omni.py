@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -464,3 +465,17 @@ def test_a_loop_that_is_gone_does_not_hurt_the_stages(rig: Rig) -> None:
     release.set()
     omni.orchestrator.shutdown()
     assert sum(omni.stats().finished.values()) == 1
+
+
+def test_a_door_that_is_dropped_without_being_closed_stops_its_stages() -> None:
+    before = set(threading.enumerate())
+    rig = Rig()
+    omni = rig.omni()
+    omni.generate("a", progress=False)
+    started = set(threading.enumerate()) - before
+    assert started
+    del omni
+    gc.collect()
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()

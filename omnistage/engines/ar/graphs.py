@@ -67,10 +67,13 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
             step()
         torch.cuda.current_stream(device).synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            self.graph, pool=pool, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"
-        ):
+        # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.
+        # Thread-local: they go on allocating and launching while this thread captures.
+        self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
             self.logits, self.rows = step()
+        finally:
+            self.graph.capture_end()
 
 
 class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
@@ -81,7 +84,7 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         self._sizes = sorted(set(batch_sizes))
         self._lengths = [n for n in _LENGTHS if n < max_length] + [max_length]
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
             self._get(size, self._lengths[0])
 
@@ -90,7 +93,6 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         if found is None:
             with torch.inference_mode():
                 found = _Captured(self._runner, size, length, self._pool)
-            self._pool = found.graph.pool()
             self._captured[size, length] = found
         return found
 
@@ -108,6 +110,9 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
             logits.append(captured.logits[: len(part)].clone() if more else captured.logits[: len(part)])
             if captured.rows is not None:
                 emitted.append(captured.rows[: len(part)].clone())
+            if more:
+                # The next part refills the same pinned buffers, which this one's copies may still be reading.
+                torch.cuda.current_stream().synchronize()
         if len(logits) == 1:
             return logits[0], emitted[0] if emitted else None
         return torch.cat(logits), torch.cat(emitted) if emitted else None

@@ -116,14 +116,14 @@ class Runner:
         self._rows: dict[str, SequenceRows] = {}
         self.graphs: DecodeGraphs | None = None
         if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
-            with self._on_stream():
+            with self.on_stream():
                 self.graphs = DecodeGraphs(self, graph_batch_sizes, max_length)
 
     # ------------------------------------------------------------------------------------------ sequences
 
     def add(self, key: str, payload: ARInput, params: SamplingParams, *, capacity: int, emit: bool) -> None:
         """Open a sequence. Raises (and keeps nothing) when its parameters do not fit the model."""
-        with self._on_stream():
+        with self.on_stream():
             self.sampler.add(key, params, payload.token_ids)
             device, dtype = self.component.device, self.component.dtype
             rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
@@ -138,7 +138,7 @@ class Runner:
         """Append side rows, the component's final ones behind the last; how many came."""
         rows = self._rows[key]
         device, dtype = self.component.device, self.component.dtype
-        with self._on_stream():
+        with self.on_stream():
             self._share(side.rows)
             new = side.rows
             if side.final:
@@ -161,7 +161,7 @@ class Runner:
         """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
         result = RunnerOutput()
         step: tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]
-        with self._on_stream():
+        with self.on_stream():
             for key in output.preempted:
                 if key in self._rows:
                     self._rows[key].forget_blocks()
@@ -263,7 +263,8 @@ class Runner:
     # --------------------------------------------------------------------------------------------- pieces
 
     def _is_decode(self, item: ScheduledSequence) -> bool:
-        return item.count == 1 and item.start >= self._rows[item.key].prompt_length
+        """A generated token that the next one is sampled from: what a captured step does."""
+        return item.sample and item.count == 1 and item.start >= self._rows[item.key].prompt_length
 
     def _ready(self, item: ScheduledSequence, result: RunnerOutput) -> bool:
         """Encode the sequence's media on first need; a failure ends this sequence alone."""
@@ -322,7 +323,8 @@ class Runner:
             tensor.record_stream(self._stream)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> Iterator[None]:
+        """Inference mode, on the stage's own CUDA stream where it has one."""
         if self._stream is None:
             with torch.inference_mode():
                 yield

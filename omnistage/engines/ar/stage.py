@@ -118,14 +118,18 @@ class ARStage(Stage):
 
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """With what the component never samples."""
-        if not self.component.suppress_token_ids:
+        banned = {*params.suppress_token_ids, *self.component.suppress_token_ids}
+        if params.ignore_eos and self.component.tokenizer is None:
+            banned.update(self.component.eos_token_ids)  # where tokens are codes, an end token cannot be passed on
+        if len(banned) == len(params.suppress_token_ids):
             return params
-        banned = tuple(sorted({*params.suppress_token_ids, *self.component.suppress_token_ids}))
-        return params.model_copy(update={"suppress_token_ids": banned})
+        return params.model_copy(update={"suppress_token_ids": tuple(sorted(banned))})
 
     def submit(self, stage_input: StageInput) -> None:
         params, payload = _typed(stage_input)
-        payload = self.component.prepare(stage_input.info, payload)
+        # On the runner's stream: what it makes is read there, with nothing else to order the two.
+        with self.runner.on_stream():
+            payload = self.component.prepare(stage_input.info, payload)
         self.check(StageInput(stage_input.info, params, payload, stage_input.emit_hidden))
         request_id = stage_input.info.request_id
         if request_id in self._requests:
@@ -208,8 +212,16 @@ class ARStage(Stage):
         self._tokens += plan.num_tokens
         for item in plan.batch:
             if item.key in self._answers:
-                chunks.extend(self._update(item.key, result))
+                chunks.extend(self._try_update(item.key, result))
         return chunks
+
+    def _try_update(self, key: str, result: RunnerOutput) -> list[StageChunk]:
+        try:
+            return self._update(key, result)
+        except Exception as error:  # the boundary of one answer: what its own text or tokens break ends it alone
+            log_defect(f"an answer's text in stage {self.name!r}", error)
+            problem = error if isinstance(error, OmniError) else _step_error(self.name, error)
+            return [self._end(key, FinishReason.ERROR, error=problem)] if key in self._answers else []
 
     def _announce(self, plan: SchedulerOutput) -> list[StageChunk]:
         chunks = []

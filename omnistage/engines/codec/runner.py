@@ -68,7 +68,11 @@ class CodecRunner:
             own.__cause__ = error if own is not error else error.__cause__
             output.failed.update({plan.request_id: own for plan in plans})
             return False
-        output.samples.update({plan.request_id: part for plan, part in zip(plans, decoded, strict=True)})
+        for plan, part in zip(plans, decoded, strict=True):
+            if np.isfinite(part).all():
+                output.samples[plan.request_id] = part
+            else:
+                output.failed[plan.request_id] = StageError("the decoder gave samples that are not numbers")
         return True
 
     def _window(self, plan: WindowPlan) -> Window:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -144,6 +145,10 @@ class Token2Wav(CodecComponent):
         self._half = _half_copy(self._dit) if self._precision == "float16" else None
         self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
         self.layout = self._make_layout()
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":  # pragma: no cover  (needs CUDA)
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the voices were encoded there
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -159,14 +164,15 @@ class Token2Wav(CodecComponent):
     def open(self, request_id: str, params: CodecParams, voice: str | None) -> _Stream:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         kept = (evaluations(params.num_steps), 0, self._mel_dim)
-        return _Stream(
-            params=params,
-            voice=self._voices[voice if voice is not None else self._default_voice],
-            generator=torch.Generator().manual_seed(seed),
-            noise=torch.empty(0, self._mel_dim),
-            trajectory=torch.empty(kept, device=self.device, dtype=self._dtype),
-            mel=torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype),
-        )
+        with self._on_stream():
+            return _Stream(
+                params=params,
+                voice=self._voices[voice if voice is not None else self._default_voice],
+                generator=torch.Generator().manual_seed(seed),
+                noise=torch.empty(0, self._mel_dim),
+                trajectory=torch.empty(kept, device=self.device, dtype=self._dtype),
+                mel=torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype),
+            )
 
     def noise_for(self, seed: int, num_frames: int) -> Tensor:
         """The initial noise (`float32 [1, num_frames, mel_dim]`, CPU) of a request with this seed, however cut."""
@@ -176,7 +182,7 @@ class Token2Wav(CodecComponent):
         streams = [_stream(window) for window in windows]
         if len({window.shape for window in windows}) != 1:
             raise ValueError("the windows of one batch must have one shape")
-        with torch.inference_mode(), allow_tf32(self._precision != "float32"):
+        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
             if windows[0].emit:
                 solved, kept = self._solve(streams, windows, half=self._half is not None)
                 if self._half is not None and not bool(solved.isfinite().all()):
@@ -188,6 +194,15 @@ class Token2Wav(CodecComponent):
 
     def close(self) -> None:
         self._graphs.clear()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """The component's device and its own stream; the language models' have a higher priority."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):  # pragma: no cover  (needs CUDA)
+            yield
 
     # ------------------------------------------------------------------------------------------------ solver
 
