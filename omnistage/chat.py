@@ -18,6 +18,7 @@ from omnistage.media.audio import AudioClip, decode_audio
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
 from omnistage.media.video import MIN_FRAMES, VideoClip, decode_video
+from omnistage.types import is_utf8
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -83,6 +84,35 @@ class _Options:
     use_audio_in_video: bool
 
 
+@dataclass(slots=True)
+class _Total:
+    """What the media of one request hold once decoded, so that many small items cannot do what a large one may not."""
+
+    limits: MediaLimits
+    pixels: int = 0
+    seconds: float = 0.0
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, ImagePart):
+            self.pixels += part.image.width * part.image.height
+        elif isinstance(part, VideoPart):
+            count, height, width, _ = part.clip.frames.shape
+            self.pixels += count * height * width
+            self.seconds += part.clip.audio.seconds if part.clip.audio is not None else 0.0
+        elif isinstance(part, AudioPart):
+            self.seconds += part.clip.seconds
+        if self.pixels > self.limits.max_total_pixels:
+            raise LimitExceededError(
+                f"the request's images and video frames have {self.pixels} pixels up to here, over the limit of "
+                f"{self.limits.max_total_pixels} together; send fewer or smaller ones"
+            )
+        if self.seconds > self.limits.max_total_audio_seconds:
+            raise LimitExceededError(
+                f"the request's sounds last {self.seconds:.2f} seconds up to here, over the limit of "
+                f"{self.limits.max_total_audio_seconds:g} together; send fewer or shorter ones"
+            )
+
+
 _Parsed = TextPart | _Pending
 _PartParser = Callable[[Mapping[str, Any], str, _Options], _Parsed]
 
@@ -108,7 +138,8 @@ def parse_messages(
     options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts([part for _, parts in parsed for part in parts], limits)
-    return [ChatMessage(role, tuple(_finish(part) for part in parts)) for role, parts in parsed]
+    total = _Total(limits)
+    return [ChatMessage(role, tuple(_finish(part, total) for part in parts)) for role, parts in parsed]
 
 
 def _check_counts(parts: list[_Parsed], limits: MediaLimits) -> None:
@@ -125,11 +156,13 @@ def _check_counts(parts: list[_Parsed], limits: MediaLimits) -> None:
         )
 
 
-def _finish(part: _Parsed) -> Part:
+def _finish(part: _Parsed, total: _Total) -> Part:
     if isinstance(part, TextPart):
         return part
     try:
-        return part.decode()
+        decoded = part.decode()
+        total.add(decoded)
+        return decoded
     except InvalidRequestError as error:
         error.param = part.path
         raise
@@ -180,6 +213,8 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
 def _text(text: str, role: Role, path: str) -> TextPart:
     if not text and role != "assistant":
         raise InvalidRequestError(f"is empty; a {role} message needs text", param=path)
+    if not is_utf8(text):
+        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
     return TextPart(text)
 
 

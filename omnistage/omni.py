@@ -28,8 +28,8 @@ from omnistage.pipeline.request import (
     RequestOptions,
     RequestPlan,
     RequestRun,
+    checked_request_id,
     is_conversation,
-    new_request_id,
 )
 from omnistage.pipeline.stage import Stage
 from omnistage.types import FinishReason, OmniRequestOutput, OmniTokensPrompt, OutputChunk, StageParams, Trace
@@ -52,7 +52,7 @@ class _Front:
         progress: bool = True,
     ) -> None:
         """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
-        values = {"model": str(model), "config": config, "overrides": tuple(overrides)}
+        values = {"model": str(model), "config": config, "overrides": overrides}
         args = OmniEngineArgs.parse({**values, "device": device, "dtype": dtype})
         self._open(build_parts(args, progress=progress))
 
@@ -98,11 +98,11 @@ class _Front:
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
-        return self.orchestrator.abort(request_id)
+        return self.orchestrator.abort(_known_id(request_id))
 
     def trace(self, request_id: str) -> Trace | None:
         """What ran when, for a running or recent request."""
-        return self.orchestrator.trace(request_id)
+        return self.orchestrator.trace(_known_id(request_id))
 
     def stats(self) -> OrchestratorStats:
         return self.orchestrator.stats()
@@ -187,7 +187,7 @@ class AsyncOmni(_Front):
 
         The caller must read the stream to its end or `close()` it.
         """
-        request_id = request_id or new_request_id()
+        request_id = checked_request_id(request_id)
         self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
         plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
@@ -297,7 +297,7 @@ class Omni(_Front):
         raises its error. A passed timeout is no error: the output holds what there was, with reason "deadline".
         """
         single = isinstance(prompts, str | Mapping | OmniTokensPrompt) or is_conversation(prompts)
-        batch: Sequence[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        batch: Sequence[Prompt] = [prompts] if single else _prompts(prompts)  # type: ignore[list-item]
         options = RequestOptions(modalities, voice, priority, timeout)
         return self._run_all(batch, sampling_params, options, progress, raising=single)
 
@@ -391,7 +391,14 @@ class Omni(_Front):
         raising: bool,
     ) -> list[OmniRequestOutput]:
         each = _one_each(params, len(prompts))
-        plans = [self._plan(prompt, own, options) for prompt, own in zip(prompts, each, strict=True)]
+        plans = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                plans.append(self._plan(prompt, own, options))
+            except InvalidRequestError as error:
+                if not raising and error.param is not None and error.param.startswith("messages"):
+                    error.param = f"conversations[{index}].{error.param}"
+                raise
         outputs = self._run_plans(plans, progress)
         if raising and outputs[0].error is not None:
             raise outputs[0].error
@@ -445,6 +452,23 @@ class Omni(_Front):
 
 
 OmniLLM = Omni
+
+
+def _known_id(request_id: object) -> str:
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"must be text, got {type(request_id).__name__}", param="request_id")
+    return request_id
+
+
+def _prompts(given: object) -> list[Prompt]:
+    """The prompts of a batch. Raises `InvalidRequestError` for what is neither a prompt nor several."""
+    try:
+        items = None if isinstance(given, bytes | bytearray | memoryview) else iter(given)  # type: ignore[call-overload]
+    except TypeError:
+        items = None
+    if items is None:
+        raise InvalidRequestError(f"must be a prompt or a list of prompts, got {type(given).__name__}", param="prompts")
+    return list(items)
 
 
 def _one_each(params: ParamsLike | Sequence[ParamsLike], count: int) -> list[ParamsLike]:

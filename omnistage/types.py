@@ -5,6 +5,7 @@ Plain dataclasses of tensors and primitives, so that the same contract can be sp
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,31 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+# ------------------------------------------------------------------------------- users' values in messages
+
+SHOWN_CHARS = 80
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = SHOWN_CHARS
+
+
+def short_repr(value: object) -> str:
+    """What a user gave, for a message: at most about 80 characters, whatever its size."""
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python does not print whole numbers of thousands of digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text can be encoded; half of a surrogate pair, as broken JSON escapes leave it, cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 # ---------------------------------------------------------------------------------------------- parameters
 
 _FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -62,7 +88,7 @@ class StageParams(BaseModel):
     def parse(cls, values: Mapping[str, object]) -> Self:
         """Build from untrusted values, turning pydantic's error into ours."""
         try:
-            return cls(**values)
+            return cls.model_validate(dict(values))
         except ValidationError as error:
             raise invalid_params(error) from error
 
@@ -70,13 +96,13 @@ class StageParams(BaseModel):
 def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestError:
     """Our error for the first problem that pydantic found."""
     first = error.errors(include_url=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(part if isinstance(part, str) else short_repr(part) for part in first["loc"])[:SHOWN_CHARS]
     param = f"{prefix}.{path}" if prefix and path else (prefix or path)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "there is no such parameter; see the class for those there are"
     elif first["type"] != "value_error":
-        message = f"{message} (got {first.get('input')!r})"
+        message = f"{message} (got {short_repr(first.get('input'))})"
     return InvalidRequestError(message, param=param or None)
 
 

@@ -74,7 +74,7 @@ def err() -> Console:
 
 
 def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
-    """The command, but an `OmniError` ends it with one line, a hint and exit code 2."""
+    """The command, but an `OmniError` ends it with one line, a hint and exit code 2; an `OSError` without a hint."""
 
     @functools.wraps(command)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -85,19 +85,37 @@ def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
                 raise
             print_error(error)
             raise typer.Exit(EXIT_ERROR) from error
+        except BrokenPipeError:
+            raise  # the reader of a pipe has left: click ends the command without a word
+        except OSError as error:
+            if os.environ.get(DEBUG_VARIABLE) == "1":
+                raise
+            _print_line(_os_reason(error))
+            raise typer.Exit(EXIT_ERROR) from error
 
     return guarded
 
 
 def print_error(error: OmniError) -> None:
     console = err()
-    # Text, not markup: brackets in a message are the user's. Soft wrap keeps it on one line in a log.
-    console.print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+    _print_line(str(error))
     for other in _others(error):
         console.print(Text(f"also: {other}", style="red"), soft_wrap=True)
     hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if hint is not None:
         console.print(Text(f"hint: {hint}", style="dim"), soft_wrap=True)
+
+
+def _print_line(text: str) -> None:
+    # Text, not markup: brackets in a message are the user's. Soft wrap keeps it on one line in a log.
+    err().print(Text.assemble(("error: ", "bold red"), (text, "red")), soft_wrap=True)
+
+
+def _os_reason(error: OSError) -> str:
+    """One line of what the system refused, and for which file."""
+    if error.filename is None or error.strerror is None:
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return f"{error.filename}: {error.strerror}"
 
 
 def _others(error: OmniError) -> tuple[str, ...]:

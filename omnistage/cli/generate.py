@@ -69,6 +69,8 @@ def generate(
     sampling = sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # an answer that took minutes must have somewhere to go
     from omnistage.omni import Omni
 
     # The front door shows bars of its own on a terminal; in a log this line says what takes the time.
@@ -102,7 +104,7 @@ def _check_request(text: str | None, files: MediaFiles, *, raw: bool, system: st
 
 def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
     """`text,audio` as modalities; None where nothing was asked for."""
-    from omnistage.types import Modality
+    from omnistage.types import Modality, short_repr
 
     if text is None:
         return None
@@ -111,7 +113,7 @@ def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
     if unknown or not names:
         known = ", ".join(Modality)
         raise UnsupportedModalityError(
-            f"{text!r} is not a list of modalities; join some of {known} with commas", param="--modalities"
+            f"{short_repr(text)} is not a list of modalities; join some of {known} with commas", param="--modalities"
         )
     return tuple(dict.fromkeys(Modality(name) for name in names))
 
@@ -142,7 +144,6 @@ def _present(answer: OmniRequestOutput, folder: Path | None, *, trace: bool) -> 
     typer.echo(answer.text)
     notes = err()
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "answer.txt").write_text(answer.text + "\n", encoding="utf-8")
         notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
         if answer.audio is not None:

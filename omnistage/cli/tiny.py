@@ -13,6 +13,7 @@ from omnistage.errors import InvalidRequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from omnistage.pipeline.registry import Family
 
+_TELLING_FILES = frozenset({"config.json", "tokenizer.json"})
 _CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"})
 
 
@@ -59,9 +60,10 @@ def remove_checkpoint(folder: Path) -> None:
     """Delete the files of a checkpoint. Raises, and deletes nothing, if the folder holds anything else."""
     found = list(folder.iterdir())
     foreign = [path.name for path in found if not path.is_file() or path.suffix not in _CHECKPOINT_FILES]
-    if foreign or not (folder / "config.json").is_file():
+    # config.json is written last, so one that was interrupted has none.
+    if foreign or not any(path.name in _TELLING_FILES or path.suffix == ".safetensors" for path in found):
         raise InvalidRequestError(
-            f"{folder} is not just a checkpoint ({', '.join(sorted(foreign)[:3]) or 'it has no config.json'}), "
+            f"{folder} is not just a checkpoint ({', '.join(sorted(foreign)[:3]) or 'it has no weights'}), "
             "so --force does not replace it; name another folder",
             param="DIR",
         )
@@ -72,11 +74,12 @@ def remove_checkpoint(folder: Path) -> None:
 def find_family(name: str) -> Family:
     """A family by its name or an alias. Raises `UnsupportedModelError` that lists the families."""
     from omnistage.pipeline.registry import REGISTRY
+    from omnistage.types import short_repr
 
     families = REGISTRY.families()
     for family in families.values():
         if name == family.name or name in family.aliases:
             return family
     raise UnsupportedModelError(
-        f"there is no family {name!r}; families: {', '.join(families) or 'none'}", param="FAMILY"
+        f"there is no family {short_repr(name)}; families: {', '.join(families) or 'none'}", param="FAMILY"
     )

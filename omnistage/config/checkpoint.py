@@ -12,11 +12,13 @@ from pathlib import Path
 from omnistage.config.schema import OmniConfig
 from omnistage.errors import CheckpointError, RegistryError, UnsupportedModelError
 from omnistage.pipeline.registry import Family, Registry
+from omnistage.types import short_repr
 
 _MAX_JSON_BYTES = 64 * 2**20
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
 """What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
+_SHOWN_PATH = 300
 _INDEX = "model.safetensors.index.json"
 
 
@@ -84,14 +86,23 @@ def find_model(
     model: str, *, revision: str | None = None, cache_dir: Path | None = None, allow_download: bool = False
 ) -> Path:
     """The folder of a model that is a path or a name on the hub; the network is used only with `allow_download`."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        is_file = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such home, half of a surrogate pair
+        raise CheckpointError(f"{short_repr(model)} is not a usable path; check it", param="model") from error
+    if is_file:
         raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
     if not _HUB_NAME.fullmatch(model):
-        raise CheckpointError(f"there is no folder {model}; check the path", param="model")
+        raise CheckpointError(f"there is no folder {_shown(model)}; check the path", param="model")
     return _find_on_hub(model, revision, cache_dir, allow_download)
+
+
+def _shown(model: str) -> str:
+    """A path as it is where it is of an ordinary length."""
+    return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
 
 
 def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_download: bool) -> Path:

@@ -9,8 +9,10 @@ from omnistage.config.graph import did_you_mean
 from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
 from omnistage.config.problems import keys_of, model_at
 from omnistage.config.yamlio import Document, parse_value
+from omnistage.types import is_utf8, short_repr
 
 SET = Source("--set")
+_MAX_KEY = 300
 _SECTIONS = ("pipeline", "deployment", "limits")
 _STAGES: KeyPath = ("pipeline", "stages")
 
@@ -42,7 +44,16 @@ class Layers:
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals or not key.strip():
-                raise LocatedConfigError(f"{text!r} is not KEY=VALUE, like thinker.budget.max_running=4", where=SET)
+                raise LocatedConfigError(
+                    f"{short_repr(text)} is not KEY=VALUE, like thinker.budget.max_running=4", where=SET
+                )
+            if len(key) > _MAX_KEY:
+                raise LocatedConfigError(f"{short_repr(key)} is longer than any key; check it", where=SET)
+            if not is_utf8(text):
+                param = key.strip() if is_utf8(key) else None
+                raise LocatedConfigError(
+                    f"{short_repr(text)} is not UTF-8 text; write it again in UTF-8", param=param, where=SET
+                )
             self.set(self.locate(key.strip()), parse_value(value.strip(), f"--set {key.strip()}"), SET)
 
     def locate(self, key: str) -> KeyPath:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from omnistage.media.limits import MediaLimits
-from omnistage.types import CodecParams, DTypeName, Modality, SamplingParams
+from omnistage.types import CodecParams, DTypeName, Modality, SamplingParams, short_repr
 
 # --------------------------------------------------------------------------------------------- scalar types
 
@@ -36,6 +36,8 @@ _UNITS = {
     "tb": 10**12,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
+_MAX_SIZE = 2**63 - 1
+_MAX_SIZE_CHARS = 64
 _SIZE_HELP = "use bytes or a number with a unit, like 2GiB or 512MiB"
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
@@ -43,17 +45,22 @@ _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
 
 def parse_size(value: object) -> int:
     """Bytes from `2GiB`, `1.5 GB` or a whole number of bytes. Raises ValueError with the accepted forms."""
+    size: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ValueError(f"a size must not be negative; {_SIZE_HELP}")
-        return value
-    if isinstance(value, str):
-        if value.isdecimal():
-            return int(value)
+        size = value
+    elif isinstance(value, str) and len(value) <= _MAX_SIZE_CHARS:
         match = _SIZE.fullmatch(value.strip())
-        if match is not None and match[2].lower() in _UNITS:
-            return round(float(match[1]) * _UNITS[match[2].lower()])
-    raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
+        if value.isdecimal():
+            size = int(value)
+        elif match is not None and match[2].lower() in _UNITS:
+            size = round(float(match[1]) * _UNITS[match[2].lower()])
+    if size is None:
+        raise ValueError(f"{short_repr(value)} is not a size; {_SIZE_HELP}")
+    if size < 0:
+        raise ValueError(f"a size must not be negative; {_SIZE_HELP}")
+    if size > _MAX_SIZE:
+        raise ValueError(f"{short_repr(value)} is larger than any memory; {_SIZE_HELP}")
+    return size
 
 
 def format_size(value: int) -> str:
@@ -87,7 +94,7 @@ def _refuse_bool(value: object) -> object:
 
 def _check_device(value: str) -> str:
     if not _DEVICE.fullmatch(value):
-        raise ValueError(f"{value!r} is not a device; use auto, cpu, cuda, cuda:N or mps")
+        raise ValueError(f"{short_repr(value)} is not a device; use auto, cpu, cuda, cuda:N or mps")
     return value
 
 
@@ -184,12 +191,23 @@ class _StageConfig(ConfigModel):
     dtype: DTypeName | None = Field(default=None, description="null: the deployment's.")
 
 
+def _only(given: Modality, output: Modality | None, engine: str) -> Modality | None:
+    if output not in (None, given):
+        raise ValueError(f"{engine} stage gives {given}, not {output}; use {given}, or null if the user gets nothing")
+    return output
+
+
 class ARStageConfig(_StageConfig):
     """A stage on the autoregressive engine."""
 
     engine: Literal["autoregressive"]
     params: SamplingParams = Field(default_factory=SamplingParams)
     budget: ARBudget = Field(default_factory=ARBudget)
+
+    @field_validator("output")
+    @classmethod
+    def _gives_text(cls, output: Modality | None) -> Modality | None:
+        return _only(Modality.TEXT, output, "an autoregressive")
 
 
 class CodecStageConfig(_StageConfig):
@@ -198,6 +216,11 @@ class CodecStageConfig(_StageConfig):
     engine: Literal["codec"]
     params: CodecParams = Field(default_factory=CodecParams)
     budget: CodecBudget = Field(default_factory=CodecBudget)
+
+    @field_validator("output")
+    @classmethod
+    def _gives_audio(cls, output: Modality | None) -> Modality | None:
+        return _only(Modality.AUDIO, output, "a codec")
 
 
 StageConfig = ARStageConfig | CodecStageConfig

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
+from omnistage.types import is_utf8, short_repr
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
@@ -20,6 +21,7 @@ MAX_NODES = 20_000
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
+_SHOWN_PATH = 300
 _MERGE = _TAG + "merge"
 
 
@@ -33,7 +35,7 @@ class Document:
 
 def load_file(path: Path, label: str | None = None) -> Document:
     """Read a YAML file whose top level must be a mapping; an empty file is an empty mapping."""
-    label = label or str(path)
+    label = label or (str(path) if len(str(path)) <= _SHOWN_PATH else short_repr(str(path)))
     try:
         # One byte more than allowed is enough to know, whatever the size of the file.
         with path.open("rb") as file:
@@ -45,6 +47,8 @@ def load_file(path: Path, label: str | None = None) -> Document:
         raise LocatedConfigError("is not UTF-8 text; save it as UTF-8", where=Source(label)) from error
     except OSError as error:
         raise LocatedConfigError(f"cannot be read: {error.strerror or error}", where=Source(label)) from error
+    except ValueError as error:  # an embedded NUL, half of a surrogate pair
+        raise LocatedConfigError(f"{short_repr(label)} is not a usable path; check it", param="config") from error
     document = load_text(text, label)
     if document.data is None:
         return Document({}, {})
@@ -57,6 +61,8 @@ def load_file(path: Path, label: str | None = None) -> Document:
 
 def load_text(text: str, label: str) -> Document:
     """Parse one YAML document."""
+    if not is_utf8(text):
+        raise LocatedConfigError("is not UTF-8 text; write it again in UTF-8", where=Source(label))
     if len(text.encode("utf-8")) > MAX_BYTES:
         raise LocatedConfigError(f"is larger than {MAX_BYTES} bytes; make it smaller", where=Source(label))
     _check_depth(text, label)
@@ -143,9 +149,18 @@ class _Builder:
             tag = node.tag.replace(_TAG, "!!")
             raise self._error(node, path, f"the YAML type {tag} is not allowed here; put the value in quotes")
         try:
-            return self._loader.construct_object(node)
-        except ValueError as error:
-            raise self._error(node, path, f"cannot be read: {error}") from error
+            value: object = self._loader.construct_object(node)
+        except (ValueError, LookupError, OverflowError) as error:  # LookupError: `!!bool maybe`, `!!int ''`
+            tag = node.tag.replace(_TAG, "!!")
+            message = f"{short_repr(node.value)} cannot be read as {tag}; correct it or remove the tag"
+            raise self._error(node, path, message) from error
+        if isinstance(value, str):
+            self._check_text(value, node, path)
+        return value
+
+    def _check_text(self, text: str, node: yaml.Node, path: KeyPath) -> None:
+        if not is_utf8(text):  # YAML's escapes can spell it
+            raise self._error(node, path, f"{short_repr(text)} has half of a surrogate pair; remove it")
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         if node.tag != _TAG + "map":
@@ -160,6 +175,7 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._error(key_node, path, "a key must be plain text")
             key = str(key_node.value)
+            self._check_text(key, key_node, path)
             here = (*path, key)
             line = key_node.start_mark.line + 1
             if key in first_line:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from omnistage.config import (
     StageConfig,
     resolve,
 )
-from omnistage.errors import ConfigError, RegistryError
+from omnistage.errors import CapacityError, CheckpointError, ConfigError, OmniError, RegistryError
 from omnistage.pipeline.registry import REGISTRY, Bridge, InputProcessor, LoadContext, Registry
 from omnistage.pipeline.request import GraphView
 from omnistage.pipeline.stage import Stage
@@ -28,6 +29,8 @@ from omnistage.types import DTypeName, StageParams
 
 if TYPE_CHECKING:
     import torch
+
+_LONGEST_REASON = 200
 
 Report = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done."""
@@ -56,7 +59,9 @@ def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Regist
         torch.set_num_threads(config.deployment.torch_threads)
     names = {name: graph.bridge(name) for name in graph.order}
     bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
-    processor = registry.family(resolved.model.family).processor(resolved.model)
+    family = registry.family(resolved.model.family)
+    with _reading(resolved.model.folder, "the processor"):
+        processor = family.processor(resolved.model)
     return EngineParts(
         graph,
         _build_stages(resolved, progress, registry),
@@ -104,7 +109,7 @@ def build_stage(
     device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
     dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
     context = LoadContext(model, name, stage_cfg, device, dtype, progress)
-    component = registry.component(stage_cfg.component)(context)
+    component = load_component(context, registry=registry)
     if isinstance(stage_cfg, ARStageConfig):
         from omnistage.engines.ar.component import ARComponent
         from omnistage.engines.ar.stage import ARStage
@@ -118,6 +123,50 @@ def build_stage(
     if not isinstance(component, CodecComponent):
         raise _wrong_component(name, stage_cfg, component)
     return CodecStage(name, component, stage_cfg.budget)
+
+
+def load_component(context: LoadContext, *, registry: Registry = REGISTRY) -> object:
+    """A stage's component from its checkpoint; whatever goes wrong in there comes out as an `OmniError`."""
+    factory = registry.component(context.stage.component)
+    with _reading(context.model.folder, f"stage {context.stage_name!r}"):
+        return factory(context)
+
+
+@contextmanager
+def _reading(folder: Path, what: str) -> Iterator[None]:
+    """The boundary around a checkpoint: the one broad handler of loading.
+
+    A broken or hostile file can make `transformers`, `tokenizers` and `torch` raise anything at all, so what is not
+    ours already is the folder's fault until shown otherwise; the cause stays chained.
+    """
+    try:
+        yield
+    except OmniError:
+        raise
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise CapacityError(
+                f"there is not enough memory to load {what} from {folder}; use a smaller model or dtype, or another "
+                f"device for this stage ({_shortened(error)})"
+            ) from error
+        raise CheckpointError(
+            f"{what} cannot be loaded from {folder}; the checkpoint is damaged or not supported "
+            f"({type(error).__name__}: {_shortened(error)})"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # On the CPU torch has no type for it.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
 
 
 def _wrong_component(name: str, stage_cfg: StageConfig, component: object) -> RegistryError:

@@ -23,6 +23,7 @@ from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.limits import MediaLimits
 
 _READ_BYTES = 64 * 1024
+_IPV4_COMPATIBLE = ipaddress.IPv6Network("::/96")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -134,6 +135,8 @@ def is_public_address(text: str) -> bool:
     """Whether a numeric address is on the public internet, also when one is wrapped inside another."""
     address: _IPAddress = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
+        if address in _IPV4_COMPATIBLE:  # `::127.0.0.1`: long obsolete, and some systems still unwrap it
+            return False
         wrapped = address.ipv4_mapped or address.sixtofour
         if wrapped is None and address in _NAT64:
             wrapped = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)

@@ -20,7 +20,18 @@ ImageSource = BytesSource | Image.Image | NDArray[Any]
 
 # Named one by one: Pillow also opens formats that start other programs (EPS) or that no client needs.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-_DECODE_ERRORS = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, zlib.error)
+_DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    EOFError,
+    RuntimeError,  # the AVIF decoder's
+    struct.error,
+    zlib.error,
+)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _ORIENTATION_TAG = 0x0112
 

@@ -26,6 +26,13 @@ class MediaLimits(BaseModel):
     max_text_chars: PositiveInt = Field(
         default=2_000_000, description="Most characters of text in one request, over all of its messages."
     )
+    max_total_pixels: PositiveInt = Field(
+        default=768_000_000,
+        description="Most pixels of one request once decoded: its images and sampled video frames together.",
+    )
+    max_total_audio_seconds: PositiveFloat = Field(
+        default=3600.0, description="Longest sound of one request: its sounds and those of its videos together."
+    )
 
     max_image_pixels: PositiveInt = Field(
         default=64_000_000,

@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 from pathlib import Path
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.fetch import fetch_url
@@ -16,6 +16,12 @@ BytesSource = bytes | bytearray | memoryview | str | Path
 
 _SHOWN_CHARS = 80
 _WHITESPACE = b" \t\r\n"
+_MAX_HEAD = 1024
+"""Longest `data:<type>;base64` before the comma."""
+_ESCAPED_BLANKS = ("%20", "%09", "%0D", "%0d", "%0A", "%0a")
+_ESCAPES = {b"%2B": b"+", b"%2b": b"+", b"%2F": b"/", b"%2f": b"/", b"%3D": b"=", b"%3d": b"="} | {
+    code.encode(): b"" for code in _ESCAPED_BLANKS
+}
 
 
 def load_bytes(source: BytesSource, limits: MediaLimits, *, bare_base64: bool = False) -> bytes:
@@ -36,6 +42,7 @@ def load_bytes(source: BytesSource, limits: MediaLimits, *, bare_base64: bool = 
     if scheme.startswith("data:"):
         return _not_empty(_decode_data_url(source, limits))
     if bare_base64:
+        _check_base64_length(source, 0, limits)
         return _not_empty(_decode_base64(_ascii(source), limits))
     if scheme.startswith(("http://", "https://")):
         return _not_empty(fetch_url(source, limits))
@@ -64,14 +71,29 @@ def _ascii(text: str) -> bytes:
 
 
 def _decode_data_url(url: str, limits: MediaLimits) -> bytes:
-    head, comma, payload = url.partition(",")
-    if not comma:
-        raise MediaError("data: URL has no comma; write data:<type>;base64,<data>")
-    if head.rpartition(";")[2].strip().lower() != "base64":
+    comma = url.find(",", 0, _MAX_HEAD)
+    if comma < 0:
+        raise MediaError("data: URL has no comma after its type; write data:<type>;base64,<data>")
+    if url[:comma].rpartition(";")[2].strip().lower() != "base64":
         raise MediaError("data: URL is not base64; write data:<type>;base64,<data>")
-    encoded = _ascii(payload)
-    # "+" and "/" arrive percent-encoded from clients that treat the whole as a URL.
-    return _decode_base64(unquote_to_bytes(encoded) if b"%" in encoded else encoded, limits)
+    _check_base64_length(url, comma + 1, limits)
+    encoded = _ascii(url[comma + 1 :])
+    # "+" and "/" arrive percent-encoded from clients that treat the whole as a URL. Not `unquote_to_bytes`, which
+    # makes an object of every escape.
+    for escape, byte in _ESCAPES.items():
+        encoded = encoded.replace(escape, byte)
+    return _decode_base64(encoded, limits)
+
+
+def _check_base64_length(text: str, start: int, limits: MediaLimits) -> None:
+    """Refuse base64 by its length, before any copy of it is made; never more than what it decodes to is counted."""
+    escapes = text.count("%", start)
+    escaped_blanks = sum(text.count(code, start) for code in _ESCAPED_BLANKS) if escapes else 0
+    length = len(text) - start - sum(text.count(chr(blank), start) for blank in _WHITESPACE) - 3 * escaped_blanks
+    # An escape is three characters for one; text that is all escapes is a third of its length.
+    length = max(length - 2 * (escapes - escaped_blanks), length // 3)
+    padding = 2 if escapes else text[-64:].rstrip()[-2:].count("=")
+    check_size(length // 4 * 3 - padding, limits)
 
 
 def _decode_base64(encoded: bytes, limits: MediaLimits) -> bytes:

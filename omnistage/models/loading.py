@@ -7,7 +7,10 @@ its own bytes once. `transformers` does the renaming between checkpoint and modu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,14 +18,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from omnistage.config.checkpoint import read_json
 from omnistage.engines.ar.attention import ATTENTION_NAME
 from omnistage.errors import CheckpointError, UnsupportedModelError
+from omnistage.hf import transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+_REPEATS = re.compile(r"(^|_)(layers?|depth|scale|blocks)$")
+"""Settings by which a config has modules repeated."""
+_MANY_REPEATS = 1024
+"""More than any model has, and few enough to be built without weights in a moment."""
+_SMALL_BUFFERS = 2**24
+"""Elements of computed tables (rotary angles, masks) that no checkpoint holds and every machine has room for."""
 
 Model = TypeVar("Model", bound="PreTrainedModel")
 
@@ -40,7 +52,7 @@ class Checkpoint:
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 files = {str(name): self.folder / str(file) for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{_INDEX} in {self.folder} is not a weight index: {error!r}") from error
             for path in set(files.values()):
                 # The file itself may be a link (the hub's cache is made of them); its place may not be elsewhere.
@@ -74,6 +86,17 @@ class Checkpoint:
                 for name in names:
                     found[name[len(prefix) :]] = _read(shard, name, path)
         return found
+
+    def num_elements(self) -> int:
+        """Numbers in all tensors together, by the headers of the files alone."""
+        by_file: dict[Path, list[str]] = {}
+        for name, path in self._file_of.items():
+            by_file.setdefault(path, []).append(name)
+        total = 0
+        for path, names in by_file.items():
+            with _open(path) as shard:
+                total += sum(math.prod(_slice(shard, name, path).get_shape()) for name in names)
+        return total
 
     def rows(self, names: Sequence[str], indices: Sequence[int]) -> torch.Tensor:
         """Rows `indices` of the matrix called by the first of `names` that exists, without reading the rest."""
@@ -121,6 +144,12 @@ def load_model(
     attention: str = "sdpa",
 ) -> Model:
     """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error."""
+    check_quantisation(config)
+    check_repeats(config, len(tensors))
+    with torch.device("meta"):
+        skeleton = cls(config)
+    check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()))
+    _check_shapes(skeleton, tensors)
     model, info = cls.from_pretrained(
         None,
         config=config,
@@ -136,13 +165,77 @@ def load_model(
     return loaded
 
 
+def check_quantisation(config: PreTrainedConfig) -> bool:
+    """Whether the weights are quantised. `transformers` would load what it does not know as if they were not."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict) or not transformers.quantizers.AutoHfQuantizer.supports_quant_method(settings):
+        raise UnsupportedModelError(f"config.json asks for the quantisation {method!r}, which transformers cannot read")
+    return True
+
+
+def check_repeats(config: PreTrainedConfig, num_tensors: int) -> None:
+    """Refuse a config that asks for far more layers than there are weights, before one of them is made."""
+    for key, value in _settings(config.to_dict()):
+        if _REPEATS.search(key) and isinstance(value, int) and value > max(num_tensors, _MANY_REPEATS):
+            raise CheckpointError(f"config.json asks for {key}={value}, but the checkpoint has {num_tensors} tensors")
+
+
+def _settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _settings(value)
+        else:
+            yield str(key), value
+
+
+def check_size(skeleton: nn.Module, num_elements: int) -> None:
+    """Refuse a model, built without weights, that is far larger than its checkpoint: it would take all memory."""
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    buffers = sum(buffer.numel() for buffer in skeleton.buffers())
+    if parameters > 2 * num_elements or buffers > 2 * num_elements + _SMALL_BUFFERS:
+        raise CheckpointError(
+            f"config.json describes a {type(skeleton).__name__} of {parameters + buffers:,} numbers, but the "
+            f"checkpoint has {num_elements:,}; its sizes or sections are wrong, fetch the model again"
+        )
+
+
+def _check_shapes(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare the shapes that can be compared before anything is allocated.
+
+    `transformers` renames some modules while it loads, and only it knows how. A tensor that is not there by its name
+    is compared where just one ends alike, which the embedding does; `check_complete` has the last word on the rest.
+    """
+    endings: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        endings.setdefault(_ending(name), []).append(tensor)
+    wanted = skeleton.state_dict()
+    alike = Counter(map(_ending, wanted))
+    for name, expected in wanted.items():
+        found = tensors.get(name)
+        if found is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
+            found = endings[_ending(name)][0]
+        if found is not None and found.shape != expected.shape:
+            raise _wrong_shape(name, type(skeleton).__name__, found.shape, expected.shape)
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _wrong_shape(key: str, model: str, found: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    return CheckpointError(f"{key} of {model} has shape {list(found)} in the checkpoint, not {list(expected)}")
+
+
 def check_complete(name: str, info: Mapping[str, Any]) -> None:
     """Raise for weights that `from_pretrained` (with `output_loading_info`) would rather have made up."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{len(missing)} weights of {name} are missing, first {missing[0]}")
     for key, found, expected in sorted(info["mismatched_keys"]):
-        raise CheckpointError(f"{key} of {name} has shape {list(found)} in the checkpoint, not {list(expected)}")
+        raise _wrong_shape(key, name, found, expected)
 
 
 def freeze(model: Model) -> Model:
@@ -161,10 +254,51 @@ def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(layers, kv heads, head dim) of a text config."""
     if not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{type(config).__name__} names no attention heads; only transformers are served")
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return int(config.num_hidden_layers), kv_heads, head_dim
+    heads = positive(config, "num_attention_heads")
+    kv_heads = (
+        heads if getattr(config, "num_key_value_heads", None) is None else positive(config, "num_key_value_heads")
+    )
+    if getattr(config, "head_dim", None) is None:
+        head_dim = positive(config, "hidden_size") // heads
+    else:
+        head_dim = positive(config, "head_dim")
+    return positive(config, "num_hidden_layers"), kv_heads, head_dim
+
+
+def positive(config: PreTrainedConfig, name: str) -> int:
+    """A setting of a config that must be a whole number of at least 1."""
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json has {name}={value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def read_auto_config(folder: Path) -> PreTrainedConfig:
+    """The config of a folder by its `model_type`. Code that the folder brings along is never run, nor asked about."""
+    kind = read_json(folder / "config.json").get("model_type")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} does not know the model_type {kind!r} of {folder}, and code "
+                "in a checkpoint is not run"
+            ) from error
+        raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """generation_config.json, where there is one."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    read_json(path)  # says what is wrong with the text, where `transformers` only says that something is
+    try:
+        config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    end_token_ids(config)
+    return config
 
 
 def end_token_ids(*configs: object) -> tuple[int, ...]:
@@ -172,7 +306,10 @@ def end_token_ids(*configs: object) -> tuple[int, ...]:
     for config in configs:
         value = getattr(config, "eos_token_id", None)
         if value is not None:
-            return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+            ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+                raise CheckpointError(f"the checkpoint's eos_token_id is {value!r}; it must be one or more token ids")
+            return ids
     return ()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omnistage.errors import InvalidRequestError
-from omnistage.types import ARInput, OmniTokensPrompt
+from omnistage.types import ARInput, OmniTokensPrompt, is_utf8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,6 +71,8 @@ class PromptTokenizer:
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Ids of a bare prompt: nothing in it is special; the tokenizer's own prefix (bos) is added."""
+        if not is_utf8(text):
+            raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param="prompt")
         with self._lock:
             return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 
@@ -96,6 +98,11 @@ def tokens_input(prompt: OmniTokensPrompt, vocab_size: int, embed_size: int) -> 
         shape = list(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
         raise InvalidRequestError(
             f"prompt_embeds must be a tensor [n, {embed_size}], got {shape}", param="prompt_embeds"
+        )
+    if embeds.layout is not torch.strided or embeds.is_nested or embeds.device.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(
+            f"prompt_embeds must be a dense tensor on CPU or CUDA, got {embeds.layout} on {embeds.device}",
+            param="prompt_embeds",
         )
     # Finite as float32: what float64 can hold beyond that would reach the model as infinity.
     if not embeds.is_floating_point() or not bool(torch.isfinite(embeds.to(torch.float32)).all()):

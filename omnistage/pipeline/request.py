@@ -22,6 +22,7 @@ from omnistage.errors import (
 from omnistage.pipeline.output import OutputAssembler, Sink
 from omnistage.pipeline.registry import InputProcessor
 from omnistage.types import (
+    SHOWN_CHARS,
     ARInput,
     AudioChunk,
     CodecFrames,
@@ -39,6 +40,8 @@ from omnistage.types import (
     TokenChunk,
     Trace,
     Usage,
+    is_utf8,
+    short_repr,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, o
 """Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
 ParamsLike = StageParams | Mapping[str, StageParams | Mapping[str, object]] | None
 """Parameters of the entry stage, or by stage name."""
+MAX_PRIORITY = 1000
+"""Either way from 0: further out, waiting could never make up for it."""
 
 
 class GraphView(Protocol):
@@ -316,9 +321,9 @@ class RequestFactory:
     ) -> OmniRequest:
         arrival = self._clock()
         info = RequestInfo(
-            request_id or new_request_id(),
+            checked_request_id(request_id),
             modalities=self._modalities(options.modalities),
-            priority=options.priority,
+            priority=_priority(options.priority),
             deadline=self._deadline(arrival, options.timeout),
             voice=self._voice(options.voice),
             arrival=arrival,
@@ -338,33 +343,41 @@ class RequestFactory:
         given = self._graph.outputs
         if names is None:
             return frozenset({Modality.TEXT}) if Modality.TEXT in given else frozenset(given)
+        if not isinstance(names, str | list | tuple | set | frozenset):
+            raise InvalidRequestError(
+                f"must be a list of {', '.join(given)}, got {type(names).__name__}", param="modalities"
+            )
         asked = (names,) if isinstance(names, str) else tuple(names)
         if not asked:
             raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
         for name in asked:
-            if name not in given:
+            if not isinstance(name, str) or name not in given:
+                shown = str(name) if isinstance(name, Modality) else name
                 raise UnsupportedModalityError(
-                    f"this model does not give {str(name)!r}; it gives {', '.join(given)}", param="modalities"
+                    f"this model does not give {short_repr(shown)}; it gives {', '.join(given)}", param="modalities"
                 )
         return frozenset(Modality(name) for name in asked)
 
     def _deadline(self, arrival: float, timeout: float | None) -> float | None:
         if timeout is None:
             return None
-        if not math.isfinite(timeout) or timeout <= 0:
-            raise InvalidRequestError(f"must be a number of seconds above 0, got {timeout}", param="timeout")
+        if not _is_number(timeout) or timeout <= 0:
+            raise InvalidRequestError(
+                f"must be a number of seconds above 0, got {short_repr(timeout)}", param="timeout"
+            )
         if timeout > self._limits.max_deadline_seconds:
             raise LimitExceededError(
-                f"{timeout} s is over the limit of {self._limits.max_deadline_seconds} s; ask for less", param="timeout"
+                f"{short_repr(timeout)} s is over the limit of {self._limits.max_deadline_seconds} s; ask for less",
+                param="timeout",
             )
         return arrival + timeout
 
     def _voice(self, voice: str | None) -> str | None:
         voices = self._processor.voices()
-        if voice is None or voice in voices:
+        if voice is None or (isinstance(voice, str) and voice in voices):
             return voice
         known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
-        raise InvalidRequestError(f"there is no voice {voice!r}; {known}", param="voice")
+        raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
 
     def _params(self, given: ParamsLike) -> dict[str, StageParams]:
         if given is None:
@@ -379,7 +392,7 @@ class RequestFactory:
         return {name: self._stage_params(name, value) for name, value in given.items()}
 
     def _stage_params(self, name: str, value: object) -> StageParams:
-        path = f"sampling_params.{name}"
+        path = f"sampling_params.{name[:SHOWN_CHARS] if isinstance(name, str) else short_repr(name)}"
         if name not in self._params_types:
             raise InvalidRequestError(f"there is no such stage; stages: {', '.join(self._graph.order)}", param=path)
         if isinstance(value, StageParams):
@@ -418,9 +431,9 @@ class RequestFactory:
 
     def _mapping(self, prompt: Mapping[str, object]) -> ARInput:
         known = ("prompt", "prompt_token_ids", "prompt_embeds")
-        if unknown := [str(key) for key in prompt if key not in known]:
+        if unknown := [short_repr(key) for key in prompt if key not in known]:
             raise InvalidRequestError(
-                f"has unknown keys {', '.join(unknown)}; known: {', '.join(known)}. Media go into chat messages",
+                f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(known)}. Media go into chat messages",
                 param="prompt",
             )
         given = {key: value for key, value in prompt.items() if value is not None}
@@ -451,11 +464,35 @@ def new_request_id() -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
+def checked_request_id(value: object) -> str:
+    """A caller's request id, or a new one for None. Raises `InvalidRequestError`."""
+    if value is None:
+        return new_request_id()
+    if not isinstance(value, str) or not value or not is_utf8(value):
+        raise InvalidRequestError(f"must be text, and not empty; got {short_repr(value)}", param="request_id")
+    return value
+
+
 def is_conversation(value: object) -> bool:
     """Whether this is one conversation: a non-empty list of messages, each a mapping with a role."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(isinstance(message, Mapping) and "role" in message for message in value)
+
+
+def _priority(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {short_repr(value)}", param="priority"
+        )
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a number other than NaN and infinity; whole ones may be too large for a float."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -303,3 +303,42 @@ class TestLimits:
             parse_messages(
                 [*user({"type": "image_url", "image_url": PNG_URL}), {"role": "robot", "content": "x"}], LIMITS
             )
+
+
+class TestTotals:
+    """Many items together may not hold what one of them may not."""
+
+    def test_pixels_are_counted_over_images_and_video_frames(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        frames = np.zeros((4, 10, 10, 3), np.uint8)
+        parts = [{"type": "video", "video": (frames, 2.0)}, {"type": "image", "image": np.zeros((10, 10), np.uint8)}]
+        assert parse_messages(user(*parts), MediaLimits(max_total_pixels=500))
+        seen: list[object] = []
+        real = chat.decode_image
+        monkeypatch.setattr(chat, "decode_image", lambda *given: seen.append(1) or real(*given))
+        with pytest.raises(LimitExceededError, match=r"600 pixels .* limit of 599 together") as caught:
+            parse_messages([*user(*parts, parts[1]), *user(parts[1])], MediaLimits(max_total_pixels=599))
+        assert caught.value.param == "messages[0].content[2].image"
+        assert len(seen) == 2  # the one after the limit was never decoded
+
+    def test_seconds_are_counted_over_sounds_and_videos(self) -> None:
+        sound = {"type": "audio", "audio": (np.zeros(16_000, np.float32), 16_000)}
+        clip = VideoClip(np.zeros((2, 4, 4, 3), np.uint8), 2.0, 1.0, AudioClip(np.zeros(16_000, np.float32), 16_000))
+        assert parse_messages(user(sound, sound), MediaLimits(max_total_audio_seconds=2.0))
+        with pytest.raises(LimitExceededError, match=r"last 3\.00 seconds .* limit of 2\.5 together") as caught:
+            parse_messages(
+                user(sound, {"type": "video", "video": clip}, sound), MediaLimits(max_total_audio_seconds=2.5)
+            )
+        assert caught.value.param == "messages[0].content[2].audio"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "system", "content": "a\ud800"}], "messages[0].content"),
+        (user({"type": "text", "text": "ok"}, {"type": "text", "text": "\udfff"}), "messages[0].content[1].text"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_where_it_is(messages: list[dict[str, Any]], param: str) -> None:
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair") as caught:
+        parse_messages(messages, LIMITS)
+    assert caught.value.param == param

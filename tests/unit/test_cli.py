@@ -184,6 +184,10 @@ def test_debug_shows_the_traceback(model, monkeypatch):
         (["generate", "{model}", "hi", "--modalities", "smell"], "join some of text, image, audio, video"),
         (["generate", "{model}", "hi", "--modalities", ","], "join some of"),
         (["generate", "{model}", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "{model}", "hi", "--out", "/proc/x"], "error: /proc/x: No such file or directory"),
+        (["generate", "{model}", "hi", "--out", "{model}/config.json"], "config.json: File exists"),
+        (["tiny", "fake", "/proc/x"], "error: /proc/x: No such file or directory"),
+        (["config", "{model}", "--set", "deployment.device=\udcff"], "deployment.device"),
     ],
 )
 def test_mistakes_end_with_exit_code_two(arguments, says, model, tmp_path):
@@ -210,6 +214,32 @@ def test_tiny_writes_a_checkpoint(name, tmp_path, fake_registry):
     assert f"wrote {folder}" in result.stdout
     run("tiny", name, folder, "--force")
     assert json.loads((folder / "config.json").read_text())["scale"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_force_replaces_a_checkpoint_that_was_interrupted(name, tmp_path, fake_registry):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for file in (name, "generation_config.json", "vocab.txt"):
+        (folder / file).touch()
+    run("tiny", "fake", folder, "--force")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("names", [["notes.txt", "data.json"], ["tokenizer.json", "thesis.tex"]])
+def test_force_leaves_what_is_not_a_checkpoint(names, tmp_path, fake_registry):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    assert "is not just a checkpoint" in run("tiny", "fake", folder, "--force", code=2).stderr
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def test_an_error_of_the_system_is_one_line_or_a_traceback_for_debugging(monkeypatch, fake_registry):
+    assert len(run("tiny", "fake", "/proc/x", code=2).stderr.strip().splitlines()) == 1
+    monkeypatch.setenv("OMNISTAGE_DEBUG", "1")
+    assert isinstance(run("tiny", "fake", "/proc/x", code=1).exception, OSError)
 
 
 def test_verify_passes_when_all_rows_do(model, fake_registry):

@@ -135,6 +135,13 @@ def test_sizes_that_are_not(text):
         parse_size(text)
 
 
+@pytest.mark.parametrize("size", [2**63, 10**400, "9" * 19 + "GiB", "9" * 400, "9" * 400 + ".0GiB", "9" * 5000])
+def test_a_size_beyond_any_memory_is_refused_in_a_short_message(size):
+    with pytest.raises(ValueError, match="like 2GiB or 512MiB") as caught:
+        parse_size(size)
+    assert len(str(caught.value)) < 250
+
+
 @given(st.integers(min_value=0, max_value=2**50))
 def test_a_printed_size_reads_back_exactly(size):
     assert parse_size(format_size(size)) == size
@@ -361,13 +368,18 @@ def ar(**fields: object) -> ARStageConfig:
     return ARStageConfig.model_validate({"engine": "autoregressive", "component": "c", **fields})
 
 
+def giving(output: Modality) -> ARStageConfig:
+    """Unchecked: the graph takes any modality, also one that no engine gives yet."""
+    return ar().model_copy(update={"output": output})
+
+
 def diamond() -> PipelineGraph:
     stages = {
-        "last": ar(output="audio"),
+        "last": giving(Modality.AUDIO),
         "left": ar(),
         "start": ar(output="text"),
         "right": ar(),
-        "pic": ar(output="image"),
+        "pic": giving(Modality.IMAGE),
     }
     edges = (
         EdgeConfig(source=("left", "right"), to="last", bridge="b"),
@@ -577,3 +589,11 @@ def test_the_built_in_families_pass_every_check():
         config, graph = check(document.data, document.sources, REGISTRY)
         assert config.pipeline.name == each.name
         assert Modality.TEXT in graph.outputs
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "~no-such-user-here/model", "\0", "\ud800"])
+def test_a_model_name_that_no_system_takes_is_a_checkpoint_error(name):
+    with pytest.raises(CheckpointError) as caught:
+        find_model(name)
+    assert caught.value.param == "model"
+    assert len(str(caught.value)) < 250

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from omnistage.config import LocatedConfigError, OmniEngineArgs, resolve
+from omnistage.config.layers import Layers
+from omnistage.config.yamlio import load_file, load_text
 from omnistage.errors import ConfigError
 from omnistage.pipeline.registry import Family, Registry
 
@@ -76,7 +78,7 @@ def stages(text: str) -> str:
 
 TO_TALKER = "from: thinker, to: talker, bridge: fake.thinker2talker"
 TO_VOCODER = "from: talker, to: vocoder, bridge: fake.talker2vocoder"
-EXTRA = "{engine: codec, component: fake.vocoder, output: image}"
+EXTRA = "{engine: codec, component: fake.vocoder}"
 THINKER = "pipeline.stages.thinker"
 
 # name: (file, line or None, path, what the message says to do)
@@ -267,6 +269,54 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
         "pipeline.stages.extra",
         "not reached from the entry 'thinker'; add an edge to it or remove it",
     ),
+    "autoregressive stage that gives video": (
+        stages("talker: {output: video}"),
+        3,
+        "pipeline.stages.talker.output",
+        "an autoregressive stage gives text, not video; use text, or null",
+    ),
+    "codec stage that gives text": (
+        stages("vocoder: {output: text}"),
+        3,
+        "pipeline.stages.vocoder.output",
+        "a codec stage gives audio, not text; use audio, or null",
+    ),
+    "size beyond floats": (
+        stages("thinker: {budget: {kv_memory: '" + "9" * 400 + ".0GiB'}}"),
+        3,
+        f"{THINKER}.budget.kv_memory",
+        "use bytes or a number with a unit",
+    ),
+    "tag of a bool on a word": (
+        "deployment: {device: !!bool maybe}\n",
+        1,
+        "deployment.device",
+        "'maybe' cannot be read as !!bool; correct it",
+    ),
+    "tag of an int on nothing": (
+        "deployment: {max_inflight: !!int ''}\n",
+        1,
+        "deployment.max_inflight",
+        "'' cannot be read as !!int; correct it",
+    ),
+    "tag of a float on nothing": (
+        "limits: {max_deadline_seconds: !!float ''}\n",
+        1,
+        "limits.max_deadline_seconds",
+        "'' cannot be read as !!float; correct it",
+    ),
+    "number in base sixty beyond floats": (
+        "limits: {max_deadline_seconds: !!float '" + ":".join("1" * 300) + "'}\n",
+        1,
+        "limits.max_deadline_seconds",
+        "cannot be read as !!float; correct it",
+    ),
+    "escape of half a surrogate pair": (
+        'pipeline: {name: "\\ud800"}\n',
+        1,
+        "pipeline.name",
+        "half of a surrogate pair; remove it",
+    ),
     "no output": (
         stages("thinker: {output: null}\n    vocoder: {output: null}"),
         2,
@@ -275,9 +325,9 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
     ),
     "unknown output": (stages("vocoder: {output: smell}"), 3, "pipeline.stages.vocoder.output", "'audio'"),
     "output given twice": (
-        stages("vocoder: {output: text}"),
+        stages("talker: {output: text}"),
         3,
-        "pipeline.stages.vocoder.output",
+        "pipeline.stages.talker.output",
         "'thinker' gives text already; remove `output` from one",
     ),
     "dead end": (
@@ -374,3 +424,43 @@ def test_a_missing_file_and_a_folder_in_its_place(tmp_path):
         resolve(OmniEngineArgs(model=str(tmp_path), config=tmp_path / "no.yaml"), registry=registry)
     with pytest.raises(ConfigError, match="cannot be read"):
         resolve(OmniEngineArgs(model=str(tmp_path), config=tmp_path), registry=registry)
+
+
+@pytest.mark.parametrize(
+    ("override", "param"), [("deployment.device=\udcff", "deployment.device"), ("deployment.\ud800=1", None)]
+)
+def test_an_override_that_is_not_utf8_is_refused_with_its_key(override, param):
+    layers = Layers()
+    with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
+        layers.apply_overrides([override])
+    assert caught.value.param == param
+    str(caught.value).encode()
+
+
+def test_text_that_is_not_utf8_is_refused():
+    with pytest.raises(LocatedConfigError, match="x: is not UTF-8 text"):
+        load_text("a: \ud800", "x")
+
+
+@pytest.mark.parametrize("override", ["x" * 10**5, "x" * 10**5 + "=1", "deployment.device=" + "x" * 10**5])
+def test_a_long_override_is_quoted_in_short(override, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["FakeOmniModel"]}))
+    (tmp_path / "pipeline.yaml").write_text(PIPELINE)
+    args = OmniEngineArgs(model=str(tmp_path), overrides=(override,))
+    with pytest.raises(ConfigError) as caught:
+        resolve(args, registry=make_registry(tmp_path / "pipeline.yaml"))
+    assert len(str(caught.value)) < 250
+
+
+def test_a_configuration_path_too_long_for_the_system_is_quoted_in_short():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long") as caught:
+        load_file(Path("x" * 5000))
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("path", ["\0", "\ud800", "a\0" * 5000])
+def test_a_configuration_path_that_no_system_takes_is_refused(path):
+    with pytest.raises(ConfigError, match="not a usable path; check it") as caught:
+        load_file(Path(path))
+    assert caught.value.param == "config"
+    assert len(str(caught.value)) < 200

@@ -11,7 +11,16 @@ from safetensors.torch import save_file
 
 from omnistage.errors import CheckpointError, UnsupportedModelError
 from omnistage.hf import transformers
-from omnistage.models.loading import Checkpoint, end_token_ids, kv_shape, load_model, module_device
+from omnistage.models.loading import (
+    Checkpoint,
+    check_size,
+    end_token_ids,
+    kv_shape,
+    load_model,
+    module_device,
+    read_auto_config,
+    read_generation_config,
+)
 
 INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
@@ -110,7 +119,9 @@ def test_an_index_must_not_name_a_file_outside_its_folder(tmp_path: Path, link: 
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": "x"}', b"null", b"\xff\xfe"]
+    "text",
+    [b"", b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": "x"}', b"null", b"\xff\xfe", b"[" * 100_000],
+    ids=lambda text: repr(text[:16]),
 )
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / INDEX).write_bytes(text)
@@ -204,6 +215,48 @@ def test_a_weight_of_another_shape_is_refused(
         load_model(transformers.LlamaForCausalLM, config, weights, CPU, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("vocab_size", 10**9, "describes a LlamaForCausalLM of"),
+        ("vocab_size", 33, r"embed_tokens.weight .* has shape \[32, 16\] in the checkpoint, not \[33, 16\]"),
+        ("num_hidden_layers", 10**9, "asks for num_hidden_layers=1000000000"),
+        ("quantization_config", {"quant_method": "mallory"}, "quantisation 'mallory'"),
+    ],
+)
+def test_a_config_that_asks_for_other_weights_is_refused_before_they_are_made(
+    config: transformers.LlamaConfig,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    value: object,
+    reason: str,
+) -> None:
+    def made(*args: object, **options: object) -> None:
+        raise AssertionError("from_pretrained was reached")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", made)
+    other = transformers.LlamaConfig.from_dict({**config.to_dict(), key: value})
+    with pytest.raises(CheckpointError, match=reason):
+        load_model(transformers.LlamaForCausalLM, other, weights, CPU, torch.float32)
+
+
+def test_a_model_may_be_twice_its_checkpoint_and_have_small_tables_beside_it() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(10, 10, bias=False)
+        model.register_buffer("table", torch.empty(2**24), persistent=False)
+    check_size(model, 50)
+    with pytest.raises(CheckpointError, match="fetch the model again"):
+        check_size(model, 49)
+    model.register_buffer("more", torch.empty(101, device="meta"), persistent=False)
+    with pytest.raises(CheckpointError, match="fetch the model again"):
+        check_size(model, 50)
+
+
+def test_the_numbers_of_a_checkpoint_are_counted_from_its_headers(sharded: Path) -> None:
+    assert Checkpoint(sharded).num_elements() == 6 + 2 + 1 + 2
+
+
 def test_the_shape_of_keys_and_values_comes_from_the_config(config: transformers.LlamaConfig) -> None:
     assert kv_shape(config) == (1, 1, 8)
     assert kv_shape(transformers.GPT2Config(n_layer=3, n_head=4, n_embd=32)) == (3, 4, 8)
@@ -224,3 +277,37 @@ def test_the_first_config_that_names_end_tokens_is_believed() -> None:
     assert end_token_ids(_Ends(5)) == (5,)
     assert end_token_ids(_Ends(0), _Ends(1)) == (0,)
     assert end_token_ids(object()) == ()
+
+
+@pytest.mark.parametrize("value", ["x", True, -1, [3, None], [2.5], {}])
+def test_end_tokens_that_are_no_ids_are_refused(value: object) -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        end_token_ids(_Ends(value))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"eos_token_id": "x"}', "[" * 100_000])
+def test_a_damaged_generation_config_is_refused(tmp_path: Path, text: str) -> None:
+    assert read_generation_config(tmp_path) is None
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json|eos_token_id"):
+        read_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mallory", None, 7, ["llama"]])
+def test_an_unknown_model_type_is_not_supported_whatever_code_comes_with_it(
+    tmp_path: Path, kind: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the terminal was asked"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": {"AutoConfig": "evil.Config"}}))
+    with pytest.raises(UnsupportedModelError, match="model_type"):
+        read_auto_config(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "num_attention_heads", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [0, -1, True, "x"])
+def test_a_shape_that_is_no_number_is_refused(key: str, value: object) -> None:
+    config = transformers.PreTrainedConfig()
+    for name, healthy in (("num_attention_heads", 2), ("num_hidden_layers", 1), ("hidden_size", 16), (key, value)):
+        object.__setattr__(config, name, healthy)
+    with pytest.raises(CheckpointError, match=f"{key}|attention heads"):
+        kv_shape(config)

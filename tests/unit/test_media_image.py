@@ -254,3 +254,18 @@ def test_the_result_shares_nothing_with_the_callers_image() -> None:
     decoded = decode_image(mine, LIMITS)
     decoded.putpixel((0, 0), (9, 9, 9))
     assert colour(mine) == (0, 0, 0)
+
+
+def test_a_damaged_avif_is_a_media_error() -> None:
+    """Its decoder raises RuntimeError, where others raise OSError."""
+    rng = np.random.default_rng(0)
+    whole = encoded(Image.fromarray(rng.integers(0, 256, (48, 64, 3), np.uint8)), "AVIF")
+    refused = 0
+    for position in range(0, len(whole), 7):
+        data = bytearray(whole)
+        data[position] ^= 0xFF
+        try:
+            decode_image(bytes(data), LIMITS)
+        except MediaError as error:
+            refused += isinstance(error.__cause__, RuntimeError)
+    assert refused

@@ -7,8 +7,10 @@ import http.server
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from pydantic import ValidationError
@@ -87,6 +89,29 @@ class TestBase64:
 
     def test_exactly_the_limit_is_taken(self) -> None:
         assert load_bytes("data:;base64," + base64.b64encode(bytes(10)).decode(), SMALL) == bytes(10)
+
+    @pytest.mark.parametrize("data", [b"\xff" * 10, bytes(10), b"\xfb\xef\xbe" * 3])
+    @pytest.mark.parametrize("folded", [False, True])
+    def test_the_limit_is_of_bytes_however_they_are_escaped(self, data: bytes, folded: bool) -> None:
+        text = base64.b64encode(data).decode()
+        text = "\r\n".join(text[i : i + 4] for i in range(0, len(text), 4)) if folded else text
+        assert load_bytes(f"data:;base64,{text}\n\n", SMALL) == data
+        assert load_bytes(f"data:;base64,{quote(text, safe='')}%0A", SMALL) == data
+
+    @pytest.mark.parametrize("character", ["A", "%2F", "%"])
+    @pytest.mark.parametrize("prefix", ["data:image/png;base64,", ""])
+    def test_long_base64_is_refused_before_it_is_copied(self, character: str, prefix: str) -> None:
+        text = prefix + character * 4_000_000
+        tracemalloc.start()
+        with pytest.raises(LimitExceededError, match="over the limit of 10;"):
+            load_bytes(text, SMALL, bare_base64=True)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100_000
+
+    def test_a_data_url_without_a_comma_is_not_searched_to_its_end(self) -> None:
+        with pytest.raises(MediaError, match="no comma"):
+            load_bytes("data:" + "a" * 10_000 + ",", LIMITS)
 
     def test_bare_base64_is_read_only_where_the_caller_says_so(self) -> None:
         assert load_bytes("aGVsbG8=", LIMITS, bare_base64=True) == b"hello"
@@ -308,6 +333,9 @@ class TestUrls:
             "::1",
             "fe80::1%1",
             "fd00::1",
+            "::",
+            "::127.0.0.1",
+            "::93.184.216.34",
             "::ffff:127.0.0.1",
             "2002:7f00:1::",
             "64:ff9b::a00:1",

@@ -12,7 +12,7 @@ from omnistage.config import OmniEngineArgs
 from omnistage.engines import build
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.codec.component import CodecComponent
-from omnistage.errors import ConfigError, RegistryError
+from omnistage.errors import CapacityError, CheckpointError, ConfigError, RegistryError
 from omnistage.omni import Omni
 from omnistage.pipeline.registry import Family, LoadContext, Registry
 from omnistage.types import CodecParams, SamplingParams
@@ -118,6 +118,58 @@ def test_stages_that_were_loaded_are_closed_if_a_later_one_fails(toy: Toy) -> No
     toy.components["toy.thinker"] = ToyCodec
     with pytest.raises(RegistryError, match="autoregressive engine cannot run"):
         build.build_parts(toy.args(), progress=False, registry=toy.registry)
+
+
+class Breaking:
+    """Raises what a broken checkpoint makes a library raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> object:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyError("w"), Exception("x" * 999), RecursionError(), ZeroDivisionError("\nby 0")])
+@pytest.mark.parametrize("place", ["stage 'thinker'", "the processor"])
+def test_whatever_a_checkpoint_makes_a_library_raise_is_a_checkpoint_error(
+    toy: Toy, error: Exception, place: str
+) -> None:
+    _break(toy, place, error)
+    with pytest.raises(CheckpointError) as caught:
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    message = str(caught.value)
+    assert str(toy.folder) in message
+    assert place in message
+    assert type(error).__name__ in message
+    assert len(message) < len(str(toy.folder)) + 350
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+@pytest.mark.parametrize("place", ["stage 'thinker'", "the processor"])
+def test_a_model_that_does_not_fit_is_told_what_to_change(toy: Toy, error: Exception, place: str) -> None:
+    _break(toy, place, error)
+    with pytest.raises(CapacityError, match="use a smaller model or dtype"):
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+
+
+def test_an_error_of_ours_passes_as_it_is(toy: Toy) -> None:
+    error = ConfigError("mine", param="pipeline")
+    _break(toy, "stage 'thinker'", error)
+    with pytest.raises(ConfigError) as caught:
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    assert caught.value is error
+
+
+def _break(toy: Toy, place: str, error: Exception) -> None:
+    if place == "the processor":
+        object.__setattr__(toy.registry.family("toy"), "processor", Breaking(error))
+    else:
+        toy.components["toy.thinker"] = Breaking(error)  # type: ignore[assignment]
 
 
 def test_auto_prefers_cuda_and_never_takes_mps(monkeypatch: pytest.MonkeyPatch) -> None:

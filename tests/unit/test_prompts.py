@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from omnistage.models import _tiny_common as common
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.prompts import PromptTokenizer
+from omnistage.types import OmniTokensPrompt
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 
@@ -154,3 +156,20 @@ def test_a_template_that_refuses_the_messages_is_the_requests_fault(
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_half_of_a_surrogate_pair_is_refused(processor: CausalLMProcessor) -> None:
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair") as caught:
+        processor.text("a\ud800b")
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "embeds",
+    [torch.zeros(2, 64, device="meta"), torch.zeros(2, 64).to_sparse()],
+    ids=["meta", "sparse"],
+)
+def test_embeddings_must_hold_their_numbers(processor: CausalLMProcessor, embeds: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequestError, match="a dense tensor on CPU or CUDA") as caught:
+        processor.tokens(OmniTokensPrompt(prompt_embeds=embeds))
+    assert caught.value.param == "prompt_embeds"

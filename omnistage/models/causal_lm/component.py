@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,20 @@ from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.errors import CheckpointError, StageError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import check_complete, end_token_ids, freeze, kv_shape, use_paged_attention
+from omnistage.models.loading import (
+    Checkpoint,
+    check_complete,
+    check_quantisation,
+    check_repeats,
+    check_size,
+    end_token_ids,
+    freeze,
+    kv_shape,
+    positive,
+    read_auto_config,
+    read_generation_config,
+    use_paged_attention,
+)
 from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
@@ -39,8 +53,8 @@ class CausalLM(ARComponent):
             num_layers=layers,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=int(config.vocab_size),
-            embed_size=int(config.hidden_size),
+            vocab_size=positive(config, "vocab_size"),
+            embed_size=positive(config, "hidden_size"),
             max_length=_max_length(config),
         )
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
@@ -64,6 +78,8 @@ class CausalLM(ARComponent):
         windows: dict[int, int | None] = {}
         try:
             got = self._probe(windows)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, IndexError, AttributeError, ValueError, RuntimeError, StageError) as error:
             raise UnsupportedModelError(f"{name} cannot run on the paged engine: {error}") from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
@@ -169,6 +185,8 @@ def load(context: LoadContext) -> CausalLM:
     folder = context.model.folder
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
+    generation = read_generation_config(folder)
+    _check_room(folder)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -179,9 +197,21 @@ def load(context: LoadContext) -> CausalLM:
             ignore_mismatched_sizes=True,  # so that we can name them
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     check_complete(type(model).__name__, info)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if generation is not None:
+        model.generation_config = generation
     return CausalLM(model.to(context.device), load_tokenizer(folder))
+
+
+def _check_room(folder: Path) -> None:
+    """Find a config out that asks for far more than the weights, before `transformers` makes room for it."""
+    config, checkpoint = read_auto_config(folder), Checkpoint(folder)
+    kv_shape(config.get_text_config())
+    check_repeats(config, len(list(checkpoint.names())))
+    # Up to sixteen quantised numbers lie packed in one.
+    share = 16 if check_quantisation(config) else 1
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_size(skeleton, checkpoint.num_elements() * share)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
 from omnistage.chat import ChatMessage, TextPart
 from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
 from omnistage.hf import transformers
+from omnistage.models.loading import positive, read_auto_config
 from omnistage.models.prompts import PromptTokenizer, tokens_input
 from omnistage.types import ARInput, Modality, OmniTokensPrompt
 
@@ -30,8 +29,8 @@ class CausalLMProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> CausalLMProcessor:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        return cls(load_tokenizer(folder), int(config.vocab_size), int(config.hidden_size))
+        config = read_auto_config(folder).get_text_config()
+        return cls(load_tokenizer(folder), positive(config, "vocab_size"), positive(config, "hidden_size"))
 
     def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
         tokenizer, guarded = self._prompts.tokenizer, self._prompts.guarded()
@@ -47,8 +46,8 @@ class CausalLMProcessor:
             turns.append({"role": message.role, "content": content})
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
+            raise InvalidRequestError(template_refusal(error), param="messages") from error
         return ARInput(self._prompts.encode(str(text), guarded))
 
     def text(self, prompt: str) -> ARInput:
@@ -64,10 +63,16 @@ class CausalLMProcessor:
         return ()
 
 
+def template_refusal(error: Exception) -> str:
+    """What to answer when a chat template did not come through."""
+    reason = str(error) or type(error).__name__
+    return f"the chat template refuses these messages: {reason}"
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # `tokenizers` raises bare ones for a file that it cannot read
         raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"the tokenizer in {folder} has no fast (tokenizer.json) form; convert it first")

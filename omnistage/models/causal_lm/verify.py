@@ -17,10 +17,11 @@ from omnistage.config.schema import ARBudget
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import resolve_device
+from omnistage.engines.build import load_component, resolve_device
 from omnistage.errors import ConfigError
 from omnistage.hf import transformers
-from omnistage.pipeline.registry import REGISTRY, LoadContext
+from omnistage.models.loading import positive, read_auto_config
+from omnistage.pipeline.registry import LoadContext
 from omnistage.types import ARInput, RequestInfo, SamplingParams, StageInput, TokenChunk
 from omnistage.verify import VerifyRow
 
@@ -47,8 +48,8 @@ def run(folder: Path, *, cases: int = 6, seed: int = 0, progress: Progress | Non
         raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
     resolved = resolve(OmniEngineArgs(model=str(folder), dtype="float32"))
     report = progress if progress is not None else _silent
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    prompts = _prompts(cases, seed, int(config.vocab_size), int(config.max_position_embeddings))
+    config = read_auto_config(folder).get_text_config()
+    prompts = _prompts(cases, seed, positive(config, "vocab_size"), positive(config, "max_position_embeddings"))
     report("loading the engine's model", 0.0)
     component = _load(resolved)
     report("running the engine", 0.3)
@@ -80,7 +81,7 @@ def _prompts(cases: int, seed: int, vocab_size: int, max_length: int) -> list[tu
 def _load(resolved: ResolvedConfig) -> ARComponent:
     (name, stage), *others = resolved.config.pipeline.stages.items()
     device = resolve_device(stage.device or resolved.config.deployment.device)
-    component = REGISTRY.component(stage.component)(LoadContext(resolved.model, name, stage, device, torch.float32))
+    component = load_component(LoadContext(resolved.model, name, stage, device, torch.float32))
     if others or not isinstance(component, ARComponent):
         raise ConfigError(f"{resolved.model.folder} is not a plain causal LM; its own family compares it")
     return component

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omnistage.config import CodecBudget, CodecStageConfig
+from omnistage.config.checkpoint import read_json
 from omnistage.errors import CheckpointError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import Checkpoint, load_model
+from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
@@ -23,45 +25,83 @@ if TYPE_CHECKING:
 _EMBEDDINGS = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
 
-def read_config(folder: Path) -> Qwen2_5OmniConfig:
+def read_config(folder: Path, *, speaks: bool | None = None) -> Qwen2_5OmniConfig:
+    """config.json with all sections that are needed; `speaks` None: as the file says."""
+    raw = read_json(folder / "config.json")
+    if speaks is None:
+        speaks = bool(raw.get("enable_audio_output", True))
+    for section in ("thinker_config", "talker_config", "token2wav_config")[: 3 if speaks else 1]:
+        # `transformers` would take the 7B model's settings for a section that is not there.
+        if not isinstance(raw.get(section), dict):
+            raise CheckpointError(f"config.json in {folder} has no section {section}; fetch the file again")
     try:
         config = transformers.Qwen2_5OmniConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config.json in {folder} is not Qwen2.5-Omni's: {error}") from error
+    positive(config.thinker_config.text_config, "vocab_size")
     return config
 
 
-def read_speakers(folder: Path) -> Speakers:
-    """Voices by name: `cond`, `ref_mel` and `bos_token`. Tensors only, nothing is unpickled."""
+def read_speakers(folder: Path, config: Qwen2_5OmniConfig | None = None) -> Speakers:
+    """Voices by name: `cond`, `ref_mel` and `bos_token`. Tensors only, nothing is unpickled.
+
+    With `config` they are held against the model's sizes too.
+    """
     path = folder / "spk_dict.pt"
     if not path.is_file():
         raise CheckpointError(f"spk_dict.pt is missing in {folder}; it holds the voices")
     try:
-        speakers: dict[str, dict[str, Any]] = torch.load(path, weights_only=True, map_location="cpu")
-        for name, parts in speakers.items():
-            for part in ("cond", "ref_mel", "bos_token"):
-                if part not in parts:
-                    raise CheckpointError(f"voice {name!r} in spk_dict.pt has no {part}")
-    except (RuntimeError, EOFError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"spk_dict.pt in {folder} cannot be read: {error}") from error
-    except Exception as error:  # torch raises the pickle module's own errors here; none of them may get further
-        if type(error).__name__ not in ("UnpicklingError", "PickleError"):
-            raise
-        raise CheckpointError(f"spk_dict.pt in {folder} holds more than tensors; it is refused") from error
-    if not speakers:
+        speakers: object = torch.load(path, weights_only=True, map_location="cpu")
+    except MemoryError:
+        raise
+    except Exception as error:  # what torch's restricted reader raises for a foreign file is anyone's guess
+        raise CheckpointError(
+            f"spk_dict.pt in {folder} is damaged or holds more than tensors; it is refused: {str(error)[:200]}"
+        ) from error
+    if not isinstance(speakers, dict) or not speakers:
         raise CheckpointError(f"spk_dict.pt in {folder} holds no voice")
+    for name, parts in speakers.items():
+        if not isinstance(name, str) or not isinstance(parts, dict):
+            raise CheckpointError(f"voice {name!r} in spk_dict.pt of {folder} is not a name with its parts")
+        _check_voice(name, parts, config)
     return speakers
+
+
+def _check_voice(name: str, parts: Mapping[str, Any], config: Qwen2_5OmniConfig | None) -> None:
+    dit = None if config is None else config.token2wav_config.dit_config
+    begin = parts.get("bos_token")
+    if not isinstance(begin, int) or isinstance(begin, bool) or begin < 0:
+        raise CheckpointError(f"voice {name!r} in spk_dict.pt has bos_token {begin!r}; it must be a token id")
+    if config is not None and begin >= (vocab_size := config.thinker_config.text_config.vocab_size):
+        raise CheckpointError(f"voice {name!r} in spk_dict.pt has bos_token {begin}, but there are {vocab_size} tokens")
+    _check_part(name, "cond", parts.get("cond"), (None, None if dit is None else dit.enc_emb_dim))
+    _check_part(name, "ref_mel", parts.get("ref_mel"), (1, None, None if dit is None else dit.mel_dim))
+
+
+def _check_part(voice: str, part: str, value: object, shape: tuple[int | None, ...]) -> None:
+    where = f"{part} of voice {voice!r} in spk_dict.pt"
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
+        raise CheckpointError(f"{where} is not a tensor of floating-point numbers")
+    fits = value.ndim == len(shape) and all(
+        size >= 1 and wanted in (None, size) for size, wanted in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join("n" if size is None else str(size) for size in shape)
+        raise CheckpointError(f"{where} has shape {list(value.shape)}, not [{expected}]")
+    if not bool(torch.isfinite(value).all()):
+        raise CheckpointError(f"{where} holds numbers that are not finite")
 
 
 def load_thinker(context: LoadContext) -> Thinker:
     folder = context.model.folder
     config = read_config(folder).thinker_config
+    generation = read_generation_config(folder)
     tensors = Checkpoint(folder).tensors("thinker.")
     model = load_model(
         transformers.Qwen2_5OmniThinkerForConditionalGeneration, config, tensors, context.device, context.dtype
     )
-    if end_of(config) is None and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if end_of(config) is None and generation is not None:
+        model.generation_config = generation
     return Thinker(model, load_tokenizer(folder))
 
 
@@ -71,14 +111,14 @@ def end_of(config: Any) -> object:
 
 def load_talker(context: LoadContext) -> Talker:
     folder = context.model.folder
-    whole = read_config(folder)
+    whole = read_config(folder, speaks=True)
     config = whole.talker_config
+    speakers = read_speakers(folder, whole)
     checkpoint = Checkpoint(folder)
     weights = checkpoint.tensors("talker.")
     model = load_model(
         transformers.Qwen2_5OmniTalkerForConditionalGeneration, config, weights, context.device, context.dtype
     )
-    speakers = read_speakers(folder)
     wanted = sorted(
         {int(s["bos_token"]) for s in speakers.values()} | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
     )
@@ -88,13 +128,15 @@ def load_talker(context: LoadContext) -> Talker:
 
 def load_token2wav(context: LoadContext) -> Token2Wav:
     folder = context.model.folder
-    config = read_config(folder).token2wav_config
+    whole = read_config(folder, speaks=True)
+    config = whole.token2wav_config
+    speakers = read_speakers(folder, whole)
     weights = Checkpoint(folder).tensors("token2wav.")
     model = load_model(transformers.Qwen2_5OmniToken2WavModel, config, weights, context.device, context.dtype)
     budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
     return Token2Wav(
         model,
-        read_speakers(folder),
+        speakers,
         context.device,
         cuda_graphs=budget.cuda_graphs,
         precision=budget.precision,

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
 from omnistage.chat import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.compat import prepare_torchvision
 from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.hf import transformers
 from omnistage.media.hashing import content_key
+from omnistage.models.causal_lm.processor import template_refusal
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 from omnistage.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 
@@ -55,17 +55,24 @@ class Qwen25OmniProcessor:
         prepare_torchvision()
         from omnistage.models.qwen2_5_omni.load import read_config, read_speakers
 
-        try:
-            processor = transformers.Qwen2_5OmniProcessor.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"no usable processor in {folder}: {error}") from error
         config = read_config(folder)
-        voices = tuple(read_speakers(folder)) if config.enable_audio_output else ()
+        try:
+            processor = transformers.Qwen2_5OmniProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # `tokenizers` raises bare ones for a file that it cannot read
+            raise CheckpointError(
+                f"no usable processor in {folder}; it needs tokenizer.json, tokenizer_config.json and "
+                f"preprocessor_config.json as the model came with them: {error}"
+            ) from error
+        voices = tuple(read_speakers(folder, config)) if config.enable_audio_output else ()
         return cls(processor, config, voices)
 
     # --------------------------------------------------------------------------------------------- inputs
 
     def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
+        if not self._processor.chat_template:
+            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         media, guarded = _Media(), self._prompts.guarded()
         turns = [
             {"role": m.role, "content": [_template_part(p, media, guarded) for p in _joined(m.parts)]} for m in messages
@@ -76,8 +83,8 @@ class Qwen25OmniProcessor:
             )
         try:
             text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
+            raise InvalidRequestError(template_refusal(error), param="messages") from error
         rendered = str(text[0] if isinstance(text, list) else text)
         if not (media.images or media.audios or media.videos):
             return ARInput(self._prompts.encode(rendered, guarded))
@@ -139,7 +146,9 @@ class Qwen25OmniProcessor:
         try:
             features = self._processor(text=rendered, return_tensors="pt", **options)
         except (ValueError, StopIteration) as error:
-            raise MediaError(f"the processor cannot take these media: {error}") from error
+            # A StopIteration says nothing: the template named fewer or more media than were sent.
+            reason = str(error) or "the chat template's placeholders and the media do not match in number"
+            raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         if media.audios and int(_audio_lengths(features).min()) < 1:
             # The model would hear nothing of it, and its positions cannot be counted beside pictures.
             raise MediaError("a sound is shorter than 30 ms; send a longer one", param="messages")
