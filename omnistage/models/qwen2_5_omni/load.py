@@ -15,7 +15,7 @@ from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
-from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
+from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
 from omnistage.pipeline.registry import LoadContext
 
@@ -139,7 +139,14 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
         speakers,
         context.device,
         cuda_graphs=budget.cuda_graphs,
-        precision=budget.precision,
+        precision=_precision(context, budget),
         compile=budget.compile,
         early_vocoder=budget.early_vocoder,
     )
+
+
+def _precision(context: LoadContext, budget: CodecBudget) -> Precision:
+    """TF32 is one switch for the process: where all is asked to be float32, speech must not turn it on for others."""
+    if budget.precision == "tf32" and context.model.config.deployment.dtype == "float32":
+        return "float32"
+    return budget.precision
