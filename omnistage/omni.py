@@ -17,20 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
 from omnistage.engines.build import EngineParts, build_parts
 from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
-from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
-from omnistage.pipeline.output import OutputBuffer, Sink
-from omnistage.pipeline.registry import Bridge, InputProcessor
-from omnistage.pipeline.request import (
-    GraphView,
+from omnistage.pipeline.intake import (
     ParamsLike,
     Prompt,
     RequestFactory,
     RequestOptions,
-    RequestPlan,
-    RequestRun,
     checked_request_id,
     is_conversation,
 )
+from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
+from omnistage.pipeline.output import OutputBuffer, Sink
+from omnistage.pipeline.registry import Bridge, InputProcessor
+from omnistage.pipeline.request import GraphView, RequestPlan, RequestRun
 from omnistage.pipeline.stage import Stage
 from omnistage.types import FinishReason, OmniRequestOutput, OmniTokensPrompt, OutputChunk, StageParams, Trace
 

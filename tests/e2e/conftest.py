@@ -14,8 +14,8 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.build import EngineParts, build_parts
 from omnistage.models.qwen2_5_omni import tiny
 from omnistage.omni import Omni
+from omnistage.pipeline.intake import RequestFactory, RequestOptions
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.request import RequestFactory, RequestOptions
 from omnistage.types import CodecParams, OmniRequestOutput, OutputChunk, SamplingParams, StageParams
 
 SMALL_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")

@@ -292,7 +292,7 @@ def test_a_deadline_that_passes_during_preparation_is_refused(parts: EngineParts
     now = [time.monotonic()]
     desk = Desk(parts, clock=lambda: now[0])
     with beside(desk):
-        from omnistage.pipeline.request import RequestOptions
+        from omnistage.pipeline.intake import RequestOptions
 
         request = desk.requests.build(HELLO, None, RequestOptions(timeout=2.0), "bad")
         now[0] += 3.0

@@ -19,8 +19,8 @@ from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.omni import Omni
+from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.registry import BridgeResult
-from omnistage.pipeline.request import RequestOptions
 from omnistage.types import (
     CodecParams,
     FinishReason,

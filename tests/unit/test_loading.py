@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,3 +312,18 @@ def test_a_shape_that_is_no_number_is_refused(key: str, value: object) -> None:
         object.__setattr__(config, name, healthy)
     with pytest.raises(CheckpointError, match=f"{key}|attention heads"):
         kv_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "asked", "expected"),
+    [("float32", "tf32", "float32"), ("auto", "tf32", "tf32"), ("float32", "float16", "float16")],
+)
+def test_a_float32_deployment_keeps_speech_from_switching_tf32_on(deployment: str, asked: str, expected: str) -> None:
+    """The switch is one for the whole process."""
+    from omnistage.config import CodecBudget
+    from omnistage.models.qwen2_5_omni.load import _precision
+
+    context = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(deployment=SimpleNamespace(dtype=deployment)))
+    )
+    assert _precision(context, CodecBudget(precision=asked)) == expected  # type: ignore[arg-type]

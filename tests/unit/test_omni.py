@@ -24,7 +24,7 @@ from omnistage.errors import (
     UnsupportedModalityError,
 )
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
-from omnistage.pipeline.request import RequestOptions
+from omnistage.pipeline.intake import RequestOptions
 from omnistage.types import CodecParams, FinishReason, OmniTokensPrompt, OutputChunk, SamplingParams, StageInput
 from tests.unit.fakes import AUDIO, FakeGraph, FakeProcessor, FakeStage, linear, stream_into
 

@@ -1,0 +1,266 @@
+"""What callers give, checked and made a request: prompts, parameters, options."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omnistage.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    PromptTooLongError,
+    UnsupportedModalityError,
+)
+from omnistage.pipeline.registry import InputProcessor
+from omnistage.pipeline.request import GraphView, OmniRequest
+from omnistage.types import (
+    SHOWN_CHARS,
+    ARInput,
+    Modality,
+    OmniTokensPrompt,
+    RequestInfo,
+    StageParams,
+    is_utf8,
+    short_repr,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from omnistage.chat import ChatMessage
+    from omnistage.config import LimitsConfig
+
+Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
+"""Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
+ParamsLike = StageParams | Mapping[str, StageParams | Mapping[str, object]] | None
+"""Parameters of the entry stage, or by stage name."""
+MAX_PRIORITY = 1000
+"""Either way from 0: further out, waiting could never make up for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller may say about a request besides its prompt and sampling parameters."""
+
+    modalities: Sequence[str] | None = None
+    voice: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    use_audio_in_video: bool = False
+
+
+class RequestFactory:
+    """Turns what a caller gives into an `OmniRequest`, or raises what is wrong with it. Thread-safe.
+
+    It decodes media and tokenises, so it belongs in a worker thread, never in an event loop.
+    """
+
+    def __init__(
+        self,
+        graph: GraphView,
+        params_types: Mapping[str, type[StageParams]],
+        processor: InputProcessor,
+        limits: LimitsConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._graph = graph
+        self._params_types = params_types
+        self._processor = processor
+        self._limits = limits
+        self._clock = clock
+
+    def build(
+        self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
+    ) -> OmniRequest:
+        arrival = self._clock()
+        info = RequestInfo(
+            checked_request_id(request_id),
+            modalities=self._modalities(options.modalities),
+            priority=_priority(options.priority),
+            deadline=self._deadline(arrival, options.timeout),
+            voice=self._voice(options.voice),
+            arrival=arrival,
+        )
+        stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
+        request = OmniRequest(info, self._payload(prompt, options), stage_params)
+        most = self._limits.max_prompt_tokens
+        if request.prompt_tokens == 0:
+            raise InvalidRequestError("is empty; give at least one token", param="prompt")
+        if most is not None and request.prompt_tokens > most:
+            raise PromptTooLongError(
+                f"has {request.prompt_tokens} tokens, over the limit of {most}; shorten it", param="prompt"
+            )
+        return request
+
+    def _modalities(self, names: Sequence[str] | None) -> frozenset[Modality]:
+        given = self._graph.outputs
+        if names is None:
+            return frozenset({Modality.TEXT}) if Modality.TEXT in given else frozenset(given)
+        if not isinstance(names, str | list | tuple | set | frozenset):
+            raise InvalidRequestError(
+                f"must be a list of {', '.join(given)}, got {type(names).__name__}", param="modalities"
+            )
+        asked = (names,) if isinstance(names, str) else tuple(names)
+        if not asked:
+            raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
+        for name in asked:
+            if not isinstance(name, str) or name not in given:
+                shown = str(name) if isinstance(name, Modality) else name
+                raise UnsupportedModalityError(
+                    f"this model does not give {short_repr(shown)}; it gives {', '.join(given)}", param="modalities"
+                )
+        return frozenset(Modality(name) for name in asked)
+
+    def _deadline(self, arrival: float, timeout: float | None) -> float | None:
+        if timeout is None:
+            return None
+        if not _is_number(timeout) or timeout <= 0:
+            raise InvalidRequestError(
+                f"must be a number of seconds above 0, got {short_repr(timeout)}", param="timeout"
+            )
+        if timeout > self._limits.max_deadline_seconds:
+            raise LimitExceededError(
+                f"{short_repr(timeout)} s is over the limit of {self._limits.max_deadline_seconds} s; ask for less",
+                param="timeout",
+            )
+        return arrival + timeout
+
+    def _voice(self, voice: str | None) -> str | None:
+        voices = self._processor.voices()
+        if voice is None or (isinstance(voice, str) and voice in voices):
+            return voice
+        known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
+        raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
+
+    def _params(self, given: ParamsLike) -> dict[str, StageParams]:
+        if given is None:
+            return {}
+        if isinstance(given, StageParams):
+            return {self._graph.entry: given}
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(
+                f"must be SamplingParams or a mapping from stage to parameters, got {type(given).__name__}",
+                param="sampling_params",
+            )
+        return {name: self._stage_params(name, value) for name, value in given.items()}
+
+    def _stage_params(self, name: str, value: object) -> StageParams:
+        path = f"sampling_params.{name[:SHOWN_CHARS] if isinstance(name, str) else short_repr(name)}"
+        if name not in self._params_types:
+            raise InvalidRequestError(f"there is no such stage; stages: {', '.join(self._graph.order)}", param=path)
+        if isinstance(value, StageParams):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"must be parameters or a mapping, got {type(value).__name__}", param=path)
+        try:
+            return self._params_types[name].parse(value)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, param=f"{path}.{error.param}" if error.param else path) from error
+
+    def _payload(self, prompt: Prompt, options: RequestOptions) -> ARInput:
+        if isinstance(prompt, str):
+            return self._text(prompt)
+        if isinstance(prompt, OmniTokensPrompt):
+            return self._processor.tokens(prompt)
+        if isinstance(prompt, Mapping):
+            return self._mapping(prompt)
+        if isinstance(prompt, list | tuple):
+            from omnistage.chat import parse_messages
+
+            messages = parse_messages(prompt, self._limits.media, use_audio_in_video=options.use_audio_in_video)
+            self._check_media(messages)
+            return self._processor.chat(messages)
+        raise InvalidRequestError(
+            "must be text, an OmniTokensPrompt, a mapping with prompt, prompt_token_ids or prompt_embeds, or a list "
+            f"of chat messages; got {type(prompt).__name__}",
+            param="prompt",
+        )
+
+    def _text(self, prompt: str) -> ARInput:
+        most = self._limits.media.max_text_chars
+        if len(prompt) > most:
+            raise LimitExceededError(f"{len(prompt)} characters exceed the limit of {most}; shorten it", param="prompt")
+        return self._processor.text(prompt)
+
+    def _mapping(self, prompt: Mapping[str, object]) -> ARInput:
+        known = ("prompt", "prompt_token_ids", "prompt_embeds")
+        if unknown := [short_repr(key) for key in prompt if key not in known]:
+            raise InvalidRequestError(
+                f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(known)}. Media go into chat messages",
+                param="prompt",
+            )
+        given = {key: value for key, value in prompt.items() if value is not None}
+        text = given.get("prompt")
+        if isinstance(text, str) and len(given) == 1:
+            return self._text(text)
+        if text is not None or not given:
+            raise InvalidRequestError(
+                "give either prompt, a string, or prompt_token_ids and prompt_embeds", param="prompt"
+            )
+        return self._processor.tokens(
+            OmniTokensPrompt(_token_ids(given.get("prompt_token_ids", ())), _embeds(given.get("prompt_embeds")))
+        )
+
+    def _check_media(self, messages: Sequence[ChatMessage]) -> None:
+        from omnistage.chat import AudioPart, ImagePart, VideoPart
+
+        kinds = {ImagePart: Modality.IMAGE, AudioPart: Modality.AUDIO, VideoPart: Modality.VIDEO}
+        present = {kinds[type(part)] for message in messages for part in message.parts if type(part) in kinds}
+        taken = self._processor.input_modalities
+        if refused := sorted(present - taken):
+            raise UnsupportedModalityError(
+                f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(taken))}", param="messages"
+            )
+
+
+def new_request_id() -> str:
+    return f"req-{uuid.uuid4().hex}"
+
+
+def checked_request_id(value: object) -> str:
+    """A caller's request id, or a new one for None. Raises `InvalidRequestError`."""
+    if value is None:
+        return new_request_id()
+    if not isinstance(value, str) or not value or not is_utf8(value):
+        raise InvalidRequestError(f"must be text, and not empty; got {short_repr(value)}", param="request_id")
+    return value
+
+
+def is_conversation(value: object) -> bool:
+    """Whether this is one conversation: a non-empty list of messages, each a mapping with a role."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(message, Mapping) and "role" in message for message in value)
+
+
+def _priority(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {short_repr(value)}", param="priority"
+        )
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a number other than NaN and infinity; whole ones may be too large for a float."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
+        raise InvalidRequestError("must be a list of whole numbers", param="prompt_token_ids")
+    return tuple(value)
+
+
+def _embeds(value: object) -> torch.Tensor | None:
+    import torch
+
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise InvalidRequestError(f"must be a tensor [n, hidden], got {type(value).__name__}", param="prompt_embeds")
+    return value
