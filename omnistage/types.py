@@ -164,8 +164,6 @@ class SamplingParams(StageParams):
             raise ValueError("an empty stop string can never be found; remove it")
         if any(token < 0 for token in (*self.stop_token_ids, *self.suppress_token_ids)):
             raise ValueError("token ids must not be negative")
-        if any(token < 0 for token in (*(self.allowed_token_ids or ()), *(self.logit_bias or ()))):
-            raise ValueError("token ids must not be negative")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, so nothing could be sampled; leave it out or name ids")
         return self
