@@ -52,7 +52,7 @@ def test_a_window_waits_for_its_chunk_and_its_lookahead() -> None:
     assert scheduler.starved == 1
 
 
-def growing(seconds_a_code: float) -> list[int]:
+def growing(seconds_a_code: float, seconds_a_window: float = 0.0) -> list[int]:
     """Blocks of each window of an utterance whose codes, each 20 ms of sound, come one at a time at this pace."""
     layout = replace(LAYOUT, code_seconds=0.02)
     now = 0.0
@@ -62,7 +62,10 @@ def growing(seconds_a_code: float) -> list[int]:
     for code in range(90):
         scheduler.extend("a", [code], final=code == 89)
         while scheduler.has_work():
-            blocks += [w.emit // layout.block_codes for w in run(scheduler).windows]
+            output = scheduler.schedule()
+            now += seconds_a_window
+            scheduler.update(output, ())
+            blocks += [w.emit // layout.block_codes for w in output.windows]
         now += seconds_a_code
     return blocks
 
@@ -73,6 +76,11 @@ def test_chunks_double_while_codes_come_much_faster_than_they_sound() -> None:
 
 def test_chunks_stay_small_when_waiting_would_make_a_gap() -> None:
     assert set(growing(0.019)[:-1]) == {1}
+
+
+def test_chunks_double_when_decoding_small_ones_takes_too_long() -> None:
+    assert growing(0.019, seconds_a_window=0.05) == [1, 2, 4, 4, 4, 4, 4, 4, 3]  # 0.05 s is little of 4 blocks' 0.24 s
+    assert set(growing(0.019, seconds_a_window=0.02)[:-1]) == {1}
 
 
 def test_later_chunks_grow_with_what_is_there_and_carry_bounded_history() -> None:

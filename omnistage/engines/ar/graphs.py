@@ -50,6 +50,8 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         )
         paged = PagedContext(runner.backend, slots, plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
+        # The graph reads their memory at every replay, and nothing else would keep it from being given away.
+        self._read_by_graph = (plan, no_media)
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
         def step() -> tuple[torch.Tensor, torch.Tensor | None]:

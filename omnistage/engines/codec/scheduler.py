@@ -18,6 +18,9 @@ from omnistage.engines.codec.component import CodecLayout
 GROWTH_PACE = 0.4
 """Chunks double while codes come in less than this share of the time that they sound. Then the next chunk, twice as
 long, is there before the last one has been played."""
+DECODE_SHARE = 0.4
+"""Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend most
+of their work on context and look-ahead, and a stage that cannot keep up with them would only fall further behind."""
 _MOMENT = 0.001
 AGE_LIMIT = 16
 """A ready request that was passed over this many times goes before every priority, longest wait first."""
@@ -83,6 +86,8 @@ class _Request:
     done: int = 0
     last_blocks: int = 0
     """Blocks of the last chunk."""
+    least_blocks: int = 1
+    """Smaller chunks were found to take too long to decode."""
     started: bool = False
     age: int = 0
 
@@ -112,6 +117,7 @@ class CodecScheduler:
         self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
         self._requests: dict[str, _Request] = {}
         self._turns = itertools.count()
+        self._scheduled_at = 0.0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -182,10 +188,12 @@ class CodecScheduler:
         for request in picked:
             request.started, request.age, request.turn = True, 0, next(self._turns)
         windows = tuple(_plan(request, shape) for request in picked) if shape else ()
+        self._scheduled_at = self._clock()
         return SchedulerOutput(windows, started, empty)
 
     def update(self, output: SchedulerOutput, failed: Collection[str]) -> None:
         """Count what ran and forget what ended: complete, empty and failed requests."""
+        passed = self._clock() - self._scheduled_at
         for window in output.windows:
             if window.last or window.request_id in failed:
                 self.remove(window.request_id)
@@ -193,6 +201,8 @@ class CodecScheduler:
                 request = self._requests[window.request_id]
                 request.done += window.emit
                 request.last_blocks = window.emit // self._layout.block_codes
+                if 0 < DECODE_SHARE * self._layout.code_seconds * window.emit < passed:
+                    request.least_blocks = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
         for request_id in output.empty:
             self.remove(request_id)
 
@@ -227,9 +237,9 @@ class CodecScheduler:
             return max(self._limits.first_chunk_blocks, self._layout.first_blocks)
         if complete >= self._limits.max_chunk_blocks:
             return self._limits.max_chunk_blocks
-        least = 1
+        least = request.least_blocks
         if self._is_ahead(request):
-            least = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
+            least = max(least, min(2 * request.last_blocks, self._limits.max_chunk_blocks))
         return max(1 << (max(complete, 1).bit_length() - 1), least)
 
     def _is_ahead(self, request: _Request) -> bool:
@@ -247,7 +257,7 @@ class CodecScheduler:
         leads = [
             self._lead(r)
             for r in self._requests.values()
-            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block
+            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block * r.least_blocks
         ]
         return max(min(leads), 0.0) + _MOMENT if leads else None
 
