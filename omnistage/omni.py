@@ -27,10 +27,18 @@ from omnistage.pipeline.intake import (
 )
 from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
 from omnistage.pipeline.output import OutputBuffer, Sink
-from omnistage.pipeline.registry import Bridge, InputProcessor
+from omnistage.pipeline.registry import AnyProcessor, Bridge
 from omnistage.pipeline.request import GraphView, RequestPlan, RequestRun
 from omnistage.pipeline.stage import Stage
-from omnistage.types import FinishReason, OmniRequestOutput, OmniTokensPrompt, OutputChunk, StageParams, Trace
+from omnistage.types import (
+    FinishReason,
+    Modality,
+    OmniRequestOutput,
+    OmniTokensPrompt,
+    OutputChunk,
+    StageParams,
+    Trace,
+)
 
 Conversation = Sequence[Mapping[str, object]]
 _REFRESH_SECONDS = 0.2
@@ -61,7 +69,7 @@ class _Front:
         stages: Mapping[str, Stage],
         bridges: Mapping[str, Bridge],
         defaults: Mapping[str, StageParams],
-        processor: InputProcessor,
+        processor: AnyProcessor,
         *,
         deployment: DeploymentConfig | None = None,
         limits: LimitsConfig | None = None,
@@ -82,9 +90,10 @@ class _Front:
             parts.defaults,
             max_inflight=deployment.max_inflight,
             trace_history=deployment.trace_history,
+            model=parts.model,
         )
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
-        self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits)
+        self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
         self._output_buffer = deployment.output_buffer
         # Stage threads keep the orchestrator alive: a door that is dropped without being closed must stop them.
         self._finalizer = weakref.finalize(self, self.orchestrator.shutdown, False)
@@ -93,6 +102,11 @@ class _Front:
         self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
     ) -> RequestPlan:
         return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id))
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """What this model gives."""
+        return tuple(self.orchestrator.graph.outputs)
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
@@ -214,12 +228,16 @@ class _Batch:
         self.outputs: list[OmniRequestOutput | None] = [None] * size
         self.done = 0
         self.tokens = 0
+        self.steps: dict[int, tuple[int, int]] = {}
+        """Denoising steps of each request, done and in all, for those that have any."""
         self.changed = threading.Condition()
 
     def sink(self, index: int) -> Sink:
         def take(item: OutputChunk) -> None:
             with self.changed:
                 self.tokens += len(item.token_ids)
+                if item.progress is not None:
+                    self.steps[index] = (item.progress.step, item.progress.steps)
             if item.final is not None:
                 self.put(index, item.final)
 
@@ -238,7 +256,7 @@ class _Batch:
 
 
 class _BatchBar:
-    """A progress bar over a batch: requests done and tokens a second. Silent where no one watches."""
+    """A progress bar over a batch: requests done, tokens a second or denoising steps. Silent where no one watches."""
 
     def __init__(self, batch: _Batch, show: bool) -> None:
         console = Console(stderr=True)
@@ -246,17 +264,23 @@ class _BatchBar:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+            TextColumn("{task.fields[pace]}"),
             TimeElapsedColumn(),
         )
         self._batch = batch
         self._start = time.monotonic()
         self._bar = Progress(*columns, console=console, disable=not (show and console.is_terminal))
-        self._task = self._bar.add_task("requests", total=len(batch.outputs), rate=0.0)
+        self._task = self._bar.add_task("requests", total=len(batch.outputs), pace="")
 
     def refresh(self) -> None:
-        elapsed = max(time.monotonic() - self._start, 1e-9)
-        self._bar.update(self._task, completed=self._batch.done, rate=self._batch.tokens / elapsed)
+        batch, elapsed = self._batch, max(time.monotonic() - self._start, 1e-9)
+        if batch.steps:
+            with batch.changed:
+                done, total = (sum(part) for part in zip(*batch.steps.values(), strict=True))
+            # The bar moves with the steps: a single picture would otherwise show nothing until it is there.
+            self._bar.update(self._task, completed=done, total=total, pace=f"steps, {batch.done} done")
+        else:
+            self._bar.update(self._task, completed=batch.done, pace=f"{batch.tokens / elapsed:.0f} tokens/s")
 
     def __enter__(self) -> Self:
         self._bar.start()

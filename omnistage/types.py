@@ -5,22 +5,44 @@ Plain dataclasses of tensors and primitives, so that the same contract can be sp
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from omnistage.errors import InvalidRequestError, OmniError
+from omnistage.errors import OmniError
+from omnistage.params import (
+    SHOWN_CHARS,
+    CodecParams,
+    DiffusionParams,
+    SamplingParams,
+    StageParams,
+    StructuredOutput,
+    invalid_params,
+    is_utf8,
+    short_repr,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from omnistage.media.audio import AudioOutput
+    from omnistage.media.audio_output import AudioOutput
+    from omnistage.media.image_output import ImageOutput
+    from omnistage.media.video_output import VideoOutput
+
+__all__ = [  # the parameters are nouns like the rest, in a file of their own
+    "SHOWN_CHARS",
+    "CodecParams",
+    "DiffusionParams",
+    "SamplingParams",
+    "StageParams",
+    "StructuredOutput",
+    "invalid_params",
+    "is_utf8",
+    "short_repr",
+]
 
 
 class Modality(StrEnum):
@@ -40,147 +62,6 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     DEADLINE = "deadline"
     ERROR = "error"
-
-
-# ------------------------------------------------------------------------------- users' values in messages
-
-SHOWN_CHARS = 80
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = SHOWN_CHARS
-
-
-def short_repr(value: object) -> str:
-    """What a user gave, for a message: at most about 80 characters, whatever its size."""
-    try:
-        text = _REPR.repr(value)
-    except ValueError:  # Python does not print whole numbers of thousands of digits
-        return f"a huge {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
-
-
-def is_utf8(text: str) -> bool:
-    """Whether text can be encoded; half of a surrogate pair, as broken JSON escapes leave it, cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-# ---------------------------------------------------------------------------------------------- parameters
-
-_FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class StageParams(BaseModel):
-    """Base of what a request may set on one stage. Frozen, unknown fields refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def merged(self, override: Self | None) -> Self:
-        """These defaults with the fields that `override` sets explicitly."""
-        if override is None:
-            return self
-        changes = {name: getattr(override, name) for name in override.model_fields_set}
-        return type(self).parse({**{n: getattr(self, n) for n in self.model_fields_set}, **changes})
-
-    @classmethod
-    def parse(cls, values: Mapping[str, object]) -> Self:
-        """Build from untrusted values, turning pydantic's error into ours."""
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise invalid_params(error) from error
-
-
-def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestError:
-    """Our error for the first problem that pydantic found."""
-    first = error.errors(include_url=False)[0]
-    path = ".".join(part if isinstance(part, str) else short_repr(part) for part in first["loc"])[:SHOWN_CHARS]
-    param = f"{prefix}.{path}" if prefix and path else (prefix or path)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "there is no such parameter; see the class for those there are"
-    elif first["type"] != "value_error":
-        message = f"{message} (got {short_repr(first.get('input'))})"
-    return InvalidRequestError(message, param=param or None)
-
-
-class StructuredOutput(BaseModel):
-    """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), or any JSON."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    json_schema: dict[str, object] | str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    json_object: bool = False
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        given = [self.json_schema is not None, self.regex is not None, self.grammar is not None, self.json_object]
-        if sum(given) != 1:
-            raise ValueError("give exactly one of json_schema, regex, grammar, json_object")
-        return self
-
-
-class SamplingParams(StageParams):
-    """How an autoregressive stage picks tokens. The defaults are greedy-free plain sampling at temperature 1."""
-
-    max_tokens: int = Field(default=1024, ge=1, le=1_000_000, description="Most tokens to generate.")
-    min_tokens: int = Field(default=0, ge=0, description="No stop before this many tokens.")
-    temperature: _FiniteFloat = Field(default=1.0, ge=0.0, le=100.0, description="0 is greedy.")
-    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
-    top_p: _FiniteFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens up to this mass.")
-    min_p: _FiniteFloat = Field(default=0.0, ge=0.0, le=1.0, description="Drop tokens below this share of the best.")
-    repetition_penalty: _FiniteFloat = Field(default=1.0, gt=0.0, le=10.0, description="Over prompt and output.")
-    presence_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
-    frequency_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
-    logit_bias: dict[int, _FiniteFloat] | None = Field(default=None, description="Token id to added logit.")
-    allowed_token_ids: tuple[int, ...] | None = Field(default=None, description="Only these may be sampled.")
-    suppress_token_ids: tuple[int, ...] = Field(default=(), description="Never sampled.")
-    stop: tuple[str, ...] = Field(default=(), max_length=64, description="Strings that end the text.")
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end it, besides the model's own.")
-    ignore_eos: bool = Field(default=False, description="Go on past the model's own end tokens.")
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Same seed, same output, in any batch.")
-    logprobs: int | None = Field(default=None, ge=0, le=50, description="Alternatives to report beside each token.")
-    n: int = Field(default=1, ge=1, le=128, description="Answers to one prompt.")
-    structured: StructuredOutput | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stop_may_be_a_string(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("stop"), str):
-            return {**values, "stop": (values["stop"],)}
-        return values
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if any(not text for text in self.stop):
-            raise ValueError("an empty stop string can never be found; remove it")
-        if any(token < 0 for token in (*self.stop_token_ids, *self.suppress_token_ids)):
-            raise ValueError("token ids must not be negative")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids is empty, so nothing could be sampled; leave it out or name ids")
-        return self
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-
-class CodecParams(StageParams):
-    """How a codec stage turns codes into samples."""
-
-    streaming: bool = Field(default=True, description="Emit audio while codes still arrive; false waits for all.")
-    num_steps: int = Field(default=10, ge=1, le=1000, description="Solver time points of a flow-matching decoder.")
-    guidance_scale: _FiniteFloat = Field(default=0.5, ge=0.0, le=100.0)
-    sway: _FiniteFloat = Field(default=-1.0, ge=-10.0, le=10.0, description="Sway coefficient of the time grid.")
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the initial noise.")
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -237,12 +118,18 @@ class ARInput:
     embeds: torch.Tensor | None = None
     """`[n, E]` rows used instead of embedding `token_ids` (which then serve penalties only)."""
     positions: torch.Tensor | None = None
-    """`int64 [3, n]` for m-RoPE or `[n]`; `None` counts 0, 1, 2, ..."""
+    """`int64 [3, n]` for m-RoPE or `[n]`; `None` counts 0, 1, 2, ... Beside `num_tokens` it may go on over those."""
     position_delta: int = 0
-    """Generated token at index i gets position i + position_delta."""
+    """Generated token at index i gets position i + position_delta, where `positions` does not reach it."""
+    num_tokens: int | None = None
+    """Generate just as many, whatever the parameters' `max_tokens`: a picture's grid has as many as it has."""
+    seed: int | None = None
+    """What sampling starts from where the parameters name no seed: the picture's own."""
     media: tuple[MediaSpan, ...] = ()
     context: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What downstream bridges need of the prompt beyond its tokens (grids, lengths), handed on untouched."""
+    drawing: DiffusionInput | None = None
+    """What a drawing stage behind this one is asked for; bridges find it on the first chunk's `prompt`."""
     streaming: bool = False
     """True: each generated token needs a row of `SideRows` to be computed; the stage waits (starved) without."""
     side_rows: torch.Tensor | None = None
@@ -276,8 +163,57 @@ class CodecFrames:
     final: bool = False
 
 
-StagePayloadIn = ARInput | CodecInput
-StageFeed = SideRows | CodecFrames
+@dataclass(frozen=True, slots=True, eq=False)
+class DiffusionInput:
+    """What to draw: the prompt and the pictures that go with it. Starts a stage that encodes prompts."""
+
+    prompt: str
+    images: tuple[np.ndarray, ...] = ()
+    """`uint8 [h, w, 3]`, in the order in which they were given."""
+    mask: np.ndarray | None = None
+    """`uint8 [h, w]`, of the first image's size: 255 where it is to be painted anew."""
+    tokens: tuple[int, ...] = ()
+    """Picture tokens of a language model upstream."""
+    context: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What else that model gave."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Condition:
+    """A prompt as a denoiser takes it: what an encoding stage gives and a denoising stage starts from.
+
+    No tensor has a batch dimension. `negative` is None where nothing guides away from it.
+    """
+
+    positive: Mapping[str, torch.Tensor]
+    negative: Mapping[str, torch.Tensor] | None = None
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Read by both: latents of input pictures, masks."""
+    width: int = 0
+    height: int = 0
+    num_frames: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """Latents of picture `index` of a request: what a denoising stage gives and a decoding stage takes.
+
+    A preview is of a picture that is still on its way. `final` says that no more latents of the request follow.
+    """
+
+    picture: torch.Tensor
+    """Without a batch dimension."""
+    width: int
+    height: int
+    num_frames: int = 1
+    index: int = 0
+    seed: int | None = None
+    preview: bool = False
+    final: bool = True
+
+
+StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents
+StageFeed = SideRows | CodecFrames | Latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +272,37 @@ class AudioChunk:
     sample_rate: int
 
 
-ChunkPayload = TokenChunk | AudioChunk
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Denoising steps that a request has done, of those it needs."""
+
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageChunk:
+    """One picture, `uint8 [h, w, 3]`: picture `index` of the request's n."""
+
+    pixels: np.ndarray
+    index: int = 0
+    preview: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoChunk:
+    """One video, `uint8 [frames, h, w, 3]`: video `index` of the request's n."""
+
+    frames: np.ndarray
+    fps: float
+    index: int = 0
+    preview: bool = False
+    seed: int | None = None
+    audio: AudioChunk | None = None
+
+
+ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +384,10 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     audio_seconds: float = 0.0
+    images: int = 0
+    video_seconds: float = 0.0
+    steps: int = 0
+    """Denoising steps done."""
     stage_tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -432,6 +402,18 @@ class OmniRequestOutput:
     error: OmniError | None = None
     usage: Usage = field(default_factory=Usage)
     trace: Trace | None = None
+    images: list[ImageOutput] = field(default_factory=list)
+    videos: list[VideoOutput] = field(default_factory=list)
+
+    @property
+    def image(self) -> ImageOutput | None:
+        """The first picture."""
+        return self.images[0] if self.images else None
+
+    @property
+    def video(self) -> VideoOutput | None:
+        """The first video."""
+        return self.videos[0] if self.videos else None
 
     @property
     def finished(self) -> bool:
@@ -458,6 +440,9 @@ class OutputChunk:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     audio: AudioChunk | None = None
+    image: ImageChunk | None = None
+    video: VideoChunk | None = None
+    progress: Progress | None = None
     finish_reason: FinishReason | None = None
     """End of this modality's stream (per answer)."""
     final: OmniRequestOutput | None = None

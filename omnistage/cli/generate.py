@@ -1,4 +1,4 @@
-"""`omnistage generate`: one request, answered in text and speech."""
+"""`omnistage generate`: one request, answered in text, speech, pictures or video."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from omnistage.cli import drawing
 from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, err, out
 from omnistage.errors import InvalidRequestError, UnsupportedModalityError
 
@@ -33,7 +34,10 @@ def generate(
     modalities: Annotated[str | None, typer.Option(help="What to answer with, like text,audio; default: text.")] = None,
     voice: Annotated[str | None, typer.Option(help="Who speaks; default: the model's first voice.")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write answer.txt and answer.wav here.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Write answer.txt, answer.wav, pictures and videos here; pictures: ./out."
+        ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of text.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
@@ -41,6 +45,22 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
+    width: drawing.Width = None,
+    height: drawing.Height = None,
+    steps: drawing.Steps = None,
+    guidance: drawing.Guidance = None,
+    true_cfg: drawing.TrueCfg = None,
+    negative_prompt: drawing.NegativePrompt = None,
+    n: drawing.Count = None,
+    strength: drawing.Strength = None,
+    mask: drawing.Mask = None,
+    num_frames: drawing.Frames = None,
+    fps: drawing.Fps = None,
+    scheduler: drawing.Scheduler = None,
+    cache: drawing.Cache = None,
+    picture_format: drawing.Format = "png",
+    metadata: drawing.Metadata = True,
+    sheet: drawing.ContactSheet = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     device: DeviceOption = None,
@@ -48,11 +68,11 @@ def generate(
     trace: Annotated[bool, typer.Option("--trace", help="Print when each stage ran.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")] = False,
 ) -> None:
-    """Answer one request.
+    """Answer one request, or draw it.
 
-    The text goes to standard output, progress to standard error. Speech needs `--out` to be kept. The options
-    for sampling are those of the first stage; any stage's are set with `--set`, like
-    `--set talker.temperature=0.9`.
+    The text goes to standard output, progress to standard error. Speech needs `--out` to be kept; pictures and
+    videos are always written. The options for sampling are those of the first stage; any stage's are set with
+    `--set`, like `--set talker.temperature=0.9`.
 
     Examples:
 
@@ -60,6 +80,7 @@ def generate(
     omnistage generate out/tiny 'Hello' --max-tokens 32
     omnistage generate out/tiny 'What is this?' --image cat.png --audio purr.wav --modalities text,audio --out answer
     omnistage generate out/lm 'Once upon a time' --raw --temperature 0
+    omnistage generate out/flux 'A lighthouse at dusk' --width 64 --height 64 --steps 8 --n 4 --contact-sheet
     ```
     """
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -69,14 +90,32 @@ def generate(
     sampling = sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
+    asked = drawing.parse_params(
+        width=width,
+        height=height,
+        steps=steps,
+        guidance=guidance,
+        true_cfg=true_cfg,
+        negative_prompt=negative_prompt,
+        n=n,
+        strength=strength,
+        num_frames=num_frames,
+        fps=fps,
+        scheduler=scheduler,
+        seed=seed,
+    )
+    saving = drawing.Saving(picture_format, metadata=metadata, sheet=sheet)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)  # an answer that took minutes must have somewhere to go
     from omnistage.omni import Omni
 
     # The front door shows bars of its own on a terminal; in a log this line says what takes the time.
     err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
-    with Omni(model, config=config, overrides=tuple(overrides or ()), device=device, dtype=dtype) as omni:
-        if raw:
+    given = (*(overrides or ()), *drawing.cache_override(cache))
+    with Omni(model, config=config, overrides=given, device=device, dtype=dtype) as omni:
+        if drawing.draws(omni, wanted):
+            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked)
+        elif raw:
             [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
         else:
             answer = omni.chat(
@@ -86,7 +125,7 @@ def generate(
                 voice=voice,
                 use_audio_in_video=use_audio_in_video,
             )
-    _present(answer, folder, trace=trace)
+    _present(answer, folder, saving, trace=trace)
 
 
 def _check_request(text: str | None, files: MediaFiles, *, raw: bool, system: str | None) -> None:
@@ -137,13 +176,16 @@ def chat_messages(text: str | None, files: MediaFiles, system: str | None) -> li
     return [*messages, {"role": "user", "content": content}]
 
 
-def _present(answer: OmniRequestOutput, folder: Path | None, *, trace: bool) -> None:
+def _present(answer: OmniRequestOutput, folder: Path | None, saving: drawing.Saving, *, trace: bool) -> None:
     """Print and write the answer; an answer that failed is raised as its error."""
     if answer.error is not None:
         raise answer.error
-    typer.echo(answer.text)
     notes = err()
-    if folder is not None:
+    for path in drawing.save(answer, folder, saving):
+        notes.print(f"wrote {path}", soft_wrap=True)
+    if not (answer.images or answer.videos):
+        typer.echo(answer.text)
+    if folder is not None and answer.outputs:
         (folder / "answer.txt").write_text(answer.text + "\n", encoding="utf-8")
         notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
         if answer.audio is not None:
@@ -152,10 +194,11 @@ def _present(answer: OmniRequestOutput, folder: Path | None, *, trace: bool) -> 
     elif answer.audio is not None:
         notes.print(f"{answer.audio.seconds:.2f} s of speech were made and not kept; add --out DIR", style="yellow")
     usage = answer.usage
-    notes.print(
-        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens, "
-        f"{usage.audio_seconds:.2f} s of audio, ended by {answer.finish_reason}",
-        style="dim",
-    )
+    made = [f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens"] if answer.outputs else []
+    made += [f"{usage.audio_seconds:.2f} s of audio"] if answer.audio is not None or answer.outputs else []
+    made += [f"{usage.images} pictures"] if usage.images else []
+    made += [f"{usage.video_seconds:.2f} s of video"] if usage.video_seconds else []
+    made += [f"{usage.steps} denoising steps"] if usage.steps else []
+    notes.print(f"{', '.join(made)}, ended by {answer.finish_reason}", style="dim")
     if trace and answer.trace is not None:
         out().print(str(answer.trace), soft_wrap=True, markup=False)

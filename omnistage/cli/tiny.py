@@ -13,7 +13,7 @@ from omnistage.errors import InvalidRequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from omnistage.pipeline.registry import Family
 
-_TELLING_FILES = frozenset({"config.json", "tokenizer.json"})
+_TELLING_FILES = frozenset({"config.json", "tokenizer.json", "model_index.json"})
 _CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"})
 
 
@@ -58,8 +58,13 @@ def tiny(
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete the files of a checkpoint. Raises, and deletes nothing, if the folder holds anything else."""
-    found = list(folder.iterdir())
-    foreign = [path.name for path in found if not path.is_file() or path.suffix not in _CHECKPOINT_FILES]
+    parts = _part_folders(folder)
+    found = [*folder.iterdir(), *(path for part in parts for path in part.iterdir())]
+    foreign = [
+        path.name
+        for path in found
+        if path not in parts and (not path.is_file() or path.suffix not in _CHECKPOINT_FILES)
+    ]
     # config.json is written last, so one that was interrupted has none.
     if foreign or not any(path.name in _TELLING_FILES or path.suffix == ".safetensors" for path in found):
         raise InvalidRequestError(
@@ -68,7 +73,19 @@ def remove_checkpoint(folder: Path) -> None:
             param="DIR",
         )
     for path in found:
-        path.unlink()
+        if path not in parts:
+            path.unlink()
+    for part in parts:
+        part.rmdir()
+
+
+def _part_folders(folder: Path) -> list[Path]:
+    """The folders of a diffusers checkpoint's parts, by its index."""
+    from omnistage.config.checkpoint import read_json
+
+    index = folder / "model_index.json"
+    names = list(read_json(index)) if index.is_file() else []
+    return [part for part in folder.iterdir() if part.name in names and part.is_dir() and not part.is_symlink()]
 
 
 def find_family(name: str) -> Family:

@@ -20,6 +20,9 @@ _DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktok
 """What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
 _SHOWN_PATH = 300
 _INDEX = "model.safetensors.index.json"
+_PIPELINE_INDEX = "model_index.json"
+ANY_PIPELINE = "*Pipeline"
+"""What a family claims that serves every diffusers pipeline which no other one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class OmniModelConfig:
 
     folder: Path
     hf_config: dict[str, object]
-    """config.json as it is."""
+    """config.json as it is; model_index.json for a diffusers model."""
     family: str
     name: str
     """What the user called the model."""
@@ -131,10 +134,19 @@ def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
-    """config.json of a model folder."""
+    """config.json of a model folder, or model_index.json of one that diffusers made."""
     path = folder / "config.json"
+    index = folder / _PIPELINE_INDEX
+    if index.is_file():
+        data = read_json(index)
+        if not isinstance(data.get("_class_name"), str):
+            raise CheckpointError(f"{index} names no pipeline (`_class_name`); fetch it again")
+        return data
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json, so it is not a model; give the folder that holds one")
+        raise CheckpointError(
+            f"{folder} has neither config.json nor {_PIPELINE_INDEX}, so it is not a model; give the folder that "
+            "holds one"
+        )
     return read_json(path)
 
 
@@ -158,6 +170,10 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
         for family in families.values():
             if "*" in family.architectures:
                 return family
+    if "_class_name" in hf_config:
+        for family in families.values():
+            if ANY_PIPELINE in family.architectures:
+                return family
     raise UnsupportedModelError(
         f"no family serves {', '.join(names)}; families: "
         + ("; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families.values()) or "none")
@@ -166,6 +182,9 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
 
 def _architectures(hf_config: Mapping[str, object]) -> list[str]:
     """Names to look for, most telling first."""
+    pipeline = hf_config.get("_class_name")
+    if isinstance(pipeline, str):
+        return [pipeline]
     architectures = hf_config.get("architectures")
     names = [n for n in architectures if isinstance(n, str)] if isinstance(architectures, list) else []
     model_type = hf_config.get("model_type")

@@ -13,7 +13,7 @@ from omnistage.config.located import KeyPath, LocatedConfigError, Sources, dotte
 from omnistage.config.schema import STAGE_TYPES, OmniConfig
 
 _VALUE_ERROR = "Value error, "
-_ENGINES = " or ".join(STAGE_TYPES)
+_ENGINES = " or ".join((", ".join(list(STAGE_TYPES)[:-1]), list(STAGE_TYPES)[-1]))
 
 
 def to_config_error(error: ValidationError, data: Mapping[str, object], sources: Sources) -> LocatedConfigError:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from omnistage.media.limits import MediaLimits
-from omnistage.types import CodecParams, DTypeName, Modality, SamplingParams, short_repr
+from omnistage.types import CodecParams, DiffusionParams, DTypeName, Modality, SamplingParams, short_repr
 
 # --------------------------------------------------------------------------------------------- scalar types
 
@@ -180,6 +180,25 @@ class CodecBudget(ConfigModel):
         return self
 
 
+class DiffusionBudget(ConfigModel):
+    """What a stage of the diffusion engine may use. Each kind of stage reads its own part of it."""
+
+    max_batch_tokens: Count = Field(
+        default=65_536, description="Latent patches in one forward, guidance counted; a larger picture is refused."
+    )
+    max_batch: Count = Field(default=16, description="Rows in one forward: pictures, twice where guided.")
+    max_running: Count = Field(default=16, description="Pictures on their way at once.")
+    ageing_steps: Count = Field(default=16, description="Steps of waiting that are worth one priority level.")
+    prompt_cache: Size = Field(default=256 * 2**20, description="Memory for encoded prompts that may come again.")
+    tiling_pixels: CountOrZero = Field(
+        default=2_000_000, description="Decode pictures with more pixels than this in tiles; 0: never."
+    )
+    cache: str | None = Field(
+        default=None, max_length=100, description="A cache of the transformer's work, like first_block:0.1."
+    )
+    compile: bool = Field(default=False, description="Compile the transformer's blocks: slower start, faster steps.")
+
+
 # --------------------------------------------------------------------------------------------------- stages
 
 
@@ -223,10 +242,26 @@ class CodecStageConfig(_StageConfig):
         return _only(Modality.AUDIO, output, "a codec")
 
 
-StageConfig = ARStageConfig | CodecStageConfig
-STAGE_TYPES: dict[str, type[ARStageConfig] | type[CodecStageConfig]] = {
+class DiffusionStageConfig(_StageConfig):
+    """A stage on the diffusion engine: it encodes prompts, denoises, or decodes latents, as its component does."""
+
+    engine: Literal["diffusion"]
+    params: DiffusionParams = Field(default_factory=DiffusionParams)
+    budget: DiffusionBudget = Field(default_factory=DiffusionBudget)
+
+    @field_validator("output")
+    @classmethod
+    def _gives_pictures(cls, output: Modality | None) -> Modality | None:
+        if output in (Modality.TEXT, Modality.AUDIO):
+            raise ValueError(f"a diffusion stage gives image or video, not {output}; use one of them, or null")
+        return output
+
+
+StageConfig = ARStageConfig | CodecStageConfig | DiffusionStageConfig
+STAGE_TYPES: dict[str, type[ARStageConfig] | type[CodecStageConfig] | type[DiffusionStageConfig]] = {
     "autoregressive": ARStageConfig,
     "codec": CodecStageConfig,
+    "diffusion": DiffusionStageConfig,
 }
 """Stage model by engine name."""
 

@@ -13,7 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from omnistage.config import (
     ARStageConfig,
+    CodecStageConfig,
     DeploymentConfig,
+    DiffusionStageConfig,
     LimitsConfig,
     OmniEngineArgs,
     OmniModelConfig,
@@ -22,7 +24,7 @@ from omnistage.config import (
     resolve,
 )
 from omnistage.errors import CapacityError, CheckpointError, ConfigError, OmniError, RegistryError
-from omnistage.pipeline.registry import REGISTRY, Bridge, InputProcessor, LoadContext, Registry
+from omnistage.pipeline.registry import REGISTRY, AnyProcessor, Bridge, LoadContext, Registry
 from omnistage.pipeline.request import GraphView
 from omnistage.pipeline.stage import Stage
 from omnistage.types import DTypeName, StageParams
@@ -44,9 +46,11 @@ class EngineParts:
     stages: Mapping[str, Stage]
     bridges: Mapping[str, Bridge]
     defaults: Mapping[str, StageParams]
-    processor: InputProcessor
+    processor: AnyProcessor
     deployment: DeploymentConfig
     limits: LimitsConfig
+    model: str = ""
+    """Its name, as pictures carry it."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -70,6 +74,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Regist
         processor,
         config.deployment,
         config.limits,
+        resolved.model.name,
     )
 
 
@@ -117,12 +122,34 @@ def build_stage(
         if not isinstance(component, ARComponent):
             raise _wrong_component(name, stage_cfg, component)
         return ARStage(name, component, stage_cfg.budget)
-    from omnistage.engines.codec.component import CodecComponent
-    from omnistage.engines.codec.stage import CodecStage
+    if isinstance(stage_cfg, CodecStageConfig):
+        from omnistage.engines.codec.component import CodecComponent
+        from omnistage.engines.codec.stage import CodecStage
 
-    if not isinstance(component, CodecComponent):
-        raise _wrong_component(name, stage_cfg, component)
-    return CodecStage(name, component, stage_cfg.budget)
+        if not isinstance(component, CodecComponent):
+            raise _wrong_component(name, stage_cfg, component)
+        return CodecStage(name, component, stage_cfg.budget)
+    return _diffusion_stage(name, stage_cfg, component)
+
+
+def _diffusion_stage(name: str, stage_cfg: DiffusionStageConfig, component: object) -> Stage:
+    """The stage that a component of the diffusion engine is made for."""
+    from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+    from omnistage.engines.diffusion.decode import DecodeStage
+    from omnistage.engines.diffusion.encode import EncodeStage
+    from omnistage.engines.diffusion.stage import DenoiseStage
+
+    if isinstance(component, PromptEncoder):
+        return EncodeStage(name, component, stage_cfg.budget)
+    if isinstance(component, Denoiser):
+        return DenoiseStage(name, component, stage_cfg.budget)
+    if isinstance(component, LatentDecoder):
+        return DecodeStage(name, component, stage_cfg.budget)
+    from omnistage.engines.diffusion.whole import WholePipeline, WholeStage
+
+    if isinstance(component, WholePipeline):
+        return WholeStage(name, component, stage_cfg.budget)
+    raise _wrong_component(name, stage_cfg, component)
 
 
 def load_component(context: LoadContext, *, registry: Registry = REGISTRY) -> object:

@@ -15,15 +15,17 @@ from omnistage.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.pipeline.registry import InputProcessor
+from omnistage.pipeline.registry import AnyProcessor, DrawingProcessor, InputProcessor
 from omnistage.pipeline.request import GraphView, OmniRequest
 from omnistage.types import (
     SHOWN_CHARS,
     ARInput,
+    DiffusionParams,
     Modality,
     OmniTokensPrompt,
     RequestInfo,
     StageParams,
+    StagePayloadIn,
     is_utf8,
     short_repr,
 )
@@ -63,14 +65,16 @@ class RequestFactory:
         self,
         graph: GraphView,
         params_types: Mapping[str, type[StageParams]],
-        processor: InputProcessor,
+        processor: AnyProcessor,
         limits: LimitsConfig,
+        defaults: Mapping[str, StageParams] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._graph = graph
         self._params_types = params_types
         self._processor = processor
         self._limits = limits
+        self._defaults = defaults or {}
         self._clock = clock
 
     def build(
@@ -86,9 +90,9 @@ class RequestFactory:
             arrival=arrival,
         )
         stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
-        request = OmniRequest(info, self._payload(prompt, options), stage_params)
+        request = OmniRequest(info, self._payload(prompt, options, stage_params), stage_params)
         most = self._limits.max_prompt_tokens
-        if request.prompt_tokens == 0:
+        if request.prompt_tokens == 0 and isinstance(request.payload, ARInput):
             raise InvalidRequestError("is empty; give at least one token", param="prompt")
         if most is not None and request.prompt_tokens > most:
             raise PromptTooLongError(
@@ -140,7 +144,10 @@ class RequestFactory:
         if given is None:
             return {}
         if isinstance(given, StageParams):
-            return {self._graph.entry: given}
+            takers = [name for name, kind in self._params_types.items() if isinstance(given, kind)]
+            # Those that a whole request shares need no stage's name: any stage that takes them will do.
+            shared = given.shared and takers
+            return {takers[0] if shared else self._graph.entry: given}
         if not isinstance(given, Mapping):
             raise InvalidRequestError(
                 f"must be SamplingParams or a mapping from stage to parameters, got {type(given).__name__}",
@@ -161,32 +168,46 @@ class RequestFactory:
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, param=f"{path}.{error.param}" if error.param else path) from error
 
-    def _payload(self, prompt: Prompt, options: RequestOptions) -> ARInput:
+    def _payload(self, prompt: Prompt, options: RequestOptions, params: Mapping[str, StageParams]) -> StagePayloadIn:
+        if isinstance(self._processor, DrawingProcessor):
+            return self._drawing(self._processor, prompt, params)
+        processor = self._processor
         if isinstance(prompt, str):
-            return self._text(prompt)
+            return self._text(processor, prompt)
         if isinstance(prompt, OmniTokensPrompt):
-            return self._processor.tokens(prompt)
+            return processor.tokens(prompt)
         if isinstance(prompt, Mapping):
-            return self._mapping(prompt)
+            return self._mapping(processor, prompt)
         if isinstance(prompt, list | tuple):
             from omnistage.chat import parse_messages
 
             messages = parse_messages(prompt, self._limits.media, use_audio_in_video=options.use_audio_in_video)
             self._check_media(messages)
-            return self._processor.chat(messages)
+            return processor.chat(messages)
         raise InvalidRequestError(
             "must be text, an OmniTokensPrompt, a mapping with prompt, prompt_token_ids or prompt_embeds, or a list "
             f"of chat messages; got {type(prompt).__name__}",
             param="prompt",
         )
 
-    def _text(self, prompt: str) -> ARInput:
+    def _drawing(
+        self, processor: DrawingProcessor, prompt: Prompt, params: Mapping[str, StageParams]
+    ) -> StagePayloadIn:
+        from omnistage.pipeline.drawing import parse_drawing
+
+        parsed = parse_drawing(prompt, self._limits.media)
+        asked = DiffusionParams()
+        for part in (*self._defaults.values(), *params.values()):
+            asked = asked.merged(part) if isinstance(part, DiffusionParams) else asked
+        return processor.draw(parsed.prompt, parsed.images, parsed.mask, asked)
+
+    def _text(self, processor: InputProcessor, prompt: str) -> StagePayloadIn:
         most = self._limits.media.max_text_chars
         if len(prompt) > most:
             raise LimitExceededError(f"{len(prompt)} characters exceed the limit of {most}; shorten it", param="prompt")
-        return self._processor.text(prompt)
+        return processor.text(prompt)
 
-    def _mapping(self, prompt: Mapping[str, object]) -> ARInput:
+    def _mapping(self, processor: InputProcessor, prompt: Mapping[str, object]) -> StagePayloadIn:
         known = ("prompt", "prompt_token_ids", "prompt_embeds")
         if unknown := [short_repr(key) for key in prompt if key not in known]:
             raise InvalidRequestError(
@@ -196,12 +217,12 @@ class RequestFactory:
         given = {key: value for key, value in prompt.items() if value is not None}
         text = given.get("prompt")
         if isinstance(text, str) and len(given) == 1:
-            return self._text(text)
+            return self._text(processor, text)
         if text is not None or not given:
             raise InvalidRequestError(
                 "give either prompt, a string, or prompt_token_ids and prompt_embeds", param="prompt"
             )
-        return self._processor.tokens(
+        return processor.tokens(
             OmniTokensPrompt(_token_ids(given.get("prompt_token_ids", ())), _embeds(given.get("prompt_embeds")))
         )
 

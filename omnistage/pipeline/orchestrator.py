@@ -30,7 +30,7 @@ from omnistage.errors import (
 from omnistage.pipeline.loop import DeadlineTimer, StageLoop, answers, log_defect
 from omnistage.pipeline.output import Sink, final_chunk
 from omnistage.pipeline.registry import Bridge
-from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun
+from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, spread
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     FinishReason,
@@ -75,6 +75,7 @@ class Orchestrator:
         *,
         max_inflight: int = 256,
         trace_history: int = 1000,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -82,8 +83,11 @@ class Orchestrator:
         self.graph = graph
         self.stages = stages
         self.max_inflight = max_inflight
+        self.model = model
         self._bridges = bridges
-        self._defaults = {name: defaults.get(name) or stages[name].params_type() for name in graph.order}
+        self._types = {name: stages[name].params_type for name in graph.order}
+        own = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
+        self._defaults = spread(own, self._types)
         self._clock = clock
         self._threads = threads
         self._room = threading.Condition()  # its lock guards everything from here to the loops
@@ -152,14 +156,15 @@ class Orchestrator:
                 raise InvalidRequestError(
                     f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
                 )
-        return {name: default.merged(overrides.get(name)) for name, default in self._defaults.items()}
+        given = spread(overrides, self._types)
+        return {name: default.merged(given.get(name)) for name, default in self._defaults.items()}
 
     def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
         info, now = plan.info, self._clock()
         if info.deadline is not None and now >= info.deadline:
             raise DeadlineExceededError("the deadline passed before the request could be admitted; allow more time")
-        run = RequestRun(plan, self.graph, sink)
+        run = RequestRun(plan, self.graph, sink, self.model)
         with self._room:
             self._check_room(info.request_id)
             self._runs[info.request_id] = run

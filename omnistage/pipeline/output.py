@@ -13,13 +13,16 @@ from omnistage.types import (
     AudioChunk,
     CompletionOutput,
     FinishReason,
+    ImageChunk,
     Modality,
     OmniRequestOutput,
     OutputChunk,
+    Progress,
     StageChunk,
     TokenChunk,
     Trace,
     Usage,
+    VideoChunk,
 )
 
 if TYPE_CHECKING:
@@ -38,21 +41,33 @@ class OutputAssembler:
     `modalities` maps each stage whose output was asked for to its modality; chunks of other stages are ignored.
     """
 
-    def __init__(self, request_id: str, modalities: Mapping[str, Modality], answers: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        modalities: Mapping[str, Modality],
+        answers: int,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        self.metadata = metadata or {}
         self._request_id = request_id
         self._modalities = modalities
         self._has_text = Modality.TEXT in modalities.values()
         self._answers = [CompletionOutput(index) for index in range(answers if self._has_text else 0)]
         self._text: list[list[str]] = [[] for _ in self._answers]
         self._audio: list[AudioChunk] = []
+        self._pictures: dict[int, ImageChunk] = {}
+        self._videos: dict[int, VideoChunk] = {}
         self.closed = False
 
     def add(self, chunk: StageChunk) -> OutputChunk | None:
         """The stream item for this chunk; None where it holds nothing for the caller."""
         modality = self._modalities.get(chunk.stage)
+        payload = chunk.payload
+        if isinstance(payload, Progress) and not self.closed:
+            # Of interest whatever stage it is of: the one that draws is seldom the one that gives the picture.
+            return OutputChunk(self._request_id, self._main_modality(), progress=payload)
         if modality is None or self.closed:
             return None
-        payload = chunk.payload
         item = OutputChunk(self._request_id, modality, chunk.index, finish_reason=chunk.finish)
         if modality is Modality.TEXT:
             answer = self._answers[chunk.index]
@@ -67,6 +82,14 @@ class OutputAssembler:
                 raise StageError(f"stage {chunk.stage!r} changed its sample rate within a request")
             self._audio.append(payload)
             return replace(item, audio=payload)
+        elif isinstance(payload, ImageChunk):
+            if not payload.preview:
+                self._pictures[payload.index] = payload
+            return replace(item, index=payload.index, image=payload)
+        elif isinstance(payload, VideoChunk):
+            if not payload.preview:
+                self._videos[payload.index] = payload
+            return replace(item, index=payload.index, video=payload)
         return item if chunk.finish is not None else None
 
     def final(self, reason: FinishReason, error: OmniError | None, usage: Usage, trace: Trace) -> OutputChunk:
@@ -78,7 +101,27 @@ class OutputAssembler:
         audio = self._joined_audio()
         usage.audio_seconds = audio.seconds if audio is not None else 0.0
         output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
+        if self._pictures or self._videos:
+            self._add_pictures(output)
         return final_chunk(output, self._main_modality())
+
+    def _add_pictures(self, output: OmniRequestOutput) -> None:
+        from omnistage.media.audio_output import AudioOutput
+        from omnistage.media.image_output import ImageOutput
+        from omnistage.media.video_output import VideoOutput
+
+        def metadata(seed: int | None) -> dict[str, object]:
+            return {"seed": seed, **self.metadata} if seed is not None else dict(self.metadata)
+
+        for _, picture in sorted(self._pictures.items()):
+            output.images.append(ImageOutput(picture.pixels, metadata(picture.seed)))
+        for _, video in sorted(self._videos.items()):
+            sound = None
+            if video.audio is not None:
+                sound = AudioOutput(video.audio.samples, video.audio.sample_rate)
+            output.videos.append(VideoOutput(video.frames, video.fps, sound, metadata(video.seed)))
+        output.usage.images = len(output.images)
+        output.usage.video_seconds = sum(video.seconds for video in output.videos)
 
     def _joined_audio(self) -> AudioOutput | None:
         if not self._audio:
@@ -150,8 +193,12 @@ def _join_stream(items: list[OutputChunk]) -> OutputChunk:
     if len(items) == 1:
         return items[0]
     sounds = [item.audio for item in items if item.audio is not None]
+    # Of pictures and progress the last says all: an older one of the same picture is a preview.
     return replace(
         items[0],
+        image=next((item.image for item in reversed(items) if item.image is not None), None),
+        video=next((item.video for item in reversed(items) if item.video is not None), None),
+        progress=next((item.progress for item in reversed(items) if item.progress is not None), None),
         text="".join(item.text for item in items),
         token_ids=tuple(token for item in items for token in item.token_ids),
         logprobs=tuple(entry for item in items for entry in item.logprobs),

@@ -13,16 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from omnistage.errors import RegistryError
-from omnistage.types import ARInput, Modality, OmniTokensPrompt, RequestInfo, StageChunk, StageFeed, StagePayloadIn
+from omnistage.types import Modality, OmniTokensPrompt, RequestInfo, StageChunk, StageFeed, StagePayloadIn
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from omnistage.chat import ChatMessage
     from omnistage.config import OmniModelConfig, StageConfig
+    from omnistage.params import DiffusionParams
 
 _T = TypeVar("_T")
 ENTRY_POINT_GROUP = "omnistage.families"
@@ -58,19 +60,37 @@ class InputProcessor(Protocol):
 
     input_modalities: frozenset[Modality]
 
-    def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
+    def chat(self, messages: Sequence[ChatMessage]) -> StagePayloadIn:
         """Apply the chat template; media become spans."""
         ...
 
-    def text(self, prompt: str) -> ARInput:
+    def text(self, prompt: str) -> StagePayloadIn:
         """A bare prompt, no template; special tokens in it stay text."""
         ...
 
-    def tokens(self, prompt: OmniTokensPrompt) -> ARInput: ...
+    def tokens(self, prompt: OmniTokensPrompt) -> StagePayloadIn: ...
 
     def voices(self) -> Sequence[str]:
         """Names that a request's `voice` may take; empty where the model does not speak."""
         ...
+
+
+@runtime_checkable
+class DrawingProcessor(Protocol):
+    """Turns a request to draw into the entry stage's input. Thread-safe."""
+
+    input_modalities: frozenset[Modality]
+
+    def draw(
+        self, prompt: str, images: Sequence[np.ndarray], mask: np.ndarray | None, params: DiffusionParams
+    ) -> StagePayloadIn:
+        """`images` are `uint8 [h, w, 3]`, `mask` is `uint8 [h, w]`; `params` is all that the request will use."""
+        ...
+
+    def voices(self) -> Sequence[str]: ...
+
+
+AnyProcessor = InputProcessor | DrawingProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +103,7 @@ class Family:
     pipeline: Path
     components: Mapping[str, ComponentFactory]
     bridges: Mapping[str, Bridge]
-    processor: Callable[[OmniModelConfig], InputProcessor]
+    processor: Callable[[OmniModelConfig], AnyProcessor]
     tiny: Callable[..., None] | None = None
     verify: Callable[..., object] | None = None
     aliases: tuple[str, ...] = field(default=())
@@ -194,7 +214,10 @@ class Registry:
                 return
             self._discovered = True
             from omnistage.models import builtin_families
+            from omnistage.models._diffusers.bridges import BRIDGES
 
+            for name, bridge in BRIDGES.items():
+                self.register_bridge(name, bridge)
             for family in builtin_families():
                 self.register(family)
             for entry in entry_points(group=ENTRY_POINT_GROUP):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from omnistage.errors import (
@@ -18,8 +19,13 @@ from omnistage.types import (
     AudioChunk,
     CodecFrames,
     CodecInput,
+    DiffusionInput,
+    DiffusionParams,
     FinishReason,
+    ImageChunk,
+    Latents,
     Modality,
+    Progress,
     RequestInfo,
     SideRows,
     StageChunk,
@@ -30,6 +36,7 @@ from omnistage.types import (
     TokenChunk,
     Trace,
     Usage,
+    VideoChunk,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +82,7 @@ class OmniRequest:
     def prompt_tokens(self) -> int:
         if isinstance(self.payload, ARInput):
             return len(self.payload.token_ids) if self.payload.embeds is None else self.payload.embeds.shape[0]
-        return len(self.payload.codes)
+        return len(self.payload.codes) if isinstance(self.payload, CodecInput) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,17 @@ class RequestPlan:
         return self.request.info
 
 
+def spread(given: Mapping[str, StageParams], types: Mapping[str, type[StageParams]]) -> dict[str, StageParams]:
+    """Parameters by stage, those of a shared type made one set for all stages that take it."""
+    result = dict(given)
+    for kind in {kind for kind in types.values() if kind.shared}:
+        parts = [part for name in types if isinstance(part := given.get(name), kind)]
+        if parts:
+            one = reduce(lambda merged, part: merged.merged(part), parts)
+            result.update({name: one for name, taken in types.items() if taken is kind})
+    return result
+
+
 class Phase(StrEnum):
     """Where a request stands in one stage. It only ever moves forward."""
 
@@ -100,7 +118,15 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-_FEED_FOR: dict[type[StagePayloadIn], type[StageFeed]] = {ARInput: SideRows, CodecInput: CodecFrames}
+_FEED_FOR: dict[type, type[StageFeed]] = {ARInput: SideRows, CodecInput: CodecFrames, Latents: Latents}
+"""What may follow a first input; the others are complete by themselves."""
+
+
+def _is_open(payload: StagePayloadIn) -> bool:
+    """Whether a first input says that more will follow."""
+    if isinstance(payload, ARInput):
+        return payload.streaming
+    return not payload.final if isinstance(payload, CodecInput | Latents) else False
 
 
 @dataclass(slots=True)
@@ -126,8 +152,8 @@ class StageRun:
     def begin(self, payload: StagePayloadIn, now: float) -> None:
         self.phase = Phase.RUNNING
         self.trace.submitted = now
-        self.feed_type = _FEED_FOR[type(payload)]
-        self.starved_without = payload.streaming if isinstance(payload, ARInput) else not payload.final
+        self.feed_type = _FEED_FOR.get(type(payload))
+        self.starved_without = _is_open(payload)
 
     def accept(self, feed: StageFeed) -> None:
         if self.feed_type is None or not isinstance(feed, self.feed_type):
@@ -145,7 +171,7 @@ class RequestRun:
     `end`, is the one that ends the request.
     """
 
-    def __init__(self, plan: RequestPlan, graph: GraphView, sink: Sink) -> None:
+    def __init__(self, plan: RequestPlan, graph: GraphView, sink: Sink, model: str = "") -> None:
         self.plan = plan
         self.info = plan.info
         self.sink = sink
@@ -154,12 +180,14 @@ class RequestRun:
         self.reason: FinishReason | None = None
         self.error: OmniError | None = None
         self.timer: int | None = None
+        self.steps = 0
+        """Denoising steps done."""
         self.trace = Trace(plan.info.request_id, plan.info.arrival)
         self.entry = graph.entry
         self.stages = {name: self._stage_run(name, graph) for name in plan.stages}
         self.trace.stages = {name: stage.trace for name, stage in self.stages.items()}
         asked = {stage: modality for modality, stage in graph.outputs.items() if modality in plan.info.modalities}
-        self.output = OutputAssembler(plan.info.request_id, asked, plan.answers)
+        self.output = OutputAssembler(plan.info.request_id, asked, plan.answers, _metadata(plan, model))
 
     def _stage_run(self, name: str, graph: GraphView) -> StageRun:
         needed = set(self.plan.stages)
@@ -193,6 +221,8 @@ class RequestRun:
                 trace.last_chunk = at
                 trace.chunks += 1
                 trace.tokens += len(chunk.payload.token_ids) if isinstance(chunk.payload, TokenChunk) else 0
+            if isinstance(chunk.payload, Progress):
+                trace.tokens = self.steps = chunk.payload.step
             if chunk.finish is not None:
                 stage.open_answers.discard(chunk.index)
                 if chunk.index == 0:
@@ -243,7 +273,7 @@ class RequestRun:
 
     def usage(self) -> Usage:
         tokens = {name: stage.trace.tokens for name, stage in self.stages.items()}
-        return Usage(self.plan.request.prompt_tokens, tokens[self.entry], stage_tokens=tokens)
+        return Usage(self.plan.request.prompt_tokens, tokens[self.entry], stage_tokens=tokens, steps=self.steps)
 
     def trace_now(self) -> Trace:
         """A copy of the trace, which the stages no longer change."""
@@ -252,9 +282,25 @@ class RequestRun:
             return replace(self.trace, stages=stages)
 
 
+def _metadata(plan: RequestPlan, model: str) -> dict[str, object]:
+    """What a picture says about its making; empty for a request that makes none."""
+    params = next((p for p in plan.params.values() if isinstance(p, DiffusionParams)), None)
+    if params is None:
+        return {}
+    payload = plan.request.payload
+    drawing = payload.drawing if isinstance(payload, ARInput) else payload
+    values = {name: value for name, value in params.model_dump().items() if value is not None and name != "seed"}
+    prompt = drawing.prompt if isinstance(drawing, DiffusionInput) else ""
+    return {"model": model, "prompt": prompt, "parameters": values}
+
+
 def _carries_output(chunk: StageChunk) -> bool:
-    """Whether a chunk holds tokens, text or samples, rather than only hidden rows or an end."""
+    """Whether a chunk holds something made, rather than only hidden rows, progress or an end."""
     payload = chunk.payload
     if isinstance(payload, AudioChunk):
         return len(payload.samples) > 0
-    return payload is not None and bool(payload.token_ids or payload.text)
+    if isinstance(payload, ImageChunk | VideoChunk | Latents):
+        return not payload.preview
+    if isinstance(payload, TokenChunk):
+        return bool(payload.token_ids or payload.text)
+    return payload is not None and not isinstance(payload, Progress)

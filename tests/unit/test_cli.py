@@ -283,6 +283,7 @@ class FakeOmni:
 
     answer: OmniRequestOutput
     calls: list[tuple[str, object, dict[str, object]]]
+    modalities = ("text", "audio")
 
     def __call__(self, model: str, **options: object) -> FakeOmni:
         self.calls.append(("load", model, options))

@@ -22,7 +22,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from omnistage.engines.ar import logits as arithmetic
+from omnistage.engines.ar.draw import UNCOVERED, DrawRows
+from omnistage.engines.ar.logits import mix, uniform
 from omnistage.engines.ar.sampler import Sampled, Sampler
 from omnistage.errors import InternalError, InvalidRequestError, StageError
 from omnistage.types import SamplingParams
@@ -275,24 +276,21 @@ def test_both_paths_of_every_draw_agree() -> None:
     shapes = [params(**{"temperature": 1.0, **shape}) for shape in SHAPES if shape.get("temperature") != 0.0]
     for dtype in (torch.float32, torch.bfloat16):
         x = (torch.randn(len(shapes), 9000) * 2.5).to(dtype).float()
-        draw = arithmetic.DrawRows(shapes, 9000, CPU)
-        device_draw = arithmetic.DrawRows(shapes, 9000, CPU)
-        device_draw._host = False
-        device_draw._reach = (256,)
+        draw = DrawRows(shapes, 9000, CPU)
         for _ in range(25):
-            u = torch.rand(len(shapes), 1, dtype=torch.float64)
+            u = torch.rand(len(shapes), dtype=torch.float64).tolist()
             whole = draw.draw(x, u, attempt=2)
-            assert (whole >= 0).all()
-            for found in (draw.draw(x, u), draw.draw(x, u, attempt=1), device_draw.draw(x, u)):
-                assert torch.equal(found[found != arithmetic.UNCOVERED], whole[found != arithmetic.UNCOVERED])
-            assert torch.equal(device_draw.draw(x, u, attempt=1), whole)
+            assert min(whole) >= 0
+            device = [draw.draw_gathered(draw.gather(x, attempt).numpy(), u) for attempt in range(3)]
+            for found in (draw.draw(x, u), draw.draw(x, u, attempt=1), *device):
+                assert all(token in (UNCOVERED, right) for token, right in zip(found, whole, strict=True))
+            assert device[2] == whole
 
 
 def test_few_candidates_settle_a_peaked_row() -> None:
     x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
-    u = torch.tensor([[0.5]], dtype=torch.float64)
     for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
-        assert arithmetic.DrawRows([params(**shape)], 32000, CPU).draw(x, u).item() >= 0
+        assert DrawRows([params(**shape)], 32000, CPU).draw(x, [0.5])[0] >= 0
 
 
 def test_requests_without_a_seed_differ() -> None:
@@ -329,13 +327,13 @@ def test_the_draw_follows_the_distribution() -> None:
 
 
 def test_uniforms_fill_the_unit_interval() -> None:
-    stream = arithmetic.mix(42)
-    values = torch.tensor([arithmetic.uniform(stream, step) for step in range(20_000)], dtype=torch.float64)
+    stream = mix(42)
+    values = torch.tensor([uniform(stream, step) for step in range(20_000)], dtype=torch.float64)
     assert values.min() >= 0
     assert values.max() < 1
     counts = torch.histc(values, bins=20, min=0, max=1)
     assert ((counts - 1000) ** 2 / 1000).sum() < 36.2  # 19 degrees of freedom, 1 %
-    neighbours = torch.tensor([arithmetic.uniform(arithmetic.mix(seed), 0) for seed in range(20_000)])
+    neighbours = torch.tensor([uniform(mix(seed), 0) for seed in range(20_000)])
     assert abs(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]) < 0.02
     assert abs(neighbours.mean() - 0.5) < 0.01
 

@@ -26,6 +26,7 @@ class ARSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    """Ids that can be sampled."""
     embed_size: int
     """Width E of the rows that `embed` gives and that prompts by embeddings must have."""
     max_length: int
@@ -35,6 +36,8 @@ class ARSpec:
     """Width of the hidden rows handed downstream; 0: none."""
     side_input: bool = False
     """Generated tokens take a side row from upstream."""
+    prompt_vocab_size: int = 0
+    """Ids that a prompt may hold, where they are more than can be sampled; 0: the same."""
 
 
 class ARComponent(ABC):

@@ -70,14 +70,16 @@ class SequenceRows:
         self.tokens[self.length] = token_id
         self.length += 1
 
-    def position(self, index: int) -> int:
-        """Position of a generated token, the same in all dimensions."""
+    def position(self, index: int) -> int | np.ndarray:
+        """Position of a generated token: one for all dimensions, or `[dims]` where the payload gives it."""
+        if self.positions is not None and index < self.positions.shape[1]:
+            return self.positions[:, index]
         return index + self.payload.position_delta
 
     def fill_positions(self, out: np.ndarray, start: int, end: int) -> None:
         """Write the positions of tokens [start, end) into `out [dims, end - start]`."""
-        prompt = self.prompt_length
-        split = min(max(prompt, start), end)
+        given = self.prompt_length if self.positions is None else self.positions.shape[1]
+        split = min(max(given, start), end)
         if split > start:
             known = self.positions
             out[:, : split - start] = np.arange(start, split) if known is None else known[:, start:split]

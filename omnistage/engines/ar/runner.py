@@ -156,7 +156,6 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------- stepping
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
         result = RunnerOutput()
@@ -169,14 +168,16 @@ class Runner:
             if not batch:
                 return result
             for item in batch:
-                self._rows[item.key].sync_blocks(item.blocks, self.block_size)
+                rows = self._rows[item.key]
+                if len(item.blocks) > len(rows.table):
+                    rows.sync_blocks(item.blocks, self.block_size)
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
                 step = (*self.graphs.run(batch, self._rows), batch)
             else:
                 step = self._forward(batch)
-            logits, rows, sampling = step
-            if rows is not None:
-                self._gather_hidden(batch, rows, result)
+            logits, emitted, sampling = step
+            if emitted is not None:
+                self._gather_hidden(batch, emitted, result)
             self._sample(logits, sampling, result)
             if self._stream is not None and not sampling:
                 self._stream.synchronize()
@@ -204,11 +205,16 @@ class Runner:
         positions = np.empty((self.component.spec.position_dims, total), dtype=np.int64)
         offset = 0
         for item in batch:
-            rows, end = self._rows[item.key], item.start + item.count
-            ids[offset : offset + item.count] = rows.tokens[item.start : end]
-            slots[offset : offset + item.count] = rows.slots[item.start : end]
-            rows.fill_positions(positions[:, offset : offset + item.count], item.start, end)
-            offset += item.count
+            rows, start, count = self._rows[item.key], item.start, item.count
+            if count == 1 and start >= rows.prompt_length:  # numbers are several times faster than slices
+                ids[offset] = rows.tokens[start]
+                slots[offset] = rows.slots[start]
+                positions[:, offset] = rows.position(start)
+            else:
+                ids[offset : offset + count] = rows.tokens[start : start + count]
+                slots[offset : offset + count] = rows.slots[start : start + count]
+                rows.fill_positions(positions[:, offset : offset + count], start, start + count)
+            offset += count
         packed = torch.from_numpy(np.concatenate((ids, slots, positions.reshape(-1)))).to(device)
         slot_mapping = packed[total : 2 * total]
         embeds, media = self._embed(packed[:total], batch)
@@ -234,6 +240,9 @@ class Runner:
         offset = 0
         for item in batch:
             rows, end = self._rows[item.key], item.start + item.count
+            if item.start >= rows.prompt_length and not rows.payload.streaming:
+                offset += item.count
+                continue
             prompt_end = min(end, rows.prompt_length)
             if rows.embeds is not None and item.start < prompt_end:
                 embeds[offset : offset + prompt_end - item.start] = rows.embeds[item.start : prompt_end]
@@ -254,8 +263,8 @@ class Runner:
     def _layout(self, batch: Sequence[ScheduledSequence]) -> BatchLayout:
         rows = [self._rows[item.key] for item in batch]
         return BatchLayout(
-            np.fromiter((item.count for item in batch), dtype=np.int32, count=len(batch)),
-            np.fromiter((item.start + item.count for item in batch), dtype=np.int32, count=len(batch)),
+            np.array([item.count for item in batch], dtype=np.int32),
+            np.array([item.start + item.count for item in batch], dtype=np.int32),
             [r.slots for r in rows],
             [r.table for r in rows],
         )

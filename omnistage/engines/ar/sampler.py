@@ -1,7 +1,7 @@
 """The batched sampler: which rows need what, the state of each request, logprobs and errors.
 
-The arithmetic is in `logits.py`. A batch of the same requests in the same order reuses its plan: index tensors and
-stacked counts, built once. Rows without processors never pay for rows with them.
+The arithmetic is in `logits.py` and `draw.py`. A batch of the same requests in the same order reuses its plan: index
+tensors and stacked counts, built once. Rows without processors never pay for rows with them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnistage.engines.ar.logits import (
-    FAILED,
-    UNCOVERED,
-    DrawRows,
-    Processors,
-    RowState,
-    argmax_rows,
-    mix,
-    top_rows,
-    uniform,
-)
+from omnistage.engines.ar.draw import FAILED, UNCOVERED, DrawRows, argmax_host, argmax_rows, top_rows
+from omnistage.engines.ar.logits import Arrays, Ints, Processors, RowState, mix, uniform
 from omnistage.errors import InternalError, InvalidRequestError, OmniError, StageError
 from omnistage.types import SamplingParams, TokenLogprob, TokenLogprobs
 
@@ -52,48 +45,74 @@ class _Part:
         self.rows = rows
         self.states = [batch[row] for row in rows]
         self.index = None if rows == list(range(len(batch))) else torch.tensor(rows, device=device)
-        self.processors = Processors(self.states, device) if processed else None
-        self.drawn = [i for i, state in enumerate(self.states) if not state.params.greedy]
+        self.processors = Processors(self.states, vocab_size, device) if processed else None
+        self._drawn = [i for i, state in enumerate(self.states) if not state.params.greedy]
         self._device = device
         self._vocab_size = vocab_size
         self._draw: DrawRows | None = None
         self._draw_index: Tensor | None = None
-        if self.drawn:
-            self._draw = DrawRows([self.states[i].params for i in self.drawn], vocab_size, device)
-            if len(self.drawn) < len(self.rows):
-                self._draw_index = torch.tensor(self.drawn, device=device)
-            # Pinned and reused: every step ends with a synchronisation, so the copy has been made by the next one.
-            self._u = torch.empty((len(self.drawn), 1), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._copy: Tensor | None = None
+        if self._drawn:
+            self._draw = DrawRows([self.states[i].params for i in self._drawn], vocab_size, device)
+            if len(self._drawn) < len(self.rows):
+                self._draw_index = torch.tensor(self._drawn, device=device)
 
     def prepare(self, logits: Tensor) -> Tensor:
         """This part's logits after its processors; the batch's own are left as they are."""
-        x = logits if self.index is None else logits.index_select(0, self.index)
         if self.processors is None:
-            return x
-        x = x.to(torch.float32, copy=x is logits)
+            return logits if self.index is None else logits.index_select(0, self.index)
+        if self.index is not None:
+            x = logits.index_select(0, self.index).float()
+        else:
+            if self._copy is None:  # kept for the next steps: fresh memory costs more than the copy
+                self._copy = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
+            x = self._copy.copy_(logits)
         self.processors.apply(x)
         return x
 
-    def pick(self, x: Tensor) -> Tensor:
-        """Ids int64 `[len(rows)]`, or `FAILED` or `UNCOVERED`."""
-        if self._draw is None:
-            return argmax_rows(x)
-        for i, local in enumerate(self.drawn):
-            state = self.states[local]
-            self._u[i, 0] = uniform(state.stream, state.step)
-        u = self._u.to(self._device, non_blocking=True)
-        if self._draw_index is None:
-            return self._draw.draw(x.float(), u)
-        ids = argmax_rows(x)
-        ids[self._draw_index] = self._draw.draw(x.index_select(0, self._draw_index).float(), u)
-        return ids
+    def _uniforms(self, local: Iterable[int]) -> list[float]:
+        states = self.states
+        return [uniform(states[i].stream, states[i].step) for i in local]
 
-    def pick_again(self, x: Tensor, local: Sequence[int], attempt: int) -> Tensor:
+    def _drawn_of(self, x: Tensor) -> Tensor:
+        return (x if self._draw_index is None else x.index_select(0, self._draw_index)).float()
+
+    def pick(self, x: Tensor) -> list[int]:
+        """An id for each row, or `FAILED` or `UNCOVERED`, from logits on the host."""
+        if self._draw is None:
+            return argmax_host(x)
+        drawn = self._draw.draw(self._drawn_of(x), self._uniforms(self._drawn))
+        return drawn if self._draw_index is None else self._merged(argmax_host(x), drawn)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What `pick_gathered` needs of logits on a device: int32 `[N]` there."""
+        found = []
+        if self._draw is None or self._draw_index is not None:
+            found.append(argmax_rows(x).to(torch.int32))
+        if self._draw is not None:
+            found.append(self._draw.gather(self._drawn_of(x)).view(-1))
+        return torch.cat(found)
+
+    def pick_gathered(self, gathered: npt.NDArray[np.int32]) -> list[int]:
+        """`pick`, from the host's copy of what `gather` gave."""
+        if self._draw is None:
+            greedy: list[int] = gathered.tolist()
+            return greedy
+        split = 0 if self._draw_index is None else len(self.rows)
+        candidates = gathered[split:].reshape(len(self._drawn), -1)
+        drawn = self._draw.draw_gathered(candidates, self._uniforms(self._drawn))
+        return self._merged(gathered[:split].tolist(), drawn) if split else drawn
+
+    def _merged(self, greedy: list[int], drawn: list[int]) -> list[int]:
+        for i, token in zip(self._drawn, drawn, strict=True):
+            greedy[i] = token
+        return greedy
+
+    def pick_again(self, x: Tensor, local: Sequence[int], attempt: int) -> list[int]:
         """Ids of rows that were left `UNCOVERED`, from more of their logits."""
-        states = [self.states[i] for i in local]
-        u = torch.tensor([[uniform(s.stream, s.step)] for s in states], dtype=torch.float64, device=self._device)
         rows = x[torch.tensor(local, device=self._device)].float()
-        return DrawRows([s.params for s in states], self._vocab_size, self._device).draw(rows, u, attempt=attempt)
+        draw = DrawRows([self.states[i].params for i in local], self._vocab_size, self._device)
+        return draw.draw(rows, self._uniforms(local), attempt=attempt)
 
 
 class _Plan:
@@ -114,17 +133,20 @@ class _Plan:
         self.logprob_rows = [i for i, s in enumerate(states) if s.params.logprobs is not None]
         self.constrained = any(s.grammar is not None for s in states)
         self.tops = min(max((s.params.logprobs or 0 for s in states), default=0), vocab_size)
+        self.records = any(part.processors is not None and part.processors.records for part in self.parts)
         self._logprob_index = torch.tensor(self.logprob_rows, device=device) if self.logprob_rows else None
 
-    def logprobs(self, logits: Tensor, ids: Tensor) -> Tensor | None:
-        """float64 `[L, 1 + 2n]`: logprob of the chosen token, of the n likeliest, and their ids; raw logits."""
+    def logprobs(self, logits: Tensor, ids: Tensor) -> list[float]:
+        """`[L, 1 + 2n]` flat: logprob of the chosen token, of the n likeliest, and their ids; raw logits."""
         if self._logprob_index is None:
-            return None
+            return []
         rows = logits.index_select(0, self._logprob_index).float()
         mass = rows.logsumexp(dim=1, keepdim=True)
         chosen = rows.gather(1, ids[self._logprob_index].clamp(min=0)[:, None])
         top, top_ids = top_rows(rows, self.tops)
-        return torch.cat([(chosen - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
+        found = torch.cat([(chosen - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
+        values: list[float] = found.flatten().tolist()
+        return values
 
 
 class Sampler:
@@ -143,6 +165,7 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._arrays = Arrays(device)
         self._tokenizer = tokenizer
         self._eos = tuple(dict.fromkeys(eos for eos in eos_token_ids if 0 <= eos < vocab_size))
         self._states: dict[str, RowState] = {}
@@ -201,29 +224,26 @@ class Sampler:
         state = RowState(params, stream=mix(seed))
         if params.repetition_penalty != 1.0:
             known = [token for token in set(prompt_token_ids) if 0 <= token < self._vocab_size]
-            state.seen = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-            state.seen[self._ids(known)] = 1
+            seen = np.zeros(self._vocab_size, dtype=np.int32)
+            seen[known] = 1
+            state.seen = self._arrays.put(seen)
         if params.presence_penalty or params.frequency_penalty:
-            state.counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            state.counts = self._arrays.put(np.zeros(self._vocab_size, dtype=np.int32))
         if params.logit_bias:
-            state.bias_ids = self._ids(params.logit_bias)
+            state.bias_ids = _ascending(params.logit_bias)
             values = [value for _, value in sorted(params.logit_bias.items())]
-            state.bias_values = torch.tensor(values, dtype=torch.float32, device=self._device)
+            state.bias_values = np.array(values, dtype=np.float32)
         if params.allowed_token_ids is not None:
-            state.allowed = self._ids(set(params.allowed_token_ids).difference(params.suppress_token_ids))
+            state.allowed = _ascending(set(params.allowed_token_ids).difference(params.suppress_token_ids))
         elif params.suppress_token_ids:
-            state.suppressed = self._ids(params.suppress_token_ids)
+            state.suppressed = _ascending(params.suppress_token_ids)
         stops = dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self._eos)))
         if params.min_tokens and stops:
-            state.stops = self._ids(stops)
+            state.stops = _ascending(stops)
         if params.structured is not None:
             ends = tuple(dict.fromkeys((*self._eos, *params.stop_token_ids)))
             state.grammar = self._grammars().start(params.structured, ends)
         self._states[key] = state
-
-    def _ids(self, ids: Iterable[int]) -> Tensor:
-        """Ascending int64 ids on the device."""
-        return torch.tensor(sorted(ids), dtype=torch.int64, device=self._device)
 
     def remove(self, key: str) -> None:
         """Forget a request; an unknown key is ignored."""
@@ -232,7 +252,6 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------- sampling
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, keys: Sequence[str]) -> list[Sampled]:
         """Sample and record one token a row; row i of `logits` `[S, V]` belongs to `keys[i]`, all different.
 
@@ -247,14 +266,16 @@ class Sampler:
         logits = logits.detach()
         plan = self._plan_of(tuple(keys))
         prepared = [part.prepare(logits) for part in plan.parts]
-        ids = self._pick(plan, prepared)
-        tokens, logprobs = self._fetch(plan, logits, ids)
+        tokens = self._pick(plan, prepared)
         attempt = 0
         while UNCOVERED in tokens:
             attempt += 1
-            self._settle(plan, prepared, ids, tokens, attempt)
-            tokens, logprobs = self._fetch(plan, logits, ids)
-        self._record(plan, ids)
+            self._settle(plan, prepared, tokens, attempt)
+        logprobs: list[float] = []
+        if plan.records or plan.logprob_rows:
+            ids = self._uploaded(tokens)
+            self._record(plan, ids)
+            logprobs = plan.logprobs(logits, ids)
         return self._results(plan, logits, tokens, logprobs)
 
     def _plan_of(self, keys: tuple[str, ...]) -> _Plan:
@@ -270,30 +291,37 @@ class Sampler:
             plan.steps -= 1
         return plan
 
-    def _pick(self, plan: _Plan, prepared: Sequence[Tensor]) -> Tensor:
-        if plan.parts[0].index is None:
-            return plan.parts[0].pick(prepared[0])
-        ids = torch.empty(len(plan.keys), dtype=torch.int64, device=self._device)
-        for part, x in zip(plan.parts, prepared, strict=True):
-            ids[part.index] = part.pick(x)
-        return ids
+    def _pick(self, plan: _Plan, prepared: Sequence[Tensor]) -> list[int]:
+        if self._arrays.host:
+            found = [part.pick(x) for part, x in zip(plan.parts, prepared, strict=True)]
+        else:
+            gathered = [part.gather(x) for part, x in zip(plan.parts, prepared, strict=True)]
+            ends = np.cumsum([len(own) for own in gathered])
+            host = torch.cat(gathered).cpu().numpy()  # the step's only wait for the device, logprobs aside
+            pieces = np.split(host, ends[:-1])
+            found = [part.pick_gathered(piece) for part, piece in zip(plan.parts, pieces, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        tokens = [FAILED] * len(plan.keys)
+        for part, own in zip(plan.parts, found, strict=True):
+            for row, token in zip(part.rows, own, strict=True):
+                tokens[row] = token
+        return tokens
 
     @staticmethod
-    def _settle(plan: _Plan, prepared: Sequence[Tensor], ids: Tensor, tokens: Sequence[int], attempt: int) -> None:
-        """Fill in, in `ids`, the rows whose likeliest tokens did not decide the draw."""
+    def _settle(plan: _Plan, prepared: Sequence[Tensor], tokens: list[int], attempt: int) -> None:
+        """Fill in, in `tokens`, the rows whose likeliest tokens did not decide the draw."""
         for part, x in zip(plan.parts, prepared, strict=True):
             local = [i for i, row in enumerate(part.rows) if tokens[row] == UNCOVERED]
             if local:
-                ids[[part.rows[i] for i in local]] = part.pick_again(x, local, attempt)
+                for i, token in zip(local, part.pick_again(x, local, attempt), strict=True):
+                    tokens[part.rows[i]] = token
 
-    @staticmethod
-    def _fetch(plan: _Plan, logits: Tensor, ids: Tensor) -> tuple[list[int], list[float]]:
-        """Token ids and flat logprobs on the host, in a single transfer."""
-        logprobs = plan.logprobs(logits, ids)
-        if logprobs is None:
-            return ids.tolist(), []
-        flat: list[float] = torch.cat([ids.double(), logprobs.flatten()]).tolist()
-        return [int(token) for token in flat[: len(ids)]], flat[len(ids) :]
+    def _uploaded(self, tokens: Sequence[int]) -> Tensor:
+        """The ids where the logits are. From pinned memory, so that nothing waits for the copy."""
+        if self._arrays.host:
+            return torch.tensor(tokens)
+        return torch.tensor(tokens, pin_memory=True).to(self._device, non_blocking=True)
 
     @staticmethod
     def _record(plan: _Plan, ids: Tensor) -> None:
@@ -345,3 +373,7 @@ class Sampler:
             decoded = self._tokenizer.decode([token])
             text = self._texts[token] = decoded if isinstance(decoded, str) else "".join(decoded)
         return text
+
+
+def _ascending(ids: Iterable[int]) -> Ints:
+    return np.array(sorted(ids), dtype=np.int64)

@@ -105,6 +105,11 @@ class ARStage(Stage):
                 f"the answer: shorten it or raise {self.name}.budget.max_model_len / kv_memory",
                 param="prompt",
             )
+        if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
+            raise CapacityError(
+                f"{payload.num_tokens} tokens are needed behind the prompt's {length}, and stage {self.name!r} holds "
+                f"{self.max_length}: ask for a smaller picture or raise {self.name}.budget.max_model_len / kv_memory"
+            )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
                 f"min_tokens={params.min_tokens} does not fit: {self.max_length - length} tokens are left behind the "
@@ -130,12 +135,14 @@ class ARStage(Stage):
         # On the runner's stream: what it makes is read there, with nothing else to order the two.
         with self.runner.on_stream():
             payload = self.component.prepare(stage_input.info, payload)
+        if params.seed is None and payload.seed is not None:
+            params = params.model_copy(update={"seed": payload.seed})
         self.check(StageInput(stage_input.info, params, payload, stage_input.emit_hidden))
         request_id = stage_input.info.request_id
         if request_id in self._requests:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         prompt = len(payload.token_ids)
-        limit = min(params.max_tokens, self.max_length - prompt)
+        limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
         keys = [f"{request_id}/{index}" for index in range(params.n)]
         try:
             for index, key in enumerate(keys):
@@ -273,7 +280,7 @@ class ARStage(Stage):
         if ends or (answer.text is not None and answer.text.stopped):
             finish = FinishReason.STOP
         elif answer.generated >= answer.limit:
-            finish = FinishReason.LENGTH
+            finish = FinishReason.LENGTH if answer.payload.num_tokens is None else FinishReason.STOP
         if finish is not None and answer.text is not None:
             text += answer.text.finish()
         return text, finish, token_id if ends else None
@@ -340,10 +347,11 @@ class _ContentKeys:
 
     def __init__(self, payload: ARInput) -> None:
         self._spans = [(span.key, sorted(span.positions.tolist())) for span in payload.media]
-        self._length = len(payload.token_ids)
         self._delta = payload.position_delta
         known = payload.positions
-        self._positions = np.arange(self._length)[None] if known is None else np.atleast_2d(known.cpu().numpy())
+        length = len(payload.token_ids)
+        self._positions = np.arange(length)[None] if known is None else np.atleast_2d(known.cpu().numpy())
+        self._length = self._positions.shape[1]
         self._plain = known is None and not self._delta
 
     def __call__(self, start: int, end: int) -> list[bytes]:
@@ -383,6 +391,7 @@ def _typed(stage_input: StageInput) -> tuple[SamplingParams, ARInput]:
 def _check_payload(payload: ARInput, component: ARComponent) -> None:
     """Shapes and ranges, before anything is queued."""
     spec, length = component.spec, len(payload.token_ids)
+    known_ids = spec.prompt_vocab_size or spec.vocab_size
     if length == 0:
         raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
     if payload.embeds is not None:
@@ -391,9 +400,11 @@ def _check_payload(payload: ARInput, component: ARComponent) -> None:
                 f"prompt embeddings must be [{length}, {spec.embed_size}], got {list(payload.embeds.shape)}",
                 param="prompt_embeds",
             )
-    elif min(payload.token_ids) < 0 or max(payload.token_ids) >= spec.vocab_size:
-        raise InvalidRequestError(f"prompt token ids must be in [0, {spec.vocab_size})", param="prompt_token_ids")
-    if payload.positions is not None and payload.positions.shape[-1] != length:
-        raise InvalidRequestError(f"positions for {payload.positions.shape[-1]} of {length} prompt tokens")
+    elif min(payload.token_ids) < 0 or max(payload.token_ids) >= known_ids:
+        raise InvalidRequestError(f"prompt token ids must be in [0, {known_ids})", param="prompt_token_ids")
+    if payload.positions is not None:
+        given = payload.positions.shape[-1]
+        if not length <= given <= length + (payload.num_tokens or 0):
+            raise InvalidRequestError(f"positions for {given} of {length} prompt tokens")
     if payload.streaming and not spec.side_input:
         raise InvalidRequestError("this stage takes no streaming side input")

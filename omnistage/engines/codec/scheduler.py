@@ -19,8 +19,8 @@ GROWTH_PACE = 0.4
 """Chunks double while codes come in less than this share of the time that they sound. Then the next chunk, twice as
 long, is there before the last one has been played."""
 DECODE_SHARE = 0.4
-"""Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend most
-of their work on context and look-ahead, and a stage that cannot keep up with them would only fall further behind."""
+"""Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend
+most of their work on context and look-ahead, and a stage that cannot keep up with them would fall further behind."""
 _MOMENT = 0.001
 AGE_LIMIT = 16
 """A ready request that was passed over this many times goes before every priority, longest wait first."""

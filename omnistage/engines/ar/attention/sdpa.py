@@ -6,6 +6,7 @@ Sequences that compute one token share one padded call; each longer chunk gets i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class _Chunk:
 
 @dataclass(slots=True)
 class SdpaPlan(AttentionPlan):
-    """`single_rows` are the batch rows of one-query sequences, `single_slots` `[B, longest]` their padded slots."""
+    """`single_rows` are the batch rows of one-query sequences, None if all are; `single_slots` `[B, longest]` their
+    padded slots."""
 
     single_rows: torch.Tensor | None
     all_single: bool
@@ -75,32 +77,30 @@ class SdpaBackend(AttentionBackend):
     name = "sdpa"
 
     def plan(self, layout: BatchLayout, device: torch.device) -> SdpaPlan:
-        queries, lengths = layout.query_lengths, layout.sequence_lengths
-        starts = np.concatenate(([0], np.cumsum(queries)))
-        single = np.flatnonzero(queries == 1)
+        queries, lengths = layout.query_lengths.tolist(), layout.sequence_lengths.tolist()
+        starts = [0, *accumulate(queries)]
+        single = [i for i, count in enumerate(queries) if count == 1]
         chunks = [
-            _Chunk(
-                int(starts[i]),
-                int(starts[i + 1]),
-                torch.from_numpy(layout.slots[i][: lengths[i]]).to(device),
-                int(lengths[i]),
-            )
-            for i in np.flatnonzero(queries > 1)
+            _Chunk(starts[i], starts[i + 1], torch.from_numpy(layout.slots[i][: lengths[i]]).to(device), lengths[i])
+            for i, count in enumerate(queries)
+            if count > 1
         ]
-        if not len(single):
+        if not single:
             return SdpaPlan(None, False, None, None, 0, chunks)
-        longest = int(lengths[single].max())
+        own = [lengths[i] for i in single]
+        longest = max(own)
         # Padding repeats a slot of the same sequence: another's could hold NaN, and 0 x NaN is NaN.
         padded = np.empty((len(single), longest), dtype=np.int64)
-        for row, i in enumerate(single):
-            padded[row, : lengths[i]] = layout.slots[i][: lengths[i]]
-            padded[row, lengths[i] :] = layout.slots[i][0]
-        ragged = bool((lengths[single] != longest).any())
+        for row, i, length in zip(padded, single, own, strict=True):
+            slots = layout.slots[i]
+            row[:length] = slots[:length]
+            if length < longest:
+                row[length:] = slots[0]
         return SdpaPlan(
-            torch.from_numpy(starts[single].astype(np.int64)).to(device),
+            torch.tensor([starts[i] for i in single], device=device) if chunks else None,
             not chunks,
             torch.from_numpy(padded).to(device),
-            torch.from_numpy(lengths[single].astype(np.int64)).to(device)[:, None] if ragged else None,
+            torch.tensor(own, device=device)[:, None] if min(own) < longest else None,
             longest,
             chunks,
         )

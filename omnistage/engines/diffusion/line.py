@@ -1,0 +1,60 @@
+"""A line of work items by urgency, for the stages that run each item once. Pure Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
+    request_id: str
+    item: T
+    priority: int
+    turn: int
+    age: int = 0
+
+
+class Line(Generic[T]):
+    """First come, first served within a priority; being passed over often enough is worth a priority level."""
+
+    def __init__(self, ageing_steps: int) -> None:
+        self._ageing_steps = ageing_steps
+        self._waiting: list[_Waiting[T]] = []
+        self._turns = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(entry.request_id == request_id for entry in self._waiting)
+
+    def put(self, request_id: str, item: T, priority: int) -> None:
+        self._waiting.append(_Waiting(request_id, item, priority, next(self._turns)))
+
+    def remove(self, request_id: str) -> None:
+        self._waiting = [entry for entry in self._waiting if entry.request_id != request_id]
+
+    def drop(self, request_id: str, unwanted: Callable[[T], bool]) -> int:
+        """Remove items of a request; how many there were."""
+        kept = [entry for entry in self._waiting if entry.request_id != request_id or not unwanted(entry.item)]
+        dropped = len(self._waiting) - len(kept)
+        self._waiting = kept
+        return dropped
+
+    def take(self, most: int, group: Callable[[T], Hashable]) -> list[tuple[str, T]]:
+        """The most urgent item and those that agree with it in `group`, at most `most`."""
+        ranked = sorted(self._waiting, key=lambda e: (e.priority - e.age // self._ageing_steps, e.turn))
+        if not ranked:
+            return []
+        wanted = group(ranked[0].item)
+        taken = [entry for entry in ranked if group(entry.item) == wanted][:most]
+        chosen = {id(entry) for entry in taken}
+        self._waiting = [entry for entry in self._waiting if id(entry) not in chosen]
+        for entry in self._waiting:
+            entry.age += 1
+        return [(entry.request_id, entry.item) for entry in taken]

@@ -1,0 +1,240 @@
+"""Takes scheduled denoising steps: tensors, no policy.
+
+Every step collects the rows of all lanes of the batch (two for a guided lane), runs rows of one group in one forward,
+and lets each lane's own scheduler move it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from omnistage.engines.diffusion.caching import StepCache
+from omnistage.engines.diffusion.component import Denoiser, Lane, Row
+from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
+from omnistage.engines.diffusion.scheduler import LaneKey
+from omnistage.errors import OmniError, StageError
+from omnistage.pipeline.loop import log_defect
+from omnistage.types import Condition, DiffusionParams, Latents
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """What a step gave, by lane; a failed lane is in `failed` only."""
+
+    moved: list[LaneKey] = field(default_factory=list)
+    """Took a step."""
+    finished: list[LaneKey] = field(default_factory=list)
+    """Of those, the ones that are done."""
+    failed: dict[LaneKey, OmniError] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    condition: Condition
+    params: DiffusionParams
+    seed: int
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    lane: Lane
+    seed: int
+    steps: int
+    """Asked for; fewer are done when the picture converges early."""
+    convergence: Convergence | None
+
+
+class DiffusionRunner:
+    """Owns the lanes of one stage."""
+
+    def __init__(
+        self, denoiser: Denoiser, *, max_batch_tokens: int, max_batch: int, cache: StepCache | None = None
+    ) -> None:
+        self.denoiser = denoiser
+        self._max_tokens = max_batch_tokens
+        self._max_rows = max_batch
+        self._cache = cache
+        self._jobs: dict[str, _Job] = {}
+        self._lanes: dict[LaneKey, _Running] = {}
+        device = next(denoiser.transformer.parameters()).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.forwards = 0
+        self.rows = 0
+
+    def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
+        seed = secrets.randbits(31) if params.seed is None else params.seed
+        self._jobs[request_id] = _Job(condition, params, seed)
+
+    def remove(self, request_id: str) -> None:
+        self._jobs.pop(request_id, None)
+        for key in [key for key in self._lanes if key.request_id == request_id]:
+            self._close(key)
+
+    def open(self, key: LaneKey) -> tuple[tuple[Hashable, ...], int]:
+        """Draw a lane's noise and set its schedule; the groups of its first rows, and what one row costs."""
+        job = self._jobs[key.request_id]
+        seed = (job.seed + key.index) % 2**63
+        with self.on_stream():
+            lane = self.denoiser.open(job.condition, job.params, torch.Generator().manual_seed(seed))
+        limit = job.params.early_stop
+        self._lanes[key] = _Running(lane, seed, lane.steps, Convergence(limit) if limit is not None else None)
+        return self.groups(key), lane.tokens
+
+    def groups(self, key: LaneKey) -> tuple[Hashable, ...]:
+        """Groups of the rows of a lane's next step."""
+        lane = self._lanes[key].lane
+        return tuple(self.denoiser.group(row) for row in self.denoiser.rows(lane))
+
+    def tokens(self, key: LaneKey) -> int:
+        """What one of the lane's rows costs."""
+        return self._lanes[key].lane.tokens
+
+    def progress(self, key: LaneKey) -> tuple[int, int]:
+        """Steps done, of those that there are."""
+        running = self._lanes[key]
+        return running.lane.step, running.lane.steps
+
+    def execute(self, batch: Sequence[LaneKey]) -> RunnerOutput:
+        """One step of every lane in the batch. Device work is complete on return."""
+        output = RunnerOutput()
+        with self.on_stream():
+            rows = [row for key in batch for row in self.denoiser.rows(self._lanes[key].lane)]
+            predictions, failed = self._predict(rows)
+            for key in batch:
+                running = self._lanes[key]
+                error = failed.get(id(running.lane))
+                if error is None:
+                    error = self._advance(running, [predictions[id(running.lane), b] for b in _branches(running, rows)])
+                if error is not None:
+                    output.failed[key] = error
+                    continue
+                output.moved.append(key)
+                if running.lane.done:
+                    output.finished.append(key)
+            if self._stream is not None:
+                self._stream.synchronize()
+        return output
+
+    def result(self, key: LaneKey, *, preview: bool, final: bool) -> Latents:
+        """A lane's latents for the decoder; a finished lane is closed. Raises if they are not numbers."""
+        running = self._lanes[key]
+        condition = running.lane.condition
+        with self.on_stream():
+            if preview:
+                shown = expected_picture(running.lane)
+                latents, running.lane.latents = running.lane.latents, shown
+                picture = self.denoiser.result(running.lane).clone()
+                running.lane.latents = latents
+            else:
+                picture = self.denoiser.result(running.lane)
+            sound = bool(torch.isfinite(picture).all())
+        if not preview:
+            self._close(key)
+        if not sound:
+            raise StageError("the denoiser gave values that are not numbers; try other parameters or another dtype")
+        size = (condition.width, condition.height, condition.num_frames)
+        return Latents(picture, *size, index=key.index, seed=running.seed, preview=preview, final=final)
+
+    # --------------------------------------------------------------------------------------------- pieces
+
+    def _predict(self, rows: Sequence[Row]) -> tuple[dict[tuple[int, str], Tensor], dict[int, OmniError]]:
+        """Predictions by lane and branch, and lanes whose rows failed even alone."""
+        predictions: dict[tuple[int, str], Tensor] = {}
+        failed: dict[int, OmniError] = {}
+        for part in self._forwards(rows):
+            found: Sequence[Tensor | None]
+            try:
+                found = self._forward(part)
+            except Exception as error:  # the step's boundary: whatever a forward raises ends at most its own lanes
+                found = self._one_by_one(part, error, failed)
+            for row, prediction in zip(part, found, strict=True):
+                if prediction is not None:
+                    predictions[id(row.lane), row.branch] = prediction
+        return predictions, failed
+
+    def _one_by_one(self, rows: Sequence[Row], error: Exception, failed: dict[int, OmniError]) -> list[Tensor | None]:
+        """Each row alone, so that only the culprit fails."""
+        if len(rows) > 1:
+            logger.warning("a forward of %d rows failed (%s); running each alone", len(rows), type(error).__name__)
+        results: list[Tensor | None] = []
+        for row in rows:
+            try:
+                if len(rows) == 1:
+                    raise error
+                results += self._forward([row])
+            except Exception as own:  # the same boundary
+                log_defect("a denoising step", own)
+                failed[id(row.lane)] = _wrapped(own)
+                results.append(None)
+        return results
+
+    def _forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+        self.forwards += 1
+        self.rows += len(rows)
+        forward: Callable[[Sequence[Row]], list[Tensor]] = self.denoiser.forward
+        predictions = self._cache.forward(self.denoiser, rows) if self._cache is not None else forward(rows)
+        if len(predictions) != len(rows):
+            raise StageError(f"the denoiser gave {len(predictions)} predictions for {len(rows)} rows")
+        return predictions
+
+    def _forwards(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Rows by group, split where they exceed the budget; a cache takes the rows of one lane and branch alone."""
+        groups: dict[Hashable, list[Row]] = {}
+        for row in rows:
+            alone = (id(row.lane), row.branch) if self._cache is not None else None
+            groups.setdefault((self.denoiser.group(row), alone), []).append(row)
+        for group in groups.values():
+            size = max(1, min(self._max_rows, self._max_tokens // max(group[0].lane.tokens, 1)))
+            for first in range(0, len(group), size):
+                yield group[first : first + size]
+
+    def _advance(self, running: _Running, predictions: Sequence[Tensor]) -> OmniError | None:
+        lane = running.lane
+        before = lane.latents
+        try:
+            self.denoiser.advance(lane, predictions)
+            if running.convergence is not None or lane.params.preview_every:
+                remember_expected(lane, before)
+            if running.convergence is not None and running.convergence.reached(lane):
+                lane.latents = expected_picture(lane)
+                lane.timesteps = lane.timesteps[: lane.step]
+        except Exception as error:  # the boundary of one lane's schedule
+            log_defect("a denoising schedule", error)
+            return _wrapped(error)
+        return None
+
+    def _close(self, key: LaneKey) -> None:
+        running = self._lanes.pop(key, None)
+        if running is not None and self._cache is not None:
+            self._cache.forget(self.denoiser, running.lane)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Inference mode, on the stage's own CUDA stream where it has one."""
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+            else:
+                with torch.cuda.stream(self._stream):
+                    yield
+
+
+def _branches(running: _Running, rows: Sequence[Row]) -> list[str]:
+    return [row.branch for row in rows if row.lane is running.lane]
+
+
+def _wrapped(error: Exception) -> OmniError:
+    if isinstance(error, OmniError):
+        return error
+    failure = StageError(f"denoising failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

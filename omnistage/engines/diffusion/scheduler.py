@@ -1,0 +1,135 @@
+"""Which pictures take their next denoising step together. Pure Python: it knows counters and shapes, not tensors.
+
+A lane is one picture on its way. Lanes whose rows agree in shape share a forward, at whatever step each of them is;
+new ones join at the next step, aborted ones leave. Every step is led by the lane that has waited longest among the
+most urgent, so shapes that never agree take turns and nothing starves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class DiffusionLimits(Protocol):
+    """The part of a stage's budget that scheduling reads."""
+
+    @property
+    def max_batch_tokens(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def ageing_steps(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaneKey:
+    """Picture `index` of a request."""
+
+    request_id: str
+    index: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    key: LaneKey
+    priority: int
+    turn: int
+    """When it last ran, or arrived: the smallest has waited longest."""
+    groups: tuple[Hashable, ...] = ()
+    """Of its rows; empty until it is opened."""
+    tokens: int = 0
+    """Of one row."""
+    age: int = 0
+    """Steps of others since its turn."""
+    running: bool = False
+
+    @property
+    def cost(self) -> int:
+        return self.tokens * len(self.groups)
+
+
+class DiffusionScheduler:
+    """Picks lanes for one step at a time, within a budget of latent patches and rows."""
+
+    def __init__(self, limits: DiffusionLimits) -> None:
+        self._limits = limits
+        self._lanes: dict[LaneKey, _Lane] = {}
+        self._turns = itertools.count()
+
+    def add(self, request_id: str, count: int, *, priority: int = 0) -> None:
+        """Queue `count` pictures of a request."""
+        for index in range(count):
+            key = LaneKey(request_id, index)
+            self._lanes[key] = _Lane(key, priority, next(self._turns))
+
+    def opened(self, key: LaneKey, groups: Sequence[Hashable], tokens: int) -> None:
+        """A lane was opened, or moved on: the groups of its next rows, and what one of them costs."""
+        lane = self._lanes[key]
+        lane.groups, lane.tokens = tuple(groups), tokens
+
+    def remove(self, request_id: str) -> None:
+        """Forget all lanes of a request."""
+        for key in [key for key in self._lanes if key.request_id == request_id]:
+            del self._lanes[key]
+
+    def finish(self, keys: Collection[LaneKey]) -> None:
+        """Forget lanes that are done."""
+        for key in keys:
+            self._lanes.pop(key, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(key.request_id == request_id for key in self._lanes)
+
+    def has_work(self) -> bool:
+        return bool(self._lanes)
+
+    @property
+    def running(self) -> int:
+        return sum(lane.running for lane in self._lanes.values())
+
+    @property
+    def waiting(self) -> int:
+        return len(self._lanes) - self.running
+
+    def admit(self) -> tuple[LaneKey, ...]:
+        """Lanes to open now: the most urgent of those that wait, as many as may run. The caller says `opened`."""
+        free = self._limits.max_running - self.running
+        waiting = sorted((lane for lane in self._lanes.values() if not lane.running), key=self._rank)
+        admitted = waiting[: max(free, 0)]
+        for lane in admitted:
+            lane.running = True
+        return tuple(lane.key for lane in admitted)
+
+    def schedule(self) -> tuple[LaneKey, ...]:
+        """The lanes of the next step. All of them agree with the first, the leader, in the groups of their rows."""
+        ready = sorted((lane for lane in self._lanes.values() if lane.groups), key=self._rank)
+        if not ready:
+            return ()
+        leader = ready[0]
+        picked: list[_Lane] = []
+        rows = tokens = 0
+        for lane in ready:
+            fits = (
+                rows + len(lane.groups) <= self._limits.max_batch
+                and tokens + lane.cost <= self._limits.max_batch_tokens
+                and set(lane.groups) <= set(leader.groups)
+            )
+            # The leader runs even if its rows are too many for one forward: the runner splits them.
+            if lane is leader or fits:
+                picked.append(lane)
+                rows, tokens = rows + len(lane.groups), tokens + lane.cost
+        chosen = {lane.key for lane in picked}
+        for lane in self._lanes.values():
+            lane.age = 0 if lane.key in chosen else lane.age + 1
+        for lane in picked:
+            lane.turn = next(self._turns)
+        return tuple(lane.key for lane in picked)
+
+    def _rank(self, lane: _Lane) -> tuple[int, int]:
+        """Smaller runs first: by priority, which waiting raises, then the longest wait."""
+        return lane.priority - lane.age // self._limits.ageing_steps, lane.turn

@@ -1,0 +1,282 @@
+"""The stage for pipelines that run whole: their own loop, in a thread that stops behind every denoising step.
+
+Nothing is batched across requests, one is drawn at a time. What the engine keeps is its contract: a step at a time,
+progress, an abort within a step, an error that ends only its own request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnistage.config.schema import DiffusionBudget
+from omnistage.engines.diffusion.line import Line
+from omnistage.errors import ConfigError, InvalidRequestError, OmniError, StageError
+from omnistage.pipeline.loop import log_defect
+from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.types import (
+    DiffusionInput,
+    DiffusionParams,
+    FinishReason,
+    ImageChunk,
+    Progress,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    VideoChunk,
+)
+
+OnStep = Callable[[int, int], None]
+"""Called behind every denoising step with how many are done, of how many. What it raises must not be caught."""
+
+
+class WholePipeline(ABC):
+    """A pipeline that goes from prompt to pixels in one call."""
+
+    fps: float = 16.0
+    """Of videos, where the request does not say."""
+
+    @abstractmethod
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        """Raise an `OmniError` naming the parameter if this can never be drawn. Thread-safe and cheap."""
+
+    @abstractmethod
+    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
+        """Draw once, whatever `params.n` is: a picture `uint8 [h, w, 3]`, or a video `uint8 [frames, h, w, 3]`.
+
+        Called from a thread that is not the stage's, one call at a time.
+        """
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing that the garbage collector cannot free)
+        """Release what the garbage collector cannot."""
+
+
+class _Abandoned(BaseException):
+    """Unwinds a pipeline whose request is gone. No `Exception`, so that no pipeline takes it for one of its own."""
+
+
+class _Run:
+    """One call of a pipeline in a thread of its own. Either the thread runs or the stage does, never both."""
+
+    def __init__(self, draw: Callable[[OnStep], np.ndarray], name: str) -> None:
+        self.at = (0, 0)
+        """Steps done, of those that there are; none where the pipeline does not say."""
+        self.ended = False
+        self.drawn: np.ndarray | None = None
+        self.error: BaseException | None = None
+        self._draw = draw
+        self._go = threading.Semaphore(0)
+        self._stopped = threading.Semaphore(0)
+        self._abandoned = False
+        self._started = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def advance(self) -> None:
+        """Run to the end of the next denoising step, or to the end."""
+        if self._started:
+            self._go.release()
+        else:
+            self._started = True
+            self._thread.start()
+        self._stopped.acquire()
+        if self.ended:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """End it where it stands; no further step is taken."""
+        self._abandoned = True
+        if self._started and not self.ended:
+            self._go.release()
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------- in the thread
+
+    def _main(self) -> None:
+        try:
+            self.drawn = self._draw(self._on_step)
+        except BaseException as error:  # the boundary of one request's pipeline; the stage would wait for ever
+            self.error = error
+        finally:
+            self.ended = True
+            self._stopped.release()
+
+    def _on_step(self, done: int, steps: int) -> None:
+        if not self._abandoned:  # else the pipeline took another step on its way out
+            self.at = (done, max(done, steps))
+            self._stopped.release()
+            self._go.acquire()
+        if self._abandoned:
+            raise _Abandoned
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    payload: DiffusionInput
+    params: DiffusionParams
+    seed: int
+    index: int = 0
+    """Of the picture that is being drawn."""
+    before: int = 0
+    """Steps that the pictures before it took."""
+    started: bool = False
+
+
+class WholeStage(Stage):
+    """Runs one `WholePipeline`, one picture at a time; a request that has begun is finished before the next.
+
+    Each request gives a started marker, a `Progress` a step, and an `ImageChunk` or `VideoChunk` for each of its n
+    pictures, the last of which carries the finish reason. The last step of a picture is followed by one that decodes
+    it.
+    """
+
+    params_type = DiffusionParams
+
+    def __init__(self, name: str, component: WholePipeline, budget: DiffusionBudget) -> None:
+        for field, default in (("cache", None), ("compile", False)):
+            if getattr(budget, field) != default:
+                raise ConfigError(
+                    f"stage {name!r} runs a pipeline whole, which takes no {field}", param=f"{name}.{field}"
+                )
+        self.name = name
+        self.component = component
+        self._line: Line[_Request] = Line(budget.ageing_steps)
+        self._current: tuple[str, _Request] | None = None
+        self._run: _Run | None = None
+        self._steps = 0
+        self._moved = 0
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def check(self, stage_input: StageInput) -> None:
+        params, payload = self._typed(stage_input)
+        self.component.check(payload, params)
+
+    def submit(self, stage_input: StageInput) -> None:
+        self.check(stage_input)
+        params, payload = self._typed(stage_input)
+        info = stage_input.info
+        if info.request_id in self:
+            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
+        seed = secrets.randbits(31) if params.seed is None else params.seed
+        self._line.put(info.request_id, _Request(payload, params, seed), info.priority)
+
+    def feed(self, request_id: str, feed: StageFeed) -> None:
+        if request_id in self:
+            raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
+
+    def abort(self, request_id: str) -> None:
+        self._line.remove(request_id)
+        if self._current is not None and self._current[0] == request_id:
+            self._forget()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._line or (self._current is not None and self._current[0] == request_id)
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    def step(self) -> list[StageChunk]:
+        if self._current is None:
+            taken = self._line.take(1, lambda request: None)
+            if not taken:
+                return []
+            self._current = taken[0]
+        request_id, request = self._current
+        self._steps += 1
+        chunks: list[StageChunk] = []
+        if not request.started:
+            request.started = True
+            chunks.append(StageChunk(request_id, self.name))
+        run = self._run = self._run or self._begin(request)
+        run.advance()
+        if run.ended:
+            self._run = None
+            return chunks + self._ended(request_id, request, run)
+        self._moved += 1
+        return [*chunks, self._progress(request_id, request, run.at)]
+
+    def has_work(self) -> bool:
+        return self._current is not None or len(self._line) > 0
+
+    def stats(self) -> StageStats:
+        running = int(self._current is not None)
+        return StageStats(waiting=len(self._line), running=running, steps=self._steps, tokens=self._moved)
+
+    def close(self) -> None:
+        self._forget()
+        self.component.close()
+
+    # --------------------------------------------------------------------------------------------- pieces
+
+    def _begin(self, request: _Request) -> _Run:
+        seed = (request.seed + request.index) % 2**63
+
+        def draw(on_step: OnStep) -> np.ndarray:
+            return self.component.draw(request.payload, request.params, seed, on_step)
+
+        return _Run(draw, f"omnistage-{self.name}-pipeline")
+
+    def _progress(self, request_id: str, request: _Request, at: tuple[int, int]) -> StageChunk:
+        """Steps of all pictures; those that wait will have as many as this one."""
+        done, steps = at
+        total = request.before + steps * (request.params.n - request.index)
+        return StageChunk(request_id, self.name, Progress(request.before + done, total))
+
+    def _ended(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
+        """A picture is done, or failed."""
+        try:
+            picture = self._picture(request, run)
+        except OmniError as error:
+            self._forget()
+            return [StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=error)]
+        chunks: list[StageChunk] = []
+        if run.at == (0, 0):  # a pipeline that does not say: all of it is one step
+            self._moved += 1
+            run.at = (1, 1)
+            chunks.append(self._progress(request_id, request, run.at))
+        request.before += run.at[0]
+        request.index += 1
+        final = request.index == request.params.n
+        if final:
+            self._forget()
+        return [*chunks, StageChunk(request_id, self.name, picture, finish=FinishReason.STOP if final else None)]
+
+    def _picture(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk:
+        if run.error is not None:
+            raise _own(run.error)
+        pixels, seed = run.drawn, (request.seed + request.index) % 2**63
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[-1:] != (3,):
+            raise StageError("the pipeline gave something that is no picture")
+        if pixels.ndim == 3:
+            return ImageChunk(pixels, request.index, seed=seed)
+        if pixels.ndim == 4:
+            return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed)
+        raise StageError(f"the pipeline gave something of shape {pixels.shape}, which is no picture")
+
+    def _forget(self) -> None:
+        """Let go of what is being drawn."""
+        run, self._run, self._current = self._run, None, None
+        if run is not None:
+            run.abandon()
+
+    def _typed(self, stage_input: StageInput) -> tuple[DiffusionParams, DiffusionInput]:
+        params, payload = stage_input.params, stage_input.payload
+        if not isinstance(params, DiffusionParams) or not isinstance(payload, DiffusionInput):
+            raise InvalidRequestError(
+                f"stage {self.name!r} takes a DiffusionInput with DiffusionParams, "
+                f"not {type(payload).__name__} with {type(params).__name__}"
+            )
+        return params, payload
+
+
+def _own(error: BaseException) -> OmniError:
+    if isinstance(error, OmniError):
+        return error
+    log_defect("a pipeline", error)
+    failure = StageError(f"the pipeline failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,1 @@
+"""What the families of diffusers models share: loading parts, prompts, schedules, decoding."""

@@ -1,0 +1,164 @@
+"""Pieces that most families' components are made of."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+from omnistage.engines.diffusion.convergence import check_early_stop
+from omnistage.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
+
+
+class DiffusersEncoder(PromptEncoder):
+    """An encoder over a diffusers pipeline that holds the text encoders (and the VAE's encoder)."""
+
+    max_images: int = 0
+    needs_image: bool = False
+    takes_mask: bool = False
+
+    def __init__(self, pipe: Any, device: torch.device, *, multiple: int, default_size: int) -> None:
+        self.pipe = pipe
+        self.device = device
+        self.multiple = multiple
+        self.default_size = default_size
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        for name in ("width", "height"):
+            value = getattr(params, name)
+            if value is not None and value % self.multiple:
+                low = max(value // self.multiple, 1) * self.multiple
+                raise InvalidRequestError(
+                    f"must be a multiple of {self.multiple}, got {value}; use {low} or {low + self.multiple}",
+                    param=name,
+                )
+        if len(payload.images) > self.max_images:
+            raise UnsupportedModalityError(
+                f"this model takes {self.max_images or 'no'} images, got {len(payload.images)}", param="image"
+            )
+        if self.needs_image and not payload.images:
+            raise InvalidRequestError("is missing; this model changes a picture, so give one", param="image")
+        if payload.mask is not None and not self.takes_mask:
+            raise InvalidRequestError("this model takes no mask; leave it out", param="mask")
+        if params.strength is not None and not payload.images:
+            raise InvalidRequestError(
+                "is how far to leave an input picture; give an image or leave it out", param="strength"
+            )
+
+    def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
+        """(width, height): as asked, else as the input picture's, else the model's default."""
+        if payload.images and params.width is None and params.height is None:
+            height, width = payload.images[0].shape[:2]
+            return (max(n // self.multiple, 1) * self.multiple for n in (width, height))  # type: ignore[return-value]
+        return params.width or self.default_size, params.height or self.default_size
+
+
+class DiffusersDenoiser(Denoiser):
+    """A denoiser over a diffusers pipeline that holds the transformer, the scheduler and a stand-in of the VAE."""
+
+    def __init__(self, pipe: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.pipe = pipe
+        self.transformer = pipe.transformer
+        self.device = device
+        self.dtype = dtype
+
+    def scheduler(self, name: str | None) -> Any:
+        """A scheduler for one lane: the checkpoint's, or another class that can take its place."""
+        own = self.pipe.scheduler
+        if name is None or name == type(own).__name__:
+            return copy.deepcopy(own)
+        known = {cls.__name__: cls for cls in own.compatibles}
+        if name not in known:
+            raise InvalidRequestError(
+                f"there is no scheduler {name!r} for this model; known: "
+                + ", ".join(sorted({type(own).__name__, *known})),
+                param="scheduler",
+            )
+        return known[name].from_config(own.config)
+
+    def check(self, params: DiffusionParams) -> None:
+        scheduler = self.scheduler(params.scheduler)
+        if params.early_stop is not None:
+            check_early_stop(scheduler)
+
+
+def set_timesteps(
+    scheduler: Any, steps: int, device: torch.device, *, sigmas: Sequence[float] | np.ndarray | None = None, **more: Any
+) -> Tensor:
+    """Set a lane's schedule as diffusers' pipelines do; sigmas only where the scheduler takes them."""
+    taken = inspect.signature(scheduler.set_timesteps).parameters
+    if sigmas is not None and "sigmas" in taken:
+        scheduler.set_timesteps(sigmas=sigmas, device=device, **{k: v for k, v in more.items() if k in taken})
+    else:
+        scheduler.set_timesteps(steps, device=device, **{k: v for k, v in more.items() if k in taken})
+    timesteps: Tensor = scheduler.timesteps
+    return timesteps
+
+
+def skip_to_strength(scheduler: Any, timesteps: Tensor, steps: int, strength: float) -> Tensor:
+    """The timesteps that are left for an input picture of this strength, as diffusers' `get_timesteps` gives them."""
+    start = int(max(steps - min(steps * strength, steps), 0))
+    left = timesteps[start * scheduler.order :]
+    if not len(left):
+        raise InvalidRequestError(
+            f"{steps} steps at strength {strength:g} leave nothing to do; raise either", param="strength"
+        )
+    scheduler.set_begin_index(start * scheduler.order)
+    return left
+
+
+def distribution(encoded: Any) -> dict[str, Tensor]:
+    """A VAE's posterior over one picture, for `Condition.shared`; `sample` draws from it in the denoiser."""
+    posterior = encoded.latent_dist
+    return {"image_mean": posterior.mean[0], "image_std": posterior.std[0]}
+
+
+def sample(condition: Condition, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Draw from `distribution`, `[1, ...]`, as diffusers' `latent_dist.sample(generator)` does."""
+    mean, std = condition.shared["image_mean"].to(device), condition.shared["image_std"].to(device)
+    return mean[None] + std[None] * noise(mean[None].shape, generator, device, mean.dtype)
+
+
+def noise(shape: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Gaussian noise from a CPU generator, drawn in the dtype as diffusers' `randn_tensor` does."""
+    return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
+
+
+class VaeDecoder(LatentDecoder):
+    """A VAE's decoder over a diffusers pipeline that holds it; families say how latents are scaled."""
+
+    modality = Modality.IMAGE
+
+    def __init__(self, pipe: Any, device: torch.device, *, tiling_pixels: int) -> None:
+        self.pipe = pipe
+        self.vae = pipe.vae
+        self.device = device
+        self._tiling_pixels = tiling_pixels
+
+    def tile(self, width: int, height: int) -> None:
+        """Tile large pictures, whose decoding would need more memory than everything before it."""
+        large = bool(self._tiling_pixels) and width * height > self._tiling_pixels
+        if large and hasattr(self.vae, "enable_tiling"):
+            self.vae.enable_tiling()
+        elif hasattr(self.vae, "disable_tiling"):
+            self.vae.disable_tiling()
+
+    def pixels(self, images: Tensor) -> list[np.ndarray]:
+        """`uint8 [h, w, 3]` of decoded `[B, 3, h, w]` in -1..1, rounded as diffusers does."""
+        scaled = (images.float() * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        return list((scaled * 255).round().astype(np.uint8))
+
+
+def calculate_shift(tokens: int, config: Any, *, max_shift: float = 1.15) -> float:
+    """The resolution-dependent shift (`mu`) of flow-matching schedules, from a scheduler's config."""
+    base_tokens, max_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base, most = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
+    slope = (most - base) / (max_tokens - base_tokens)
+    return float(tokens * slope + base - slope * base_tokens)

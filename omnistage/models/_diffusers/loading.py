@@ -1,0 +1,187 @@
+"""Parts of a diffusers checkpoint, one at a time: a stage loads the ones it needs and stands in for the rest.
+
+Class names come from model_index.json, but only classes that diffusers and transformers export are ever looked up;
+weights are safetensors, code in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnistage.config.checkpoint import read_json
+from omnistage.errors import CheckpointError, MissingDependencyError
+from omnistage.hf import transformers
+from omnistage.pipeline.registry import LoadContext
+
+INDEX = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def diffusers() -> Any:
+    """The diffusers package. Raises `MissingDependencyError` where it is not installed."""
+    try:
+        # Tables that are made on import must have values, even if it happens while a stand-in is made.
+        with torch.device("cpu"):
+            import diffusers as package
+            import diffusers.hooks
+    except ImportError as error:
+        raise MissingDependencyError("diffusers is needed for pictures: pip install 'omnistage[diffusion]'") from error
+    # Its pipelines print the prompts that they shorten; what users write stays out of logs.
+    logging.getLogger("diffusers.pipelines").setLevel(logging.ERROR)
+    return package
+
+
+class Parts:
+    """The components of a diffusers checkpoint folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / INDEX).is_file():
+            raise CheckpointError(f"{folder} has no {INDEX}, so it is not a diffusers model")
+        self.index = read_json(folder / INDEX)
+
+    @property
+    def pipeline_class(self) -> str:
+        return str(self.index.get("_class_name"))
+
+    def has(self, name: str) -> bool:
+        """Whether the index names this part at all; optional ones are null."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+
+    def part_class(self, name: str) -> Any:
+        """The class of a part, one that diffusers or transformers exports."""
+        entry = self.index.get(name)
+        if not self.has(name) or not isinstance(entry, list):
+            raise CheckpointError(f"{INDEX} in {self.folder} names no {name}; the checkpoint is incomplete")
+        library, cls = entry
+        if library not in _LIBRARIES or not isinstance(cls, str) or cls.startswith("_"):
+            raise CheckpointError(
+                f"{INDEX} in {self.folder} wants {name} to be {library}.{cls}; only classes of "
+                f"{' and '.join(_LIBRARIES)} are loaded, code in a checkpoint is not run"
+            )
+        package = diffusers() if library == "diffusers" else transformers
+        found = getattr(package, cls, None)
+        if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+            raise CheckpointError(f"{library} {package.__version__} has no {cls}, which {name} of {self.folder} needs")
+        return found
+
+    def folder_of(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_dir():
+            raise CheckpointError(f"{self.folder} has no folder {name}; the checkpoint is incomplete, fetch it again")
+        return path
+
+    def load(self, name: str) -> Any:
+        """A part without weights: a tokenizer, a processor, a scheduler."""
+        cls, folder = self.part_class(name), self.folder_of(name)
+        options = {"local_files_only": True} | ({"trust_remote_code": False} if _is_transformers(cls) else {})
+        return _guarded(folder, lambda: cls.from_pretrained(folder, **options))
+
+    def load_model(self, name: str, device: torch.device, dtype: torch.dtype) -> Any:
+        """A part with weights, for inference."""
+        cls, folder = self.part_class(name), self.folder_of(name)
+        check_weights(folder)
+        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+        options["dtype"] = dtype
+        if not _is_transformers(cls):
+            options["low_cpu_mem_usage"] = True  # missing weights are then an error, not noise
+        model, info = _loaded_with_info(cls, folder, options)
+        missing = sorted(info.get("missing_keys", ())) if info else []
+        if missing:
+            raise CheckpointError(f"{len(missing)} weights of {name} are missing in {folder}, first {missing[0]}")
+        model.eval()
+        model.requires_grad_(False)
+        return model.to(device)
+
+    def stand_in(self, name: str) -> Any:
+        """A part's module with its config and no weights: pipelines read sizes from it."""
+        cls, folder = self.part_class(name), self.folder_of(name)
+        with torch.device("meta"):
+            return _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
+
+    def pipeline(
+        self,
+        pipeline_class: type[Any],
+        models: Collection[str],
+        others: Collection[str],
+        stand_ins: Collection[str],
+        context: LoadContext,
+        *,
+        dtypes: dict[str, torch.dtype] | None = None,
+    ) -> Any:
+        """A diffusers pipeline with only these parts in it; every other part that it has a place for is None.
+
+        `models` are loaded with weights, `others` (tokenizers, processors, the scheduler) without, `stand_ins` on
+        no device. Its helpers that take a `device` can be used; its `__call__` cannot.
+        """
+        parts: dict[str, Any] = {}
+        names = [n for n in (*models, *others, *stand_ins) if self.has(n)]
+        for done, name in enumerate(names):
+            if context.progress is not None:
+                context.progress(name, done / max(len(names), 1))
+            if name in models:
+                dtype = (dtypes or {}).get(name, context.dtype)
+                parts[name] = self.load_model(name, context.device, dtype)
+            else:
+                parts[name] = self.load(name) if name in others else self.stand_in(name)
+        made = dict.fromkeys(_places(pipeline_class)) | parts
+        taken = inspect.signature(pipeline_class.__init__).parameters
+        # Settings (`boundary_ratio`, `is_distilled`) stand in the index beside the parts, which are pairs of names.
+        extra = {k: v for k, v in self.index.items() if k in taken and not _is_part(v) and v is not None}
+        return pipeline_class(**(made | extra))
+
+
+def _places(pipeline_class: type[Any]) -> list[str]:
+    """The components that a pipeline class takes."""
+    taken = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
+    # What has a default that is not None is a setting (`is_distilled`, `text_encoder_out_layers`), not a part.
+    return [p.name for p in taken if p.default is p.empty or p.default is None]
+
+
+def _is_part(entry: object) -> bool:
+    """Whether an entry of the index is [library, class], or [null, null] for a part that the checkpoint lacks."""
+    return isinstance(entry, list) and len(entry) == 2 and all(name is None or isinstance(name, str) for name in entry)
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a part without safetensors, saying which kind of wrong it is."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(path for pattern in _PICKLED for path in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} has only pickled weights, which are not loaded; convert them to safetensors first"
+        )
+    raise CheckpointError(f"{folder} has no safetensors weights; the checkpoint is incomplete, fetch it again")
+
+
+def _is_transformers(cls: type[Any]) -> bool:
+    return cls.__module__.partition(".")[0] == "transformers"
+
+
+def _loaded_with_info(cls: type[Any], folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    result = _guarded(folder, lambda: cls.from_pretrained(folder, output_loading_info=True, **options))
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _guarded(folder: Path, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{folder} cannot be loaded; the checkpoint is damaged or not supported ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    module.eval()
+    return module.requires_grad_(False)

@@ -1,0 +1,272 @@
+"""What random checkpoints of diffusers' layout are made of: text encoders, their tokenizers, a VAE, the index.
+
+Each part goes to its own folder, with the class, configuration and weight names that published checkpoints have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor, nn
+
+from omnistage.hf import transformers
+from omnistage.models import _tiny_common as common
+from omnistage.models._diffusers.loading import INDEX, diffusers
+from omnistage.models._tiny_common import Draw, Rule, between
+
+CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
+CLIP_TEXT, T5_TEXT = 77, 512
+_CLIP_MERGES = 300
+_WEIGHTS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
+
+# ------------------------------------------------------------------------------------------- weights and files
+
+
+def stored_dtype(scale: float) -> torch.dtype:
+    """Small checkpoints are for comparisons and kept exact, large ones are stored as published ones are."""
+    return torch.float32 if scale <= 0.5 else torch.bfloat16
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """A module of which only names and shapes are wanted."""
+    with torch.device("meta"):
+        return make()
+
+
+def write_model(
+    folder: Path,
+    model: Any,
+    rule: Rule,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    fixed: Mapping[str, Tensor] | None = None,
+    hub_name: Callable[[str], str] = str,
+) -> None:
+    """Write a module's configuration and weights; those in `fixed` are not drawn. Tied weights are written once.
+
+    The folder's name is part of the seed: two encoders of one shape in one checkpoint must not be equal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is other for other in tensors.values()):
+            tensors[name] = tensor
+    library = type(model).__module__.partition(".")[0]
+    shards = _shards(tensors, dtype)
+    stem = _WEIGHTS[library]
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        tail = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
+        shard: dict[str, Tensor] = {}
+        for name in names:
+            value = (fixed or {}).get(name)
+            if value is None:
+                value = common.draw(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
+            shard[hub_name(name)] = value.to(dtype) if value.is_floating_point() else value
+        save_file(shard, str(folder / f"{stem}{tail}.safetensors"), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, f"{stem}{tail}.safetensors"))
+    if len(shards) > 1:
+        total = sum(math.prod(t.shape) * dtype.itemsize for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        common.write_json(folder / f"{stem}.safetensors.index.json", index)
+    if library == "transformers":
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+    else:
+        model.save_config(folder)
+
+
+def _shards(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if shards[-1] and filled + size > common.MAX_SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str] | None], **settings: object) -> None:
+    """Write model_index.json; last, for a folder without it is no checkpoint."""
+    named = {name: list(part) if part is not None else [None, None] for name, part in parts.items()}
+    version = {"_class_name": pipeline, "_diffusers_version": diffusers().__version__}
+    common.write_json(folder / INDEX, {**version, **settings, **named})
+
+
+def write_flow_scheduler(folder: Path, **settings: object) -> None:
+    """Write the configuration of the scheduler that flow-matching models share."""
+    diffusers().FlowMatchEulerDiscreteScheduler(**settings).save_pretrained(folder)
+
+
+def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """A smooth random picture, `uint8 [h, w, 3]`."""
+    coarse = np.random.default_rng(seed).uniform(0, 255, (1, 3, 5, 4)).astype(np.float32)
+    fine = nn.functional.interpolate(torch.from_numpy(coarse), size=(height, width), mode="bilinear")
+    return fine[0].permute(1, 2, 0).round().to(torch.uint8).numpy()
+
+
+# ------------------------------------------------------------------------------------------- how weights are drawn
+
+
+def transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+    """A diffusion transformer: activations keep their size; modulation (AdaLN) is felt without taking over."""
+    if len(shape) == 1:
+        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+    return common.normal(shape, gain=0.5 if "norm" in name or "modulation" in name else 1.0)
+
+
+def vae_draw(name: str, shape: Sequence[int]) -> Draw:
+    """A convolutional VAE, its pictures spread over the range of pixels."""
+    if len(shape) == 1:
+        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+    return common.normal(shape, gain=0.6 if name.endswith("decoder.conv_out.weight") else 1.0)
+
+
+def clip_draw(name: str, shape: Sequence[int]) -> Draw:
+    return Draw(0.5) if "embedding" in name else common.decoder_draw(name, shape)
+
+
+def t5_draw(name: str, shape: Sequence[int]) -> Draw:
+    """T5 does not scale its attention scores, so the queries are small from the start."""
+    if len(shape) == 1:
+        return Draw(0.1, mean=1.0)
+    if "shared" in name or "relative_attention_bias" in name:
+        return Draw(0.5)
+    return common.normal(shape, gain=0.4 if name.endswith("SelfAttention.q.weight") else 1.0)
+
+
+# ------------------------------------------------------------------------------------------- tokenizers
+
+
+def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """CLIP's kind of byte pairs: every byte alone and at a word's end, then merges, then the two special tokens."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trained = Tokenizer(BPE(end_of_word_suffix="</w>"))
+    trained.normalizer = normalizers.Lowercase()
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    size = len(bytes_) * 2 + _CLIP_MERGES
+    trainer = BpeTrainer(
+        vocab_size=size, min_frequency=1, initial_alphabet=bytes_, end_of_word_suffix="</w>", show_progress=False
+    )
+    # Word by word, so that no merge reaches over a space: CLIP drops them.
+    trained.train_from_iterator(common._TEXT.split(), trainer)
+    merges = [(left, right) for left, right in json.loads(trained.to_str())["model"]["merges"]][:_CLIP_MERGES]
+    tokens = [*bytes_, *(f"{byte}</w>" for byte in bytes_), *(left + right for left, right in merges)]
+    tokens = [*dict.fromkeys(tokens), CLIP_BOS, CLIP_EOS]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def write_clip_tokenizer(folder: Path, *, pad_token: str = CLIP_EOS) -> None:
+    """`pad_token` is "!" in the second of Stable Diffusion's CLIPs."""
+    vocab, merges = clip_vocabulary()
+    made = transformers.CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad_token, model_max_length=CLIP_TEXT)
+    made.save_pretrained(folder)
+    common.write_json(folder / "vocab.json", vocab)
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def t5_pieces() -> list[tuple[str, float]]:
+    """Unigram pieces with their log-probabilities: the special tokens, characters, then words."""
+    text = common._TEXT
+    counts = Counter(f"\u2581{word}" for word in text.split())
+    characters = sorted({chr(code) for code in range(33, 127)} | {c for c in text if not c.isspace()})
+    total = sum(counts.values())
+    words = sorted((word, math.log(count / total)) for word, count in counts.items())
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -8.0)]
+    return [*special, *((c, -10.0) for c in characters), *words]
+
+
+def write_t5_tokenizer(folder: Path) -> None:
+    transformers.T5TokenizerFast(vocab=t5_pieces(), model_max_length=T5_TEXT).save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------------- text encoders, VAE
+
+
+def clip(scale: float, *, hidden: Sequence[int], layers: Sequence[int], projected: bool) -> Any:
+    """A CLIP text encoder, on no device; `projected` is the class with a projection of the pooled output."""
+    vocab, _ = clip_vocabulary()
+    head = 16 if scale < 0.5 else 64
+    width = between(scale, hidden, head)
+    config = transformers.CLIPTextConfig(
+        vocab_size=between(scale, (1024, 49408), 64),
+        hidden_size=width,
+        intermediate_size=width * 4,
+        num_hidden_layers=between(scale, layers),
+        num_attention_heads=width // head,
+        max_position_embeddings=CLIP_TEXT,
+        projection_dim=width,
+        hidden_act="quick_gelu",
+        bos_token_id=vocab[CLIP_BOS],
+        eos_token_id=vocab[CLIP_EOS],
+        pad_token_id=vocab[CLIP_EOS],
+    )
+    cls = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
+    return on_meta(lambda: cls(config))
+
+
+def clip_hub_name(name: str) -> str:
+    """Published checkpoints have every weight but the projection under `text_model`."""
+    return name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
+
+
+def t5(scale: float) -> Any:
+    """T5's encoder, at scale 1 that of t5-v1_1-xxl, on no device."""
+    width = t5_width(scale)
+    head = 16 if scale < 0.5 else 64
+    config = transformers.T5Config(
+        vocab_size=between(scale, (1280, 32128), 64),
+        d_model=width,
+        d_kv=head,
+        d_ff=between(scale, (96, 10240), 32),
+        num_layers=between(scale, (2, 24)),
+        num_heads=width // head,
+        feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+    return on_meta(lambda: transformers.T5EncoderModel(config))
+
+
+def t5_width(scale: float) -> int:
+    return between(scale, (64, 4096), 64)
+
+
+def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> Any:
+    """The 16-channel VAE of Stable Diffusion 3 and FLUX.1, eight pixels a latent at every scale, on no device."""
+    narrow = between(scale, (16, 128), 32 if scale else 16)
+    wide = between(scale, (32, 512), 32)
+    blocks = 4
+    return on_meta(
+        lambda: diffusers().AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * blocks,
+            up_block_types=("UpDecoderBlock2D",) * blocks,
+            block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
+            layers_per_block=2 if scale else 1,
+            norm_num_groups=32 if scale else 8,
+            latent_channels=16,
+            sample_size=1024,
+            scaling_factor=scaling_factor,
+            shift_factor=shift_factor,
+            force_upcast=True,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+    )

@@ -1,0 +1,273 @@
+"""A diffusers pipeline behind its own `__call__`: which parameters it takes is read from the signature.
+
+Only classes that diffusers exports are used, only safetensors are loaded, code in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from omnistage.engines.diffusion.whole import OnStep, WholePipeline
+from omnistage.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    StageError,
+    UnsupportedModalityError,
+    UnsupportedModelError,
+)
+from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
+from omnistage.params import short_repr
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import DiffusionInput, DiffusionParams
+
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "width": ("width",),
+    "height": ("height",),
+    "steps": ("num_inference_steps",),
+    "guidance": ("guidance_scale",),
+    "true_cfg": ("true_cfg_scale",),
+    "negative_prompt": ("negative_prompt",),
+    "strength": ("strength",),
+    "num_frames": ("num_frames", "video_length"),
+    "fps": ("frame_rate", "fps", "num_frames"),
+    "max_sequence_length": ("max_sequence_length",),
+    "seed": ("generator",),
+}
+"""Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
+_OURS = ("preview_every", "early_stop")
+"""What only the engine's own loop can do."""
+_GIVEN = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
+"""Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
+_LONGEST_REASON = 300
+
+
+class Pipeline(WholePipeline):
+    """One pipeline object of diffusers."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.takes, self.needs = _signature(type(pipe))
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        given = self._arguments(payload, params)
+        for name in sorted(self.needs - set(given)):
+            ours = _GIVEN.get(name) or next(field for field, names in _ARGUMENTS.items() if name in names)
+            raise InvalidRequestError(f"is missing; {type(self.pipe).__name__} cannot draw without it", param=ours)
+        for field in _OURS:
+            if getattr(params, field):
+                raise InvalidRequestError("this model runs its own loop, which has no such thing", param=field)
+        self._scheduler(params.scheduler)
+
+    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
+        arguments = self._arguments(payload, params)
+        if "generator" in self.takes:
+            arguments["generator"] = torch.Generator().manual_seed(seed)
+        if "output_type" in self.takes:
+            arguments["output_type"] = "pil"
+        done = 0
+
+        def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal done
+            done += 1
+            on_step(done, _steps(pipe, params))
+            return tensors
+
+        if "callback_on_step_end" in self.takes:
+            arguments["callback_on_step_end"] = on_step_end
+        own = getattr(self.pipe, "scheduler", None)
+        if params.scheduler is not None:
+            self.pipe.scheduler = self._scheduler(params.scheduler)
+        try:
+            with torch.no_grad():
+                output = self.pipe(**arguments)
+        except ValueError as error:
+            if done:
+                raise
+            # Before the first step, it is diffusers' own check of what it was given.
+            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            raise InvalidRequestError(f"{type(self.pipe).__name__} cannot draw this: {reason}") from error
+        finally:
+            if own is not None:
+                self.pipe.scheduler = own
+        return pixels_of(output)
+
+    # --------------------------------------------------------------------------------------------- pieces
+
+    def _arguments(self, payload: DiffusionInput, params: DiffusionParams) -> dict[str, Any]:
+        """What the request sets, by diffusers' names. A pipeline that takes no prompt draws without looking at it."""
+        arguments: dict[str, Any] = {}
+        for field, names in _ARGUMENTS.items():
+            value = getattr(params, field)
+            if value is None:
+                continue
+            name = next((n for n in names if n in self.takes), None)
+            if name is None:
+                raise InvalidRequestError(
+                    f"{type(self.pipe).__name__} takes no such parameter; leave it out", param=field
+                )
+            if field != "seed" and not (field == "fps" and name == "num_frames"):
+                arguments[name] = value
+        if "prompt" in self.takes:
+            arguments["prompt"] = payload.prompt
+        elif "class_labels" in self.takes:
+            arguments["class_labels"] = [self._label(payload.prompt)]
+        if payload.images:
+            if "image" not in self.takes:
+                raise UnsupportedModalityError("this model takes no image; leave it out", param="image")
+            pictures = [Image.fromarray(image) for image in payload.images]
+            arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
+        if payload.mask is not None:
+            if "mask_image" not in self.takes:
+                raise UnsupportedModalityError("this model takes no mask; leave it out", param="mask")
+            arguments["mask_image"] = Image.fromarray(payload.mask)
+        return arguments
+
+    def _label(self, prompt: str) -> int:
+        """The class that a prompt names, by its number or one of its names."""
+        text = prompt.strip()
+        names = getattr(self.pipe, "labels", None) or {}
+        if text in names:
+            return int(names[text])
+        if text.isascii() and text.isdigit() and len(text) < 10:
+            return int(text)
+        raise InvalidRequestError(
+            f"{short_repr(text)} is no class of this model; give a class's number or name", param="prompt"
+        )
+
+    def _scheduler(self, name: str | None) -> Any:
+        """The pipeline's scheduler, or another class that can take its place."""
+        own: Any = getattr(self.pipe, "scheduler", None)
+        if name is None or type(own).__name__ == name:
+            return own
+        known = {cls.__name__: cls for cls in getattr(own, "compatibles", ())}
+        if name not in known:
+            raise InvalidRequestError(
+                f"there is no scheduler {short_repr(name)} for this model; known: "
+                + (", ".join(sorted({type(own).__name__, *known})) if own is not None else "none"),
+                param="scheduler",
+            )
+        return known[name].from_config(own.config)
+
+
+def _signature(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """What a pipeline can be called with, and what it cannot be called without."""
+    taken = list(inspect.signature(cls.__call__).parameters.values())[1:]
+    taken = [p for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = frozenset(p.name for p in taken if p.default is p.empty)
+    if unknown := sorted(needed - {*_GIVEN, *(name for names in _ARGUMENTS.values() for name in names)}):
+        raise UnsupportedModelError(
+            f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
+        )
+    return frozenset(p.name for p in taken), needed
+
+
+def _steps(pipe: Any, params: DiffusionParams) -> int:
+    """Steps of the call that runs: pipelines note them, as an input picture's strength makes them fewer."""
+    noted = getattr(pipe, "num_timesteps", None)
+    return noted if isinstance(noted, int) else params.steps or 1
+
+
+# --------------------------------------------------------------------------------------------------- pixels
+
+
+def pixels_of(output: Any) -> np.ndarray:
+    """The one picture or video in a pipeline's output."""
+    frames, images = getattr(output, "frames", None), getattr(output, "images", None)
+    if frames is not None and len(frames):
+        return np.stack([_picture(frame) for frame in frames[0]])
+    if images is not None and len(images):
+        return _picture(images[0])
+    raise StageError(f"the pipeline gave {type(output).__name__}, in which there is neither a picture nor a video")
+
+
+def _picture(value: Any) -> np.ndarray:
+    """`uint8 [h, w, 3]` of a Pillow image, or of an array or tensor in 0..1."""
+    if isinstance(value, Image.Image):
+        return np.asarray(value.convert("RGB"))
+    if isinstance(value, torch.Tensor):
+        value = value.float().cpu().movedim(0, -1).numpy()  # channels first, as everywhere in torch
+    array = np.asarray(value)
+    if array.dtype != np.uint8:
+        array = (array.clip(0, 1) * 255).round().astype(np.uint8)
+    if array.ndim == 2:
+        array = array[..., None]
+    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array[..., :3]
+
+
+# -------------------------------------------------------------------------------------------------- loading
+
+
+def load(context: LoadContext) -> Pipeline:
+    parts = Parts(context.model.folder)
+    cls = _pipeline_class(parts)
+    models = _checked_parts(parts)
+    loaded: dict[str, Any] = {}
+    for done, name in enumerate(models):
+        if context.progress is not None:
+            context.progress(name, done / len(models))
+        # One by one, for diffusers itself fills weights that a text encoder lacks with noise.
+        loaded[name] = parts.load_model(name, context.device, context.dtype)
+    pipe = cls.from_pretrained(
+        parts.folder,
+        dtype=context.dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        **loaded,
+    ).to(context.device)
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            part.eval().requires_grad_(False)
+    return Pipeline(pipe)
+
+
+def _pipeline_class(parts: Parts) -> Any:
+    name, package = parts.pipeline_class, diffusers()
+    cls = getattr(package, name, None) if not name.startswith("_") else None
+    if not isinstance(cls, type) or not issubclass(cls, package.DiffusionPipeline):
+        raise UnsupportedModelError(
+            f"{name}, which {parts.folder / INDEX} names, is no pipeline of diffusers {package.__version__} as it is "
+            "installed here; code in a checkpoint is not run"
+        )
+    if getattr(cls, "_load_connected_pipes", False):
+        raise UnsupportedModelError(f"{name} fetches other checkpoints by itself; serve one of its parts instead")
+    _signature(cls)  # before anything is loaded
+    return cls
+
+
+def _checked_parts(parts: Parts) -> list[str]:
+    """Refuse whatever diffusers would import or unpickle; the names of the parts with weights that we load."""
+    models: list[str] = []
+    for name, entry in parts.index.items():
+        if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
+            continue  # a setting, or a part that is left out
+        if Path(name).name != name:
+            raise CheckpointError(f"{INDEX} in {parts.folder} names a part {name!r}, which is no folder of it; refused")
+        inside = _of_a_pipeline(*entry)
+        if inside is not None:
+            if issubclass(inside, nn.Module):
+                check_weights(parts.folder_of(name))
+            continue
+        cls = parts.part_class(name)
+        if issubclass(cls, nn.Module):
+            check_weights(parts.folder_of(name))
+            models.append(name)
+    return models
+
+
+def _of_a_pipeline(library: str, cls: object) -> Any:
+    """A class that is part of one pipeline's own module in diffusers, like Stable Diffusion's safety checker."""
+    module = getattr(diffusers().pipelines, library, None) if library.isidentifier() else None
+    if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):
+        return None
+    found = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
+    return found if isinstance(found, type) and hasattr(found, "from_pretrained") else None

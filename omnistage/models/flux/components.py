@@ -1,0 +1,240 @@
+"""FLUX.1's three components, on diffusers' own pipelines and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.errors import InvalidRequestError, LimitExceededError
+from omnistage.models._diffusers.base import (
+    DiffusersDenoiser,
+    DiffusersEncoder,
+    VaeDecoder,
+    calculate_shift,
+    distribution,
+    noise,
+    sample,
+    set_timesteps,
+    skip_to_strength,
+)
+from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import Condition, DiffusionInput, DiffusionParams
+
+_TEXT_MODELS = ("text_encoder", "text_encoder_2")
+_TOKENIZERS = ("tokenizer", "tokenizer_2")
+_STEPS, _SCHNELL_STEPS = 28, 4
+_GUIDANCE, _IMAGE_GUIDANCE, _STRENGTH = 3.5, 7.0, 0.6
+_MAX_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256
+_KONTEXT = "FluxKontextPipeline"
+
+
+class Encoder(DiffusersEncoder):
+    """A CLIP and a T5 for the text; the VAE for a picture to start from."""
+
+    max_images = 1
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        super().check(payload, params)
+        if params.max_sequence_length is not None and params.max_sequence_length > _MAX_TEXT_TOKENS:
+            raise LimitExceededError(
+                f"must be at most {_MAX_TEXT_TOKENS}, got {params.max_sequence_length}", param="max_sequence_length"
+            )
+        # diffusers ignores either without the other; someone who gives one wants it to count.
+        guided = params.true_cfg is not None and params.true_cfg > 1
+        if params.negative_prompt is not None and not guided:
+            raise InvalidRequestError("counts only with true_cfg above 1; set that too", param="negative_prompt")
+        if guided and params.negative_prompt is None:
+            raise InvalidRequestError('guides away from a negative_prompt; give one, "" if need be', param="true_cfg")
+
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        schnell = not self.pipe.transformer.config.guidance_embeds
+        options = (params.max_sequence_length or (_SCHNELL_TEXT_TOKENS if schnell else _MAX_TEXT_TOKENS),)
+        jobs = [EncodeJob(payload.prompt, options=options)]
+        if params.true_cfg is not None and params.true_cfg > 1 and params.negative_prompt is not None:
+            jobs.append(EncodeJob(params.negative_prompt, options=options))
+        return jobs
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
+        embeds, pooled, _ = self.pipe.encode_prompt(
+            prompt=[job.text for job in jobs], device=self.device, max_sequence_length=jobs[0].options[0]
+        )
+        return [{"embeds": embeds[i], "pooled": pooled[i]} for i in range(len(jobs))]
+
+    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
+        width, height = self.size(payload, params)
+        shared: Tensors = {}
+        if payload.images:
+            shared = self.picture(payload.images[0], width, height)
+        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+
+    def picture(self, pixels: np.ndarray, width: int, height: int) -> Tensors:
+        """What the denoiser needs of an input picture."""
+        scaled = self.pipe.image_processor.preprocess(Image.fromarray(pixels), height=height, width=width)
+        return distribution(self.pipe.vae.encode(scaled.to(self.device, self.pipe.vae.dtype)))
+
+
+class KontextEncoder(Encoder):
+    """Kontext looks at the picture beside its own latents, and starts from noise alone."""
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        super().check(payload, params)
+        if params.strength is not None:
+            raise InvalidRequestError("this model changes a picture as the prompt says; leave it out", param="strength")
+
+    def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
+        if payload.images and params.width is None and params.height is None:
+            return self._preferred(payload.images[0])
+        return super().size(payload, params)
+
+    def _preferred(self, pixels: np.ndarray) -> tuple[int, int]:
+        """(width, height) among the sizes that Kontext has seen that has the picture's shape most nearly."""
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+        ratio = pixels.shape[1] / pixels.shape[0]
+        _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        return width // self.multiple * self.multiple, height // self.multiple * self.multiple
+
+    def picture(self, pixels: np.ndarray, width: int, height: int) -> Tensors:
+        pipe, (width, height) = self.pipe, self._preferred(pixels)
+        resized = pipe.image_processor.resize(Image.fromarray(pixels), height, width)
+        scaled = pipe.image_processor.preprocess(resized, height, width).to(self.device, pipe.vae.dtype)
+        config = pipe.vae.config
+        latents = (pipe.vae.encode(scaled).latent_dist.mode() - config.shift_factor) * config.scaling_factor
+        _, channels, high, wide = latents.shape
+        ids = pipe._prepare_latent_image_ids(1, high // 2, wide // 2, self.device, latents.dtype)
+        ids[..., 0] = 1
+        return {"reference": pipe._pack_latents(latents, 1, channels, high, wide)[0], "reference_ids": ids}
+
+
+class Denoiser(DiffusersDenoiser):
+    """FLUX's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        cell = self.pipe.vae_scale_factor * 2
+        return height // cell, width // cell
+
+    def tokens(self, width: int, height: int, num_frames: int) -> int:
+        high, wide = self._grid(width, height)
+        return high * wide
+
+    def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
+        schnell = not self.pipe.transformer.config.guidance_embeds
+        steps = params.steps or (_SCHNELL_STEPS if schnell else _STEPS)
+        scheduler = self.scheduler(params.scheduler)
+        tokens = self.tokens(condition.width, condition.height, 1)
+        sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
+        mu = calculate_shift(tokens, scheduler.config)
+        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
+        high, wide = self._grid(condition.width, condition.height)
+        shape = (1, self.pipe.transformer.config.in_channels // 4, high * 2, wide * 2)
+        dtype = condition.positive["embeds"].dtype
+        if "image_mean" in condition.shared:
+            strength = _STRENGTH if params.strength is None else params.strength
+            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
+            config = self.pipe.vae.config
+            picture = (sample(condition, generator, self.device) - config.shift_factor) * config.scaling_factor
+            latents = scheduler.scale_noise(picture, timesteps[:1], noise(shape, generator, self.device, dtype))
+        else:
+            latents = noise(shape, generator, self.device, dtype)
+            scheduler.set_begin_index(0)
+        packed = self.pipe._pack_latents(latents, *shape)[0]
+        context = self._positions(condition, high, wide, dtype)
+        context["guidance"] = self._guidance(condition, params)
+        return Lane(packed, scheduler, timesteps, condition, params, len(context["ids"]), context=context)
+
+    def _positions(self, condition: Condition, high: int, wide: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Position ids of a lane's patches, and the grids that they stand for: equal grids have equal ids."""
+        ids = self.pipe._prepare_latent_image_ids(1, high, wide, self.device, dtype)
+        grids: tuple[int, ...] = (high, wide)
+        context: dict[str, Any] = {}
+        if "reference" in condition.shared:
+            seen = condition.shared["reference_ids"]
+            grids += tuple(int(last) for last in seen[-1].tolist())
+            ids = torch.cat([ids, seen.to(self.device, dtype)])
+            context["reference"] = condition.shared["reference"].to(self.device, dtype)
+        return {**context, "ids": ids, "grids": grids}
+
+    def _guidance(self, condition: Condition, params: DiffusionParams) -> Tensor | None:
+        """What a guidance-distilled transformer is told; None where it listens to nothing."""
+        if not self.pipe.transformer.config.guidance_embeds:
+            return None
+        default = _IMAGE_GUIDANCE if "image_mean" in condition.shared else _GUIDANCE
+        value = default if params.guidance is None else params.guidance
+        return torch.tensor(value, dtype=torch.float32, device=self.device)
+
+    def group(self, row: Row) -> Hashable:
+        # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
+        return row.lane.context["grids"], tuple(row.tensors["embeds"].shape)
+
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        first = rows[0].lane
+        latents = torch.stack([row.lane.latents for row in rows])
+        patches = latents.shape[1]
+        if "reference" in first.context:
+            latents = torch.cat([latents, torch.stack([row.lane.context["reference"] for row in rows])], dim=1)
+        embeds = torch.stack([row.tensors["embeds"] for row in rows])
+        guidance = None
+        if first.context["guidance"] is not None:
+            guidance = torch.stack([row.lane.context["guidance"] for row in rows])
+        predicted = self.transformer(
+            hidden_states=latents,
+            timestep=torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
+            guidance=guidance,
+            pooled_projections=torch.stack([row.tensors["pooled"] for row in rows]),
+            encoder_hidden_states=embeds,
+            txt_ids=torch.zeros(embeds.shape[1], 3, device=self.device, dtype=embeds.dtype),
+            img_ids=first.context["ids"],
+            return_dict=False,
+        )[0]
+        return list(predicted[:, :patches])
+
+    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
+        scale = 1.0 if lane.params.true_cfg is None else lane.params.true_cfg
+        return negative + scale * (positive - negative)
+
+    def result(self, lane: Lane) -> Tensor:
+        # Unpacked, for packed ones do not tell a wide picture from a tall one.
+        size = lane.condition.height, lane.condition.width
+        unpacked: Tensor = self.pipe._unpack_latents(lane.latents[None], *size, self.pipe.vae_scale_factor)[0]
+        return unpacked
+
+
+class Decoder(VaeDecoder):
+    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
+        self.tile(width, height)
+        config = self.vae.config
+        stacked = torch.stack(list(latents)).to(self.device, self.vae.dtype)
+        scaled = stacked / config.scaling_factor + config.shift_factor
+        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+
+
+def load_encoder(context: LoadContext) -> Encoder:
+    parts = Parts(context.model.folder)
+    kontext = parts.pipeline_class == _KONTEXT
+    cls = diffusers().FluxKontextPipeline if kontext else diffusers().FluxImg2ImgPipeline
+    pipe = parts.pipeline(cls, (*_TEXT_MODELS, "vae"), _TOKENIZERS, ("transformer",), context)
+    pipe.vae.decoder = None  # the decoding stage's
+    cell = pipe.vae_scale_factor
+    made = KontextEncoder if kontext else Encoder
+    return made(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
+
+
+def load_denoiser(context: LoadContext) -> Denoiser:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().FluxPipeline, ("transformer",), ("scheduler",), ("vae",), context)
+    return Denoiser(pipe, context.device, context.dtype)
+
+
+def load_decoder(context: LoadContext) -> Decoder:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().FluxPipeline, ("vae",), (), (), context)
+    pipe.vae.encoder = None
+    budget: Any = context.stage.budget
+    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)

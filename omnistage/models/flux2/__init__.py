@@ -1,0 +1,1 @@
+"""FLUX.2 klein: pictures from text and from reference pictures."""

@@ -1,0 +1,214 @@
+"""FLUX.2 klein's three components, on diffusers' own pipeline and modules."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.errors import InvalidRequestError
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
+from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import Condition, DiffusionInput, DiffusionParams
+
+_STEPS, _DISTILLED_STEPS = 50, 4
+_GUIDANCE = 4.0
+_TEXT_TOKENS = 512
+_MIN_SIDE, _MAX_RATIO, _MAX_AREA = 64, 8, 1024 * 1024
+
+
+class Encoder(DiffusersEncoder):
+    """A language model's hidden states for the text; the VAE for pictures to refer to."""
+
+    max_images = 10
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        super().check(payload, params)
+        if params.strength is not None:
+            raise InvalidRequestError(
+                "this model refers to pictures and starts from noise; leave it out", param="strength"
+            )
+        if params.negative_prompt is not None and self.pipe.config.is_distilled:
+            raise InvalidRequestError(
+                "this model is distilled, so nothing guides it; leave it out", param="negative_prompt"
+            )
+        for pixels in payload.images:
+            height, width = pixels.shape[:2]
+            if min(width, height) < _MIN_SIDE:
+                raise InvalidRequestError(
+                    f"has {width}x{height} pixels; both sides must have at least {_MIN_SIDE}", param="image"
+                )
+            if max(width, height) > _MAX_RATIO * min(width, height):
+                raise InvalidRequestError(
+                    f"has {width}x{height} pixels; one side may be {_MAX_RATIO} times the other, not more",
+                    param="image",
+                )
+
+    def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
+        width = height = self.default_size
+        if payload.images:
+            width, height = self._scaled(payload.images[0])[1]
+        return params.width or width, params.height or height
+
+    def _scaled(self, pixels: np.ndarray) -> tuple[Image.Image, tuple[int, int]]:
+        """A picture of at most a million pixels, and the size that it is cut to."""
+        picture = Image.fromarray(pixels)
+        if picture.width * picture.height > _MAX_AREA:
+            picture = self.pipe.image_processor._resize_to_target_area(picture, _MAX_AREA)
+        return picture, (
+            picture.width // self.multiple * self.multiple,
+            picture.height // self.multiple * self.multiple,
+        )
+
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        options = (params.max_sequence_length or _TEXT_TOKENS,)
+        jobs = [EncodeJob(payload.prompt, options=options)]
+        if _is_guided(self.pipe, params):
+            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
+        return jobs
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
+        embeds, _ = self.pipe.encode_prompt(
+            prompt=[job.text for job in jobs], device=self.device, max_sequence_length=jobs[0].options[0]
+        )
+        return [{"embeds": row} for row in embeds]
+
+    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
+        width, height = self.size(payload, params)
+        shared = self._references(payload.images) if payload.images else {}
+        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+
+    def _references(self, images: Sequence[np.ndarray]) -> Tensors:
+        pictures = []
+        for pixels in images:
+            picture, (width, height) = self._scaled(pixels)
+            pictures.append(
+                self.pipe.image_processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+            )
+        latents, ids = self.pipe.prepare_image_latents(
+            images=pictures, batch_size=1, generator=None, device=self.device, dtype=self.pipe.vae.dtype
+        )
+        return {"reference": latents[0], "reference_ids": ids[0]}
+
+
+class Denoiser(DiffusersDenoiser):
+    """FLUX.2's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        cell = self.pipe.vae_scale_factor * 2
+        return height // cell, width // cell
+
+    def tokens(self, width: int, height: int, num_frames: int) -> int:
+        high, wide = self._grid(width, height)
+        return high * wide
+
+    def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.is_distilled else _STEPS)
+        scheduler = self.scheduler(params.scheduler)
+        high, wide = self._grid(condition.width, condition.height)
+        dtype = condition.positive["embeds"].dtype
+        channels = self.pipe.transformer.config.in_channels
+        latents = noise((1, channels, high, wide), generator, self.device, dtype)
+        sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
+        mu = compute_empirical_mu(image_seq_len=high * wide, num_steps=steps)
+        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
+        scheduler.set_begin_index(0)
+        ids = self.pipe._prepare_latent_ids(latents)[0]
+        # Texts are padded to one length, so both branches have the same positions.
+        text = self.pipe._prepare_text_ids(condition.positive["embeds"][None])[0]
+        context: dict[str, Any] = {"text_ids": text.to(self.device)}
+        if "reference" in condition.shared:
+            ids = torch.cat([ids, condition.shared["reference_ids"].cpu()])
+            context["reference"] = condition.shared["reference"].to(self.device, dtype)
+        # One digest stands for the sizes of the picture and of all references, which rows of a forward must share.
+        context["places"] = hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest()
+        context["ids"] = ids.to(self.device)
+        packed = self.pipe._pack_latents(latents)[0]
+        return Lane(packed, scheduler, timesteps, condition, params, len(ids), context=context)
+
+    def group(self, row: Row) -> Hashable:
+        # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
+        return row.lane.context["places"], tuple(row.tensors["embeds"].shape)
+
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        first = rows[0].lane
+        latents = torch.stack([row.lane.latents for row in rows])
+        patches = latents.shape[1]
+        if "reference" in first.context:
+            latents = torch.cat([latents, torch.stack([row.lane.context["reference"] for row in rows])], dim=1)
+        embeds = torch.stack([row.tensors["embeds"] for row in rows])
+        predicted = self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            txt_ids=first.context["text_ids"],
+            img_ids=first.context["ids"],
+            return_dict=False,
+        )[0]
+        return list(predicted[:, :patches])
+
+    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
+        return negative + _guidance(lane.params) * (positive - negative)
+
+    def result(self, lane: Lane) -> Tensor:
+        # `[channels, high, wide]`, for packed ones do not tell a wide picture from a tall one.
+        high, wide = self._grid(lane.condition.width, lane.condition.height)
+        return lane.latents.T.reshape(-1, high, wide)
+
+
+class Decoder(VaeDecoder):
+    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
+        self.tile(width, height)
+        mean, std = statistics(self.vae)
+        stacked = torch.stack(list(latents)).to(self.device, self.vae.dtype)
+        scaled = self.pipe._unpatchify_latents(stacked * std + mean)
+        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+
+
+def statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the channels, by which the transformer's latents are normalised."""
+    mean = vae.bn.running_mean.view(1, -1, 1, 1)
+    std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+    return mean.to(vae.dtype), std.to(vae.dtype)
+
+
+def load_encoder(context: LoadContext) -> Encoder:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("text_encoder", "vae"), ("tokenizer",), (), context)
+    pipe.vae.decoder = None  # the decoding stage's
+    # Hidden states are all that is read: the language model's head would only fill memory with logits.
+    pipe.text_encoder = pipe.text_encoder.model
+    cell = pipe.vae_scale_factor
+    return Encoder(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
+
+
+def load_denoiser(context: LoadContext) -> Denoiser:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("transformer",), ("scheduler",), ("vae",), context)
+    return Denoiser(pipe, context.device, context.dtype)
+
+
+def load_decoder(context: LoadContext) -> Decoder:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("vae",), (), (), context)
+    pipe.vae.encoder = None
+    budget: Any = context.stage.budget
+    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+
+
+def _guidance(params: DiffusionParams) -> float:
+    return _GUIDANCE if params.guidance is None else params.guidance
+
+
+def _is_guided(pipe: Any, params: DiffusionParams) -> bool:
+    return _guidance(params) > 1 and not pipe.config.is_distilled

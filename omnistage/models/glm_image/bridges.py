@@ -1,0 +1,37 @@
+"""From picture tokens to what is drawn of them. A pure fold over chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from omnistage.errors import BridgeError
+from omnistage.pipeline.registry import BridgeResult
+from omnistage.types import ARInput, FinishReason, RequestInfo, StageChunk, TokenChunk
+
+
+@dataclass(slots=True)
+class _Writing:
+    prompt: ARInput | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+def prior2encode(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+    """When the last token is there, the picture's own go on with the prompt; those of its preview came before them."""
+    del request
+    writing = state if isinstance(state, _Writing) else _Writing()
+    if chunk.index or not isinstance(chunk.payload, TokenChunk):
+        return writing, ()
+    if chunk.payload.prompt is not None:
+        writing.prompt = chunk.payload.prompt
+    writing.tokens += chunk.payload.token_ids
+    if chunk.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+        return writing, ()
+    if writing.prompt is None or writing.prompt.drawing is None:
+        raise BridgeError("the prior stage's first chunk did not bring what to draw")
+    context = writing.prompt.context
+    rows, columns = context["grid"].tolist()
+    drawing = replace(writing.prompt.drawing, tokens=tuple(writing.tokens[-rows * columns :]), context=context)
+    return writing, (drawing,)
+
+
+BRIDGES = {"glm_image.prior2encode": prior2encode}

@@ -1,0 +1,102 @@
+"""Sizes of pictures in tokens: what the language model writes, what it is shown, and what the transformer takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnistage.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.types import DiffusionParams
+
+CELL = 32
+"""Pixels of a picture token's side."""
+DEFAULT_SIZE = 1024
+MAX_IMAGES = 16
+_PREVIEW = 16
+"""A preview has about this many tokens a side, whatever the picture's size."""
+_LONGEST_RATIO = 4
+
+Grid = tuple[int, int]
+"""Rows and columns of picture tokens."""
+
+
+def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> None:
+    """Raise for what this model cannot be asked for; the denoiser takes no part in it."""
+    for name in ("width", "height"):
+        value = getattr(params, name)
+        if value is not None and value % CELL:
+            low = max(value // CELL, 1) * CELL
+            raise InvalidRequestError(
+                f"must be a multiple of {CELL}, got {value}; use {low} or {low + CELL}", param=name
+            )
+    if num_images > MAX_IMAGES:
+        raise UnsupportedModalityError(f"this model takes {MAX_IMAGES} images at most, got {num_images}", param="image")
+    if masked:
+        raise InvalidRequestError("this model takes no mask; leave it out", param="mask")
+    if params.strength is not None:
+        raise InvalidRequestError(
+            "this model has no strength, it redraws input pictures; leave it out", param="strength"
+        )
+    if params.negative_prompt:
+        raise InvalidRequestError(
+            "this model guides away from an empty prompt only; leave it out", param="negative_prompt"
+        )
+
+
+def target_size(params: DiffusionParams, images: Sequence[np.ndarray], default: int) -> tuple[int, int]:
+    """(width, height) as asked, else as the first input picture's, else the default."""
+    if images and params.width is None and params.height is None:
+        height, width = images[0].shape[:2]
+        return width, height
+    return params.width or default, params.height or default
+
+
+def target_grids(width: int, height: int, *, edits: bool) -> list[Grid]:
+    """The grids that are written, in the order in which the prompt names them: the picture's and, before an edit
+    has anything to look at, a preview's. They are generated in the reverse order."""
+    grid = (height // CELL, width // CELL)
+    if edits:
+        return [grid]
+    ratio = grid[0] / grid[1]
+    preview = int(math.sqrt(ratio) * _PREVIEW), int(math.sqrt(1 / ratio) * _PREVIEW)
+    if min(preview) < 1:
+        raise InvalidRequestError(
+            f"{width}x{height} is too long and thin; ask for a shape nearer to a square", param="width"
+        )
+    return [grid, preview]
+
+
+def fitted_size(width: int, height: int, shortest: int, longest: int) -> tuple[int, int]:
+    """The size nearest to an input picture's that has a whole number of tokens and is within the model's bounds.
+
+    diffusers' pipeline fails on all others: its two encoders round them to different grids.
+    """
+    if max(width, height) > _LONGEST_RATIO * min(width, height):
+        raise InvalidRequestError(
+            f"an image of {width}x{height} is too long and thin for this model; crop it to 1:{_LONGEST_RATIO} or less",
+            param="image",
+        )
+    scale = max(1.0, shortest / min(width, height))
+    scale = min(scale, longest / max(width, height))
+    fitted = [max(round(side * scale / CELL), 1) * CELL for side in (width, height)]
+    return fitted[0], fitted[1]
+
+
+def generated_positions(start: int, grids: Sequence[Grid]) -> Tensor:
+    """m-RoPE positions `[3, n]` of generated tokens: a grid each, in the order of generation, one behind the other."""
+    parts = []
+    for rows, columns in grids:
+        down, across = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        parts.append(torch.stack((torch.zeros_like(down), down, across)).reshape(3, -1) + start)
+        start += max(rows, columns)
+    return torch.cat(parts, dim=1)
+
+
+def upsampled(tokens: Tensor, grid: Grid) -> Tensor:
+    """Picture tokens of a grid as the transformer takes them: each is four of its patches, `[4 * n]`."""
+    rows, columns = grid
+    return tokens.view(rows, columns).repeat_interleave(2, dim=0).repeat_interleave(2, dim=1).reshape(-1)

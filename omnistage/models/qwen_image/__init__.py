@@ -1,0 +1,1 @@
+"""Qwen-Image and Qwen-Image-Edit: pictures from text, and from pictures."""

@@ -1,0 +1,323 @@
+"""Wan's three components, on diffusers' own pipelines and modules.
+
+Four layouts of checkpoint are served. Text to video; image to video, where the picture's latents are further channels
+of the transformer's input (Wan 2.1 also gives it CLIP's view of the picture); both with one transformer or with two
+experts, one for the noisy steps and one for the rest; and Wan 2.2's small model, which takes a prompt with or without
+a picture and a timestep for every patch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.errors import CheckpointError, InvalidRequestError
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
+from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
+
+_STEPS, _GUIDANCE, _FRAMES, _MAX_TEXT = 50, 5.0, 81, 512
+_SIZE, _EXPANDED_SIZE = (832, 480), (1280, 704)
+_FPS, _EXPANDED_FPS = 16.0, 24.0
+# As published: everything that turns pixels into numbers or back runs in full precision.
+_PRECISE = {"vae": torch.float32, "image_encoder": torch.float32}
+
+# Solvers that know flow matching and draw no noise of their own.
+_FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
+_SOLVERS = (_FLOW_EULER, "UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
+
+
+class Encoder(DiffusersEncoder):
+    """UMT5 for the text; the VAE, and CLIP in Wan 2.1, for pictures that a video starts from or ends with."""
+
+    def __init__(self, pipe: Any, device: torch.device, *, pictures: tuple[int, int]) -> None:
+        self.default = _EXPANDED_SIZE if pipe.config.expand_timesteps else _SIZE
+        # diffusers asks for multiples of 16 first and then cuts down to whole patches.
+        cell = math.lcm(16, pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size[1])
+        super().__init__(pipe, device, multiple=cell, default_size=self.default[1])
+        self.min_images, self.max_images = pictures
+        self.takes_clip = pipe.transformer.config.image_dim is not None
+        # Texts are encoded by the other pipeline, equally: the one for pictures fails where ftfy is not installed.
+        self.texts = diffusers().WanPipeline(pipe.tokenizer, pipe.text_encoder, pipe.vae, None)
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        if len(payload.images) < self.min_images:
+            wanted = (
+                "a picture to start from" if self.min_images == 1 else "two pictures, to start from and to end with"
+            )
+            raise InvalidRequestError(f"this model needs {wanted}, got {len(payload.images)}", param="image")
+        super().check(payload, params)
+        if params.strength is not None:
+            raise InvalidRequestError("videos start from noise whatever the picture; leave it out", param="strength")
+        frames, factor = _frames(params), self.pipe.vae_scale_factor_temporal
+        if (frames - 1) % factor:
+            low = (frames - 1) // factor * factor + 1
+            raise InvalidRequestError(
+                f"must be one more than a multiple of {factor}, got {frames}; use {low} or {low + factor}",
+                param="num_frames",
+            )
+        if len(payload.images) > 1 and frames == 1:
+            raise InvalidRequestError(
+                f"two pictures need at least {factor + 1} frames between them", param="num_frames"
+            )
+        if self.takes_clip and params.max_sequence_length not in (None, _MAX_TEXT):
+            raise InvalidRequestError(
+                f"this model reads exactly {_MAX_TEXT} prompt tokens; leave it out", param="max_sequence_length"
+            )
+
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        options = (params.max_sequence_length or _MAX_TEXT,)
+        jobs = [EncodeJob(payload.prompt, options=options)]
+        if _guidance(params) > 1:
+            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
+        return jobs
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
+        embeds, _ = self.texts.encode_prompt(
+            prompt=[job.text for job in jobs],
+            do_classifier_free_guidance=False,
+            max_sequence_length=jobs[0].options[0],
+            device=self.device,
+        )
+        return [{"embeds": row} for row in embeds]
+
+    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
+        width, height = self.size(payload, params)
+        frames = _frames(params)
+        shared = self._pictures(payload.images, width, height, frames) if payload.images else {}
+        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height, frames)
+
+    def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
+        """As asked; a side that is left out follows the picture's shape, at the model's usual number of pixels."""
+        width, height = params.width, params.height
+        if not payload.images:
+            return width or self.default[0], height or self.default[1]
+        aspect = payload.images[0].shape[1] / payload.images[0].shape[0]
+        if width is None:
+            width = self._whole(math.sqrt(math.prod(self.default) * aspect) if height is None else height * aspect)
+            height = height or self._whole(math.sqrt(math.prod(self.default) / aspect))
+        return width, height or self._whole(width / aspect)
+
+    def _whole(self, side: float) -> int:
+        return max(int(side) // self.multiple, 1) * self.multiple
+
+    def _pictures(self, pixels: Sequence[np.ndarray], width: int, height: int, frames: int) -> Tensors:
+        """`picture`: its latents as the transformer's input has them; `clip`: CLIP's view of each, where it is used."""
+        pictures = [Image.fromarray(each) for each in pixels]
+        prepared = [
+            self.pipe.video_processor.preprocess(each, height=height, width=width).to(self.device, torch.float32)
+            for each in pictures
+        ]
+        _, latents, *_ = self.pipe.prepare_latents(
+            prepared[0],
+            batch_size=1,
+            num_channels_latents=self.pipe.vae.config.z_dim,
+            height=height,
+            width=width,
+            num_frames=frames,
+            dtype=torch.float32,
+            device=self.device,
+            latents=torch.empty(0),  # the noise is the denoiser's
+            last_image=prepared[1] if len(prepared) > 1 else None,
+        )
+        shared = {"picture": latents[0]}
+        if self.takes_clip:
+            shared["clip"] = self.pipe.encode_image(pictures, self.device)
+        return shared
+
+
+class Denoiser(DiffusersDenoiser):
+    """One transformer, or two experts that share the steps between them."""
+
+    def __init__(self, pipe: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(pipe, device, dtype)
+        self.expanded = bool(pipe.config.expand_timesteps)
+        boundary = pipe.config.boundary_ratio
+        self.boundary = None if boundary is None else boundary * pipe.scheduler.config.num_train_timesteps
+
+    @property
+    def transformers(self) -> tuple[nn.Module, ...]:
+        return (self.transformer,) if self.boundary is None else (self.transformer, self.pipe.transformer_2)
+
+    def scheduler(self, name: str | None) -> Any:
+        own = self.pipe.scheduler
+        if name is None or name == type(own).__name__:
+            return super().scheduler(None)
+        if name not in _SOLVERS:
+            raise InvalidRequestError(
+                f"there is no scheduler {name!r} for this model; known: {', '.join(_SOLVERS)}", param="scheduler"
+            )
+        cls = getattr(diffusers(), name)
+        shift = own.config.get("flow_shift", own.config.get("shift", 1.0))
+        if name == _FLOW_EULER:
+            return cls(num_train_timesteps=own.config.num_train_timesteps, shift=shift)
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
+        return cls.from_config(own.config, **flow)
+
+    def tokens(self, width: int, height: int, num_frames: int) -> int:
+        sides = zip(self._latent_shape(width, height, num_frames), self.pipe.transformer.config.patch_size, strict=True)
+        return math.prod(side // patch for side, patch in sides)
+
+    def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
+        scheduler = self.scheduler(params.scheduler)
+        timesteps = set_timesteps(scheduler, params.steps or _STEPS, self.device)
+        if not condition.shared:
+            scheduler.set_begin_index(0)  # diffusers does so for videos from text only
+        sides = self._latent_shape(condition.width, condition.height, condition.num_frames)
+        latents = noise((1, self.pipe.vae.config.z_dim, *sides), generator, self.device, torch.float32)[0]
+        tokens = self.tokens(condition.width, condition.height, condition.num_frames)
+        lane = Lane(latents, scheduler, timesteps, condition, params, tokens)
+        # Known in advance, so that no step has to wait for the device to compare a timestep.
+        lane.context["experts"] = (
+            [0] * lane.steps if self.boundary is None else (timesteps < self.boundary).int().tolist()
+        )
+        if self.expanded:
+            mask = torch.ones((1, *sides), dtype=torch.float32, device=self.device)
+            if "picture" in condition.shared:
+                mask[:, 0] = 0  # the first frame is the picture and has no noise
+            lane.context["mask"] = mask
+        return lane
+
+    def group(self, row: Row) -> Hashable:
+        return super().group(row), _expert(row.lane)
+
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        model: Any = self.transformers[_expert(rows[0].lane)]
+        dtype = self.pipe.transformer.dtype
+        views = [row.lane.condition.shared["clip"] for row in rows if "clip" in row.lane.condition.shared]
+        return list(
+            model(
+                hidden_states=torch.stack([self._input(row.lane) for row in rows]).to(dtype),
+                timestep=torch.stack([self._timestep(row) for row in rows]),
+                encoder_hidden_states=torch.stack([row.tensors["embeds"] for row in rows]).to(dtype),
+                encoder_hidden_states_image=torch.cat(views).to(self.device, dtype) if views else None,
+                return_dict=False,
+            )[0]
+        )
+
+    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
+        return negative + _guidance(lane.params) * (positive - negative)
+
+    def result(self, lane: Lane) -> Tensor:
+        return self._input(lane) if self.expanded else lane.latents
+
+    def _input(self, lane: Lane) -> Tensor:
+        """Latents as the transformer takes them: the picture laid over its frame, or as further channels."""
+        picture = lane.condition.shared.get("picture")
+        if picture is None:
+            return lane.latents
+        picture = picture.to(self.device)
+        if not self.expanded:
+            return torch.cat([lane.latents, picture])
+        mask: Tensor = lane.context["mask"]
+        return (1 - mask) * picture + mask * lane.latents
+
+    def _timestep(self, row: Row) -> Tensor:
+        """Of the row, or of each of its patches."""
+        if not self.expanded:
+            return row.timestep
+        mask: Tensor = row.lane.context["mask"]
+        return (mask[0, :, ::2, ::2] * row.timestep).flatten()
+
+    def _latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, int, int]:
+        cell = self.pipe.vae_scale_factor_spatial
+        return (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1, height // cell, width // cell
+
+
+class Decoder(VaeDecoder):
+    modality = Modality.VIDEO
+
+    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
+        self.tile(width, height)
+        # One by one: a video alone fills the device, and its frames are decoded after one another anyway.
+        return [self._decode(each) for each in latents]
+
+    def _decode(self, latents: Tensor) -> np.ndarray:
+        scaled = latents[None].to(self.device, self.vae.dtype)
+        mean, std = (
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(scaled)
+            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
+        )
+        # Divided by the inverse, as diffusers does, for the same rounding.
+        frames = self.vae.decode(scaled / (1.0 / std) + mean, return_dict=False)[0][0]
+        return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))
+
+
+def load_encoder(context: LoadContext) -> Encoder:
+    parts = Parts(context.model.folder)
+    pictures = takes_pictures(parts.index)
+    models = ("text_encoder", "image_encoder", "vae") if pictures else ("text_encoder",)
+    stand_ins = ("transformer",) if pictures else ("transformer", "vae")
+    pipe = parts.pipeline(
+        diffusers().WanImageToVideoPipeline,
+        models,
+        ("tokenizer", "image_processor"),
+        stand_ins,
+        context,
+        dtypes=_PRECISE,
+    )
+    _check_transformer(pipe, parts)
+    pipe.vae.decoder = None  # the decoding stage's
+    return Encoder(pipe, context.device, pictures=picture_counts(pipe) if pictures else (0, 0))
+
+
+def load_denoiser(context: LoadContext) -> Denoiser:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(
+        diffusers().WanPipeline, ("transformer", "transformer_2"), ("scheduler",), ("vae",), context, dtypes=_PRECISE
+    )
+    _check_transformer(pipe, parts)
+    if pipe.config.boundary_ratio is not None and pipe.transformer_2 is None:
+        raise CheckpointError(f"{parts.folder} shares its steps between two experts but has no transformer_2")
+    return Denoiser(pipe, context.device, context.dtype)
+
+
+def load_decoder(context: LoadContext) -> Decoder:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().WanPipeline, ("vae",), (), (), context, dtypes=_PRECISE)
+    pipe.vae.encoder = None
+    budget: Any = context.stage.budget
+    decoder = Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    decoder.fps = _EXPANDED_FPS if pipe.config.expand_timesteps else _FPS
+    return decoder
+
+
+def takes_pictures(index: Mapping[str, object]) -> bool:
+    """Whether a checkpoint with this model_index.json makes videos from pictures."""
+    return index.get("_class_name") == "WanImageToVideoPipeline" or bool(index.get("expand_timesteps"))
+
+
+def picture_counts(pipe: Any) -> tuple[int, int]:
+    """Fewest and most pictures of a request to a checkpoint that takes any."""
+    config = pipe.transformer.config
+    if pipe.config.expand_timesteps:
+        return 0, 1
+    if config.image_dim is None:
+        return 1, 2
+    return (1, 1) if config.pos_embed_seq_len is None else (2, 2)
+
+
+def _check_transformer(pipe: Any, parts: Parts) -> None:
+    if pipe.transformer is None:
+        raise CheckpointError(f"{parts.folder} has no transformer; the checkpoint is incomplete, fetch it again")
+
+
+def _expert(lane: Lane) -> int:
+    """Which transformer takes the lane's current step."""
+    return int(lane.context["experts"][lane.step])
+
+
+def _frames(params: DiffusionParams) -> int:
+    return params.num_frames or _FRAMES
+
+
+def _guidance(params: DiffusionParams) -> float:
+    return _GUIDANCE if params.guidance is None else params.guidance

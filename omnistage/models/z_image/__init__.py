@@ -1,0 +1,1 @@
+"""Z-Image: pictures from text, and from pictures."""

@@ -1,0 +1,169 @@
+"""Z-Image's three components, on diffusers' own pipelines and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.errors import InvalidRequestError
+from omnistage.models._diffusers.base import (
+    DiffusersDenoiser,
+    DiffusersEncoder,
+    VaeDecoder,
+    calculate_shift,
+    distribution,
+    noise,
+    sample,
+    set_timesteps,
+    skip_to_strength,
+)
+from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.pipeline.registry import LoadContext
+from omnistage.types import Condition, DiffusionInput, DiffusionParams
+
+_STEPS, _GUIDANCE, _STRENGTH, _TEXT, _SIZE = 50, 5.0, 0.6, 512, 1024
+_CHUNK = 32
+"""The transformer fills up texts and pictures to a multiple of this many tokens."""
+
+
+class Encoder(DiffusersEncoder):
+    """A Qwen3 for the text; the VAE for a picture to start from."""
+
+    max_images = 1
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        super().check(payload, params)
+        # Positions are looked up in tables of fixed sizes, and the picture stands one place behind the text.
+        texts, rows, columns = self.pipe.transformer.config.axes_lens
+        width, height = self.size(payload, params)
+        for name, value, most in (
+            ("width", width, columns * self.multiple),
+            ("height", height, rows * self.multiple),
+            ("max_sequence_length", params.max_sequence_length or 0, (texts - 2) // _CHUNK * _CHUNK),
+        ):
+            if value > most:
+                raise InvalidRequestError(f"must be at most {most}, got {value}", param=name)
+
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        options = (params.max_sequence_length or _TEXT,)
+        jobs = [EncodeJob(payload.prompt, options=options)]
+        if _guidance(params) > 0:
+            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
+        return jobs
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
+        embeds, _ = self.pipe.encode_prompt(
+            prompt=[job.text for job in jobs],
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=jobs[0].options[0],
+        )
+        return [{"embeds": each} for each in embeds]
+
+    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
+        width, height = self.size(payload, params)
+        shared: Tensors = {}
+        if payload.images:
+            picture = self.pipe.image_processor.preprocess(_pil(payload.images[0]), height=height, width=width)
+            shared = distribution(self.pipe.vae.encode(picture.to(self.device, self.pipe.vae.dtype)))
+        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+
+
+class Denoiser(DiffusersDenoiser):
+    """The single-stream transformer. A lane's latents are `[channels, h, w]` in float32, whatever the weights are."""
+
+    def tokens(self, width: int, height: int, num_frames: int) -> int:
+        cell = 2 * int(self.pipe.vae_scale_factor)
+        return (height // cell) * (width // cell)
+
+    def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
+        steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
+        tokens = self.tokens(condition.width, condition.height, 1)
+        sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
+        shift = calculate_shift(tokens, scheduler.config)
+        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=shift)
+        cell = 2 * self.pipe.vae_scale_factor
+        shape = (
+            1,
+            self.pipe.transformer.config.in_channels,
+            2 * (condition.height // cell),
+            2 * (condition.width // cell),
+        )
+        if "image_mean" in condition.shared:
+            strength = _STRENGTH if params.strength is None else params.strength
+            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
+            config = self.pipe.vae.config
+            start = (sample(condition, generator, self.device) - config.shift_factor) * config.scaling_factor
+            drawn = noise(shape, generator, self.device, start.dtype)
+            latents = scheduler.scale_noise(start, timesteps[:1], drawn).float()
+        else:
+            scheduler.set_begin_index(0)
+            latents = noise(shape, generator, self.device, torch.float32)
+        return Lane(latents[0], scheduler, timesteps, condition, params, tokens)
+
+    def group(self, row: Row) -> Hashable:
+        """Texts and pictures go in as lists, of any lengths and shapes; only pictures of one length waste nothing."""
+        return -(-row.lane.tokens // _CHUNK)
+
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        predicted = self.transformer(
+            [row.lane.latents.to(self.dtype).unsqueeze(1) for row in rows],
+            (1000 - torch.stack([row.timestep for row in rows])) / 1000,
+            [row.tensors["embeds"] for row in rows],
+            return_dict=False,
+        )[0]
+        # The transformer points from noise to the picture, the scheduler wants it the other way round.
+        return [-each.float().squeeze(1) for each in predicted]
+
+    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
+        """Guidance counts from the prompt, so that 0 is none."""
+        return positive + _guidance(lane.params) * (positive - negative)
+
+
+class Decoder(VaeDecoder):
+    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
+        self.tile(width, height)
+        config = self.vae.config
+        scaled = (
+            torch.stack(list(latents)).to(self.device, self.vae.dtype) / config.scaling_factor + config.shift_factor
+        )
+        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+
+
+def load_encoder(context: LoadContext) -> Encoder:
+    parts = Parts(context.model.folder)
+    cls = diffusers().ZImageImg2ImgPipeline
+    pipe = parts.pipeline(cls, ("text_encoder", "vae"), ("tokenizer",), ("transformer",), context)
+    if hasattr(pipe.text_encoder, "lm_head"):
+        pipe.text_encoder.lm_head = nn.Identity()  # only hidden states are asked for
+    pipe.vae.decoder = None  # the decoding stage's
+    return Encoder(pipe, context.device, multiple=2 * pipe.vae_scale_factor, default_size=_SIZE)
+
+
+def load_denoiser(context: LoadContext) -> Denoiser:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().ZImagePipeline, ("transformer",), ("scheduler",), ("vae",), context)
+    return Denoiser(pipe, context.device, context.dtype)
+
+
+def load_decoder(context: LoadContext) -> Decoder:
+    parts = Parts(context.model.folder)
+    pipe = parts.pipeline(diffusers().ZImagePipeline, ("vae",), (), ("transformer",), context)
+    pipe.vae.encoder = None
+    budget: Any = context.stage.budget
+    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+
+
+def _guidance(params: DiffusionParams) -> float:
+    return _GUIDANCE if params.guidance is None else params.guidance
+
+
+def _pil(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels)

@@ -1,0 +1,284 @@
+"""FLUX.1 (dev, schnell, Kontext) on our components against diffusers' pipelines, and what we refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
+from omnistage.errors import ConfigError, InvalidRequestError, LimitExceededError, OmniError
+from omnistage.models._diffusers.loading import diffusers
+from omnistage.models._diffusers.offline import load_components
+from omnistage.models._diffusers.tiny import picture
+from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models.flux import tiny, verify
+from omnistage.types import DiffusionInput, DiffusionParams
+
+Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+
+PHOTO, TALL_PHOTO = picture(96, 48, 3), picture(40, 90, 4)
+SMALL = {"width": 64, "height": 64, "max_sequence_length": 24}
+WIDE = {"width": 96, "height": 48, "max_sequence_length": 24}
+TALL = {"width": 48, "height": 96, "max_sequence_length": 24}
+AWAY = {"negative_prompt": "people and cars", "true_cfg": 3.0}
+
+
+class Model:
+    """A checkpoint, ours and theirs."""
+
+    def __init__(self, folder: Path, variant: str) -> None:
+        tiny.write(folder, variant=variant)
+        self.folder = folder
+        self.parts: Components = load_components(folder)
+        self.reference = verify.Reference(folder)
+
+    def same(self, asked: Case) -> None:
+        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
+        assert all(row.ok for row in rows), rows
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("flux") / "dev", "dev")
+
+
+@pytest.fixture(scope="module")
+def schnell(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("flux") / "schnell", "schnell")
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("flux") / "kontext", "kontext")
+
+
+@pytest.fixture
+def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kontext scales every picture to a million pixels, which is a lot for a test; both sides read this list."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext
+
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 64), (96, 56), (48, 96)])
+
+
+def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
+    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
+
+
+TEXT = [
+    case(**SMALL, steps=4),
+    case(**SMALL, steps=1, guidance=1.0),
+    case(**WIDE, steps=3, guidance=5.0, **AWAY),
+    case(**TALL, steps=5, guidance=0.0, seed=2**40),
+    case("a very long story about the robot in the garden " * 12, **SMALL, steps=2, negative_prompt="", true_cfg=1.5),
+    case("Ein B\u00e4r, 7 V\u00f6gel \U0001f3b7", width=32, height=112, steps=2, max_sequence_length=512),
+]
+CHANGES = [
+    case("at night", images=(PHOTO,), **WIDE, steps=5, strength=0.7),
+    case("at night", images=(TALL_PHOTO,), **SMALL, steps=4),
+    case("at night", images=(PHOTO,), **TALL, steps=3, strength=1.0, guidance=2.0),
+    case("at night", images=(PHOTO,), **WIDE, steps=7, strength=0.05, **AWAY),
+]
+
+
+@pytest.mark.parametrize("asked", [*TEXT, *CHANGES])
+def test_dev_as_diffusers_draws(asked: Case, dev: Model) -> None:
+    dev.same(asked)
+
+
+@pytest.mark.parametrize("asked", [TEXT[0], TEXT[2], CHANGES[0]])
+def test_schnell_as_diffusers_draws(asked: Case, schnell: Model) -> None:
+    schnell.same(asked)
+
+
+@pytest.mark.usefixtures("small_references")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        TEXT[2],
+        case("make it night", images=(PHOTO,), **WIDE, steps=3),
+        case("make it night", images=(TALL_PHOTO,), **WIDE, steps=2, guidance=2.0, **AWAY),
+        case("make it night", images=(PHOTO,), **SMALL, steps=2),
+    ],
+)
+def test_kontext_as_diffusers_draws(asked: Case, kontext: Model) -> None:
+    kontext.same(asked)
+
+
+def test_defaults_are_those_of_diffusers(dev: Model) -> None:
+    dev.same(case(width=32, height=32))
+    dev.same(case(images=(PHOTO,), width=32, height=32, max_sequence_length=24))
+
+
+def test_schnell_takes_few_steps_and_a_shorter_text(schnell: Model) -> None:
+    with torch.inference_mode():
+        lane = _opened(schnell, case(width=32, height=32))
+    assert lane.steps == 4
+    assert len(lane.condition.positive["embeds"]) == 256
+
+
+def test_every_parameter_counts(dev: Model) -> None:
+    others = {
+        "base": case(**SMALL, steps=3),
+        "prompt": case("two blue dogs", **SMALL, steps=3),
+        "seed": case(**SMALL, steps=3, seed=6),
+        "guidance": case(**SMALL, steps=3, guidance=20.0),
+        "true guidance": case(**SMALL, steps=3, **AWAY),
+        "negative": case(**SMALL, steps=3, true_cfg=3.0, negative_prompt="fog"),
+        "steps": case(**SMALL, steps=4),
+        "picture": case(images=(PHOTO,), **SMALL, steps=3),
+        "strength": case(images=(PHOTO,), **SMALL, steps=3, strength=0.3),
+    }
+    drawn = {name: drive(*dev.parts, asked) for name, asked in others.items()}
+    assert drawn["base"].pixels.std() > 10
+    for name, one in drawn.items():
+        for other, two in drawn.items():
+            assert name == other or _far(one, two) > 1, (name, other, _far(one, two))
+
+
+def _far(one: Drawn, two: Drawn) -> float:
+    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+
+
+# ----------------------------------------------------------------------------------------------- batching
+
+
+def _opened(model: Model, asked: Case, steps: int = 0) -> Lane:
+    """A lane some steps on its way."""
+    encoder, denoiser, _ = model.parts
+    encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
+    condition = encoder.condition(asked.payload, asked.params, encoded)
+    lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
+    for _ in range(steps):
+        denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
+    return lane
+
+
+def _check_groups(denoiser: Denoiser, lanes: list[Lane], sizes: list[int]) -> None:
+    """Rows fall into groups of these sizes, and each is what it is alone."""
+    groups: dict[Hashable, list[Row]] = {}
+    for row in (row for lane in lanes for row in denoiser.rows(lane)):
+        groups.setdefault(denoiser.group(row), []).append(row)
+    assert sorted(len(group) for group in groups.values()) == sizes
+    for group in groups.values():
+        for row, together in zip(group, denoiser.forward(group), strict=True):
+            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+
+
+@torch.inference_mode()
+def test_rows_do_not_feel_their_neighbours(dev: Model) -> None:
+    lanes = [
+        _opened(dev, case(**WIDE, steps=6, **AWAY), 2),
+        _opened(dev, case("a boat", **WIDE, steps=3, guidance=9.0, seed=9), 1),
+        _opened(dev, CHANGES[0], 1),
+        _opened(dev, case("a wall", **TALL, steps=4, seed=3), 1),  # as many patches, but elsewhere
+    ]
+    assert lanes[0].latents.shape == lanes[3].latents.shape
+    _check_groups(dev.parts[1], lanes, [1, 4])
+
+
+@pytest.mark.usefixtures("small_references")
+@torch.inference_mode()
+def test_references_do_not_mix(kontext: Model) -> None:
+    lanes = [
+        _opened(kontext, case(images=(PHOTO,), **WIDE, steps=3, **AWAY), 1),
+        _opened(kontext, case("a hill", images=(picture(96, 50, 8),), **WIDE, steps=2)),
+        _opened(kontext, case(images=(TALL_PHOTO,), **WIDE, steps=3)),
+        _opened(kontext, case(**WIDE, steps=3)),
+    ]
+    assert lanes[0].tokens == 18 + 18
+    _check_groups(kontext.parts[1], lanes, [1, 1, 3])
+
+
+@torch.inference_mode()
+def test_texts_encoded_together_are_those_encoded_alone(dev: Model) -> None:
+    encoder = dev.parts[0]
+    jobs = [job for asked in TEXT[:3] for job in encoder.jobs(asked.payload, asked.params)]
+    assert len(jobs) == 4
+    for job, together in zip(jobs, encoder.encode(jobs), strict=True):
+        (alone,) = encoder.encode([job])
+        assert all(float((together[name] - alone[name]).abs().max()) < 2e-5 for name in alone)
+
+
+@torch.inference_mode()
+def test_pictures_decoded_together_are_those_decoded_alone(dev: Model) -> None:
+    decoder = dev.parts[2]
+    latents = [torch.randn(16, 6, 10, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    size = {"width": 80, "height": 48, "num_frames": 1}
+    for one, together in zip(latents, decoder.decode(latents, **size), strict=True):
+        alone = decoder.decode([one], **size)[0]
+        assert together.shape == (48, 80, 3)
+        assert np.abs(together.astype(int) - alone.astype(int)).max() <= 1
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_stages_hold_only_their_weights(dev: Model) -> None:
+    encoder, denoiser, decoder = (part.pipe for part in dev.parts)  # type: ignore[attr-defined]
+    assert encoder.vae.decoder is None
+    assert decoder.vae.encoder is None
+    assert encoder.transformer.proj_out.weight.is_meta
+    assert denoiser.vae.decoder.conv_in.weight.is_meta
+    assert denoiser.text_encoder is None
+    assert decoder.text_encoder_2 is None
+
+
+@pytest.mark.parametrize(("variant", "cls"), [("dev", "FluxPipeline"), ("kontext", "FluxKontextPipeline")])
+def test_small_checkpoints_are_what_diffusers_loads(variant: str, cls: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(variant).folder
+    pipe = diffusers().DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    assert type(pipe).__name__ == cls
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8_000_000
+
+
+def test_unknown_variants_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dev, schnell, kontext"):
+        tiny.write(tmp_path, variant="pro")
+
+
+def test_verify_gives_a_row_for_each_quantity(schnell: Model) -> None:
+    rows = verify.run(schnell.folder, cases=2, seed=3)
+    assert len(rows) == 4
+    assert all(row.ok for row in rows)
+
+
+# ----------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "param"),
+    [
+        (case(width=65, height=64), InvalidRequestError, "width"),
+        (case(width=64, height=72), InvalidRequestError, "height"),
+        (case(max_sequence_length=513), LimitExceededError, "max_sequence_length"),
+        (case(images=(PHOTO, PHOTO)), InvalidRequestError, "image"),
+        (case(images=(PHOTO,), mask=PHOTO[..., 0]), InvalidRequestError, "mask"),
+        (case(strength=0.5), InvalidRequestError, "strength"),
+        (case(negative_prompt="fog"), InvalidRequestError, "negative_prompt"),
+        (case(negative_prompt="fog", true_cfg=1.0), InvalidRequestError, "negative_prompt"),
+        (case(true_cfg=2.0), InvalidRequestError, "true_cfg"),
+    ],
+)
+def test_refusals_name_the_parameter(asked: Case, error: type[OmniError], param: str, dev: Model) -> None:
+    with pytest.raises(error) as raised:
+        dev.parts[0].check(asked.payload, asked.params)
+    assert raised.value.param == param
+
+
+def test_kontext_takes_no_strength(kontext: Model) -> None:
+    asked = case(images=(PHOTO,), strength=0.5)
+    with pytest.raises(InvalidRequestError, match="leave it out"):
+        kontext.parts[0].check(asked.payload, asked.params)
+
+
+def test_an_input_picture_gives_the_size(dev: Model, kontext: Model) -> None:
+    asked = case(images=(picture(100, 50),), steps=2, max_sequence_length=24)
+    assert drive(*dev.parts, asked).pixels.shape == (48, 96, 3)
+    # Kontext has seen certain sizes only, and this is the one that is nearest to two by one.
+    size = kontext.parts[0].size(asked.payload, asked.params)  # type: ignore[attr-defined]
+    assert size == (1456, 720)

@@ -1,0 +1,274 @@
+"""Stable Diffusion 3 on our components against diffusers' three pipelines, and what we refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
+from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
+from omnistage.models._diffusers.loading import diffusers
+from omnistage.models._diffusers.offline import load_components
+from omnistage.models._diffusers.tiny import picture
+from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models.stable_diffusion_3 import tiny, verify
+from omnistage.types import DiffusionInput, DiffusionParams
+
+Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+
+PHOTO = picture(96, 48, 3)
+MASK = np.zeros((48, 96), np.uint8)
+MASK[10:30, 20:80] = 255
+SMALL = {"width": 64, "height": 64, "max_sequence_length": 24}
+WIDE = {"width": 96, "height": 48, "max_sequence_length": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sd3") / "model"
+    tiny.write(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def parts(folder: Path) -> Components:
+    return load_components(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> verify.Reference:
+    return verify.Reference(folder)
+
+
+def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
+    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
+
+
+TEXT = [
+    case(**SMALL, steps=4),
+    case(**SMALL, steps=1, guidance=2.0),
+    case(**WIDE, steps=3, guidance=4.5, negative_prompt="people and cars"),
+    case(width=48, height=80, steps=5, guidance=1.0, max_sequence_length=24),
+    case(width=32, height=112, steps=2, guidance=0.0, max_sequence_length=24, negative_prompt="ignored"),
+    case("a very long story about the robot in the garden " * 12, **SMALL, steps=2),
+    case("no length given", width=32, height=32, steps=2, seed=2**40),
+    case("Ein Bär, 7 Vögel \U0001f3b7", **SMALL, steps=2, seed=0),
+    case("the model's own size", steps=1, max_sequence_length=24),
+]
+CHANGES = [
+    case("at night", images=(PHOTO,), **WIDE, steps=5, strength=0.7),
+    case("at night", images=(PHOTO,), **WIDE, steps=4),
+    case("at night", images=(PHOTO,), **SMALL, steps=3, strength=1.0, guidance=1.0),
+    case("at night", images=(PHOTO,), **WIDE, steps=7, strength=0.05, negative_prompt="day"),
+]
+PAINTINGS = [
+    case("a bird", images=(PHOTO,), mask=MASK, **WIDE, steps=4, strength=0.8),
+    case("a bird", images=(PHOTO,), mask=MASK, **WIDE, steps=3, strength=1.0, guidance=1.0),
+    case("a bird", images=(PHOTO,), mask=MASK, **SMALL, steps=4, negative_prompt="a plane"),
+]
+
+
+@pytest.mark.parametrize("asked", [*TEXT, *CHANGES, *PAINTINGS])
+def test_as_diffusers_draws(asked: Case, parts: Components, reference: verify.Reference) -> None:
+    rows = rows_of(asked, drive(*parts, asked), reference(asked))
+    assert all(row.ok for row in rows), rows
+
+
+def test_defaults_are_those_of_diffusers(parts: Components, reference: verify.Reference) -> None:
+    asked = case(width=32, height=32, max_sequence_length=24)
+    rows = rows_of(asked, drive(*parts, asked), reference(asked))
+    assert all(row.ok for row in rows), rows
+
+
+def test_pixels_outside_the_mask_stay(parts: Components) -> None:
+    encoder, denoiser, _ = parts
+    asked = PAINTINGS[0]
+    drawn = drive(*parts, asked)
+    with torch.inference_mode():
+        lane = _opened(encoder, denoiser, asked)
+    kept = lane.context["mask"][0] == 0
+    assert bool(kept.any())
+    assert not bool(kept.all())
+    assert torch.equal(drawn.latents[:, kept], lane.context["picture"][0][:, kept])
+    assert not torch.allclose(drawn.latents[:, ~kept], lane.context["picture"][0][:, ~kept], atol=0.1)
+
+
+def test_every_parameter_counts(parts: Components) -> None:
+    base = drive(*parts, case(**SMALL, steps=3))
+    assert base.pixels.std() > 10
+    others = {
+        "prompt": case("two blue dogs", **SMALL, steps=3),
+        "seed": case(**SMALL, steps=3, seed=6),
+        "guidance": case(**SMALL, steps=3, guidance=3.0),
+        "no guidance": case(**SMALL, steps=3, guidance=1.0),
+        "negative": case(**SMALL, steps=3, negative_prompt="fog"),
+        "steps": case(**SMALL, steps=4),
+        "picture": case(images=(PHOTO,), **SMALL, steps=3),
+        "strength": case(images=(PHOTO,), **SMALL, steps=3, strength=0.3),
+    }
+    drawn = {"base": base} | {name: drive(*parts, asked) for name, asked in others.items()}
+    for name, one in drawn.items():
+        for other, two in drawn.items():
+            assert name == other or _far(one, two) > 1, (name, other)
+
+
+def _far(one: Drawn, two: Drawn) -> float:
+    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+
+
+# ----------------------------------------------------------------------------------------------- batching
+
+
+def _opened(encoder: PromptEncoder, denoiser: Denoiser, asked: Case, steps: int = 0) -> Lane:
+    """A lane some steps on its way."""
+    encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
+    condition = encoder.condition(asked.payload, asked.params, encoded)
+    lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
+    for _ in range(steps):
+        denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
+    return lane
+
+
+@torch.inference_mode()
+def test_rows_do_not_feel_their_neighbours(parts: Components) -> None:
+    encoder, denoiser, _ = parts
+    lanes = [
+        _opened(encoder, denoiser, case(**WIDE, steps=6), 2),
+        _opened(encoder, denoiser, case("a boat", **WIDE, steps=3, guidance=3.0, negative_prompt="sea", seed=9), 1),
+        _opened(encoder, denoiser, case("a hill", **WIDE, steps=4, guidance=1.0, seed=2)),
+        _opened(encoder, denoiser, PAINTINGS[0], 1),
+        _opened(encoder, denoiser, case("a wall", **SMALL, steps=4, seed=3), 1),
+    ]
+    rows = [row for lane in lanes for row in denoiser.rows(lane)]
+    groups: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(denoiser.group(row), []).append(row)
+    assert sorted(len(group) for group in groups.values()) == [2, 7]
+    for group in groups.values():
+        for row, together in zip(group, denoiser.forward(group), strict=True):
+            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+
+
+@torch.inference_mode()
+def test_texts_encoded_together_are_those_encoded_alone(parts: Components) -> None:
+    encoder = parts[0]
+    jobs = [job for asked in TEXT[:3] for job in encoder.jobs(asked.payload, asked.params)]
+    for job, together in zip(jobs, encoder.encode(jobs), strict=True):
+        (alone,) = encoder.encode([job])
+        assert all(float((together[name] - alone[name]).abs().max()) < 2e-5 for name in alone)
+
+
+@torch.inference_mode()
+def test_pictures_decoded_together_are_those_decoded_alone(parts: Components) -> None:
+    decoder = parts[2]
+    latents = [torch.randn(16, 6, 10, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    size = {"width": 80, "height": 48, "num_frames": 1}
+    for one, together in zip(latents, decoder.decode(latents, **size), strict=True):
+        alone = decoder.decode([one], **size)[0]
+        assert together.shape == (48, 80, 3)
+        assert np.abs(together.astype(int) - alone.astype(int)).max() <= 1
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_stages_hold_only_their_weights(parts: Components) -> None:
+    encoder, denoiser, decoder = (part.pipe for part in parts)  # type: ignore[attr-defined]
+    assert encoder.vae.decoder is None
+    assert encoder.vae.encoder is not None
+    assert decoder.vae.encoder is None
+    assert decoder.vae.decoder is not None
+    assert encoder.transformer.proj_out.weight.is_meta
+    assert denoiser.vae.decoder.conv_in.weight.is_meta
+    assert denoiser.text_encoder is None
+    assert decoder.text_encoder_3 is None
+
+
+def test_small_checkpoints_are_what_diffusers_loads(folder: Path, tmp_path: Path) -> None:
+    pipe = diffusers().DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    assert type(pipe).__name__ == "StableDiffusion3Pipeline"
+    seen: list[float] = []
+    tiny.write(tmp_path / "again", progress=lambda what, share: seen.append(share))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    for weights in folder.rglob("*.safetensors"):
+        assert (tmp_path / "again" / weights.relative_to(folder)).read_bytes() == weights.read_bytes()
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8_000_000
+
+
+def _variant(folder: Path, made: Path, *left_out: str) -> None:
+    """The same checkpoint without some of its parts, which the test then puts there."""
+    for path in folder.iterdir():
+        if path.name not in left_out:
+            (made / path.name).symlink_to(path)
+
+
+def test_checkpoints_without_t5_are_drawn_with(folder: Path, tmp_path: Path) -> None:
+    _variant(folder, tmp_path, "text_encoder_3", "tokenizer_3", "model_index.json")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    rows = rows_of(TEXT[0], drive(*load_components(tmp_path), TEXT[0]), verify.Reference(tmp_path)(TEXT[0]))
+    assert all(row.ok for row in rows), rows
+
+
+def test_schedules_may_depend_on_the_size(folder: Path, tmp_path: Path) -> None:
+    _variant(folder, tmp_path, "scheduler")
+    scheduler = diffusers().FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    parts, reference = load_components(tmp_path), verify.Reference(tmp_path)
+    for asked in (TEXT[2], CHANGES[0]):
+        rows = rows_of(asked, drive(*parts, asked), reference(asked))
+        assert all(row.ok for row in rows), rows
+
+
+def test_transformers_made_for_inpainting_alone_are_refused(folder: Path, tmp_path: Path) -> None:
+    _variant(folder, tmp_path, "transformer")
+    made = tiny.transformer(0.0, pooled=64)
+    model = type(made)(**{**made.config, "in_channels": 33})
+    model.save_pretrained(tmp_path / "transformer")
+    with pytest.raises(UnsupportedModelError, match="33 channels"):
+        load_components(tmp_path)
+
+
+def test_verify_gives_a_row_for_each_quantity(folder: Path) -> None:
+    seen: list[str] = []
+    rows = verify.run(folder, cases=2, seed=3, progress=lambda what, share: seen.append(what))
+    assert len(rows) == 4
+    assert all(row.ok for row in rows)
+    assert len(seen) == 2
+
+
+# ----------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "param"),
+    [
+        (case(width=65, height=64), InvalidRequestError, "width"),
+        (case(width=64, height=72), InvalidRequestError, "height"),
+        (case(width=400, height=64), LimitExceededError, "width"),
+        (case(width=64, height=400), LimitExceededError, "height"),
+        (case(images=(picture(640, 48),)), LimitExceededError, "width"),
+        (case(max_sequence_length=513), LimitExceededError, "max_sequence_length"),
+        (case(images=(PHOTO, PHOTO)), InvalidRequestError, "image"),
+        (case(strength=0.5), InvalidRequestError, "strength"),
+        (case(mask=MASK), InvalidRequestError, "mask"),
+        (case(images=(PHOTO,), mask=MASK[:40]), InvalidRequestError, "mask"),
+    ],
+)
+def test_refusals_name_the_parameter(asked: Case, error: type[OmniError], param: str, parts: Components) -> None:
+    with pytest.raises(error) as raised:
+        parts[0].check(asked.payload, asked.params)
+    assert raised.value.param == param
+
+
+def test_an_input_picture_gives_the_size(parts: Components) -> None:
+    asked = case(images=(picture(100, 50),), steps=2)
+    assert drive(*parts, asked).pixels.shape == (48, 96, 3)
