@@ -1,5 +1,5 @@
 # install  a virtual environment in .venv with everything for development
-# demo     a small checkpoint, one request with a picture and a sound, text and speech out
+# demo     small checkpoints: one request with a picture and a sound, text and speech out; one picture drawn
 # test     the tests, with coverage
 # lint     ruff and mypy
 # bench    the benchmarks (BENCH="--quick" for a short run)
@@ -64,10 +64,13 @@ demo: $(STAMP)
 	$(BIN)/omnistage generate $(OUT)/tiny-qwen2.5-omni "What do you see and hear?" \
 	  --image $(OUT)/demo.png --audio $(OUT)/demo.wav --modalities text,audio \
 	  --max-tokens 24 --seed 0 --set talker.max_tokens=96 --out $(OUT) --trace
-	@ls -l $(OUT)/answer.txt $(OUT)/answer.wav
+	$(BIN)/omnistage tiny flux $(OUT)/tiny-flux --force
+	$(BIN)/omnistage generate $(OUT)/tiny-flux "A lighthouse at dusk" \
+	  --width 128 --height 128 --steps 8 --seed 0 --out $(OUT) --trace
+	@ls -l $(OUT)/answer.txt $(OUT)/answer.wav $(OUT)/picture.png
 
 test: $(STAMP)
-	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest -v -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
+	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadfile -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

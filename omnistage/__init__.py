@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omnistage.pipeline.stage import Stage
     from omnistage.types import (
         CodecParams,
+        DiffusionParams,
         FinishReason,
         Modality,
         OmniRequestOutput,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncOmni",
     "CodecParams",
+    "DiffusionParams",
     "FinishReason",
     "Modality",
     "Omni",
@@ -48,6 +50,7 @@ __all__ = [
 _MODULE_OF = {
     "AsyncOmni": "omnistage.omni",
     "CodecParams": "omnistage.types",
+    "DiffusionParams": "omnistage.types",
     "FinishReason": "omnistage.types",
     "Modality": "omnistage.types",
     "Omni": "omnistage.omni",

@@ -256,8 +256,7 @@ def measure(kind: Any, options: argparse.Namespace, device: torch.device) -> dic
         quality = psnr(pictures[0], plain)
         figures["caches"][spec] = {"seconds": seconds, "psnr": quality}
         say(f"cache {spec}: {figures['ours_alone'] / seconds:.2f} times as fast, {quality:.1f} dB")
-        asyncio.run(omni.shutdown())
-        case.pipe.transformer.disable_cache()
+        asyncio.run(omni.shutdown())  # takes the hooks off again
     if not options.no_compile:
         omni = open_ours(case, device, dtype, compile=True)
         figures["compile_warm_up"] = run_ours(omni, [short], 0.0)[0]
@@ -284,7 +283,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=float, default=1.0, help="share of the true number of layers")
     parser.add_argument("--models", nargs="*", default=["flux", "qwen"])
-    parser.add_argument("--caches", nargs="*", default=["first_block:0.1", "taylorseer:3"])
+    parser.add_argument("--caches", nargs="*", default=["first_block:0.1", "first_block:0.3", "taylorseer:3"])
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU only to try the script out

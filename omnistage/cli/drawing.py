@@ -41,7 +41,9 @@ Frames = Annotated[int | None, typer.Option("--frames", help="Frames of a video.
 Fps = Annotated[float | None, typer.Option(help="Frames a second of a video.", rich_help_panel=_PANEL)]
 Scheduler = Annotated[
     str | None,
-    typer.Option(help="A diffusers scheduler class, like FlowMatchHeunDiscreteScheduler.", rich_help_panel=_PANEL),
+    typer.Option(
+        help="A diffusers scheduler class that can take the place of the model's own.", rich_help_panel=_PANEL
+    ),
 ]
 Cache = Annotated[
     str | None,
@@ -97,25 +99,41 @@ def draw(
     mask: Path | None,
     sampling: SamplingParams | None,
     asked: DiffusionParams | None,
+    modalities: Sequence[Modality] | None = None,
 ) -> OmniRequestOutput:
     prompt: dict[str, object] = {"prompt": text or ""}
     if images:
         prompt["images"] = [str(path) for path in images]
     if mask is not None:
         prompt["mask"] = str(mask)
-    [answer] = omni.generate(prompt, stage_params(omni, sampling, asked))
+    [answer] = omni.generate(prompt, stage_params(omni, sampling, asked), modalities=modalities)
     return answer
+
+
+def refuse_unused(**options: object) -> None:
+    """Raise for an option that a drawing model would silently leave aside."""
+    for name, value in options.items():
+        if value:
+            raise InvalidRequestError("means nothing to this model, which draws; leave it out", param=_flag(name))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def stage_params(
     omni: Omni, sampling: SamplingParams | None, asked: DiffusionParams | None
 ) -> Mapping[str, StageParams]:
-    """The options of each kind, given to the first stage that takes them."""
+    """The options of each kind, given to the first stage that takes them; those that none takes are refused."""
     chosen: dict[str, StageParams] = {}
     for params in (sampling, asked):
+        if params is None:
+            continue
         takers = [n for n, stage in omni.orchestrator.stages.items() if isinstance(params, stage.params_type)]
-        if params is not None and takers:
+        if takers:
             chosen[takers[0]] = params
+        else:  # the seed is one option for both kinds
+            refuse_unused(**dict.fromkeys(sorted(params.model_fields_set - {"seed"}), True))
     return chosen
 
 

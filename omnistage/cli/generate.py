@@ -114,7 +114,12 @@ def generate(
     given = (*(overrides or ()), *drawing.cache_override(cache))
     with Omni(model, config=config, overrides=given, device=device, dtype=dtype) as omni:
         if drawing.draws(omni, wanted):
-            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked)
+            drawing.refuse_unused(audio=audio, video=video, system=system, voice=voice, raw=raw)
+            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked, wanted)
+        elif asked is not None and (others := sorted(asked.model_fields_set - {"seed"})):
+            raise InvalidRequestError(
+                "this model does not draw; leave it out", param=f"--{others[0].replace('_', '-')}"
+            )
         elif raw:
             [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
         else:

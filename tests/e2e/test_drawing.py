@@ -687,14 +687,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-UNNAMED = pytest.param(
-    "a part that is named nowhere",
-    marks=pytest.mark.xfail(strict=True, reason="Parts.pipeline skips it, and what fails later does not name it"),
-)
 BROKEN["a part that is named nowhere"] = (lambda folder: set_part(folder, "transformer", None), "transformer")
 
 
-@pytest.mark.parametrize("case", [*(case for case in BROKEN if case not in UNNAMED.values), UNNAMED])
+@pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_checkpoint_is_refused_by_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -714,7 +710,6 @@ def test_a_broken_checkpoint_is_refused_by_name(
 # ----------------------------------------------------------------------------------------------------- logs
 
 
-@pytest.mark.xfail(strict=True, reason="diffusers' warnings are not kept down yet")
 def test_prompts_do_not_get_into_logs(parts: EngineParts) -> None:
     """diffusers warns of text that its encoders cut off, and quotes it."""
     records: list[str] = []

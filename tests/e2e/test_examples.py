@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from PIL import Image
 from typer.testing import CliRunner
 
 from omnistage import Omni, OmniEngineArgs
@@ -38,6 +39,12 @@ def omni_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def lm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny("causal_lm", tmp_path_factory.mktemp("lm") / "model")
+
+
+@pytest.fixture(scope="session")
+def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("diffusers")
+    return tiny("flux", tmp_path_factory.mktemp("flux") / "model")
 
 
 def run(example: str, *args: object, cwd: Path) -> str:
@@ -135,6 +142,27 @@ def test_a_pipeline_of_ones_own_plays_a_note_a_word(lm_folder: Path, tmp_path: P
     assert notes > 1
     assert f"{notes} notes" in printed
     assert soundfile.info(tmp_path / "notes.wav").frames == notes * 3200
+
+
+def test_prompts_are_drawn_together(flux_folder: Path, tmp_path: Path) -> None:
+    small = ("--size", 32, "--steps", 2, "--seed", 5)
+    printed = run("draw.py", flux_folder, "A fox", "A boat", "-n", 2, *small, cwd=tmp_path)
+    names = [f"picture-{number}-{seed}.png" for number in (0, 1) for seed in (5, 6)]
+    assert [line.partition(":")[0] for line in printed.splitlines()] == names
+    pictures = [Image.open(tmp_path / name) for name in names]
+    assert all(picture.size == (32, 32) for picture in pictures)
+    assert len({picture.tobytes() for picture in pictures}) == 4
+
+
+def test_a_picture_is_watched_while_it_is_drawn(flux_folder: Path, tmp_path: Path) -> None:
+    printed = run("draw.py", flux_folder, "A fox", "--size", 32, "--steps", 6, "--preview-every", 2, cwd=tmp_path)
+    steps = [int(step) for step in re.findall(r"^step (\d) of 6$", printed, re.MULTILINE)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 6
+    assert printed.splitlines()[-1] == "picture-0.png: the picture"
+    assert Image.open(tmp_path / "picture-0.png").size == (32, 32)
+    for preview in tmp_path.glob("preview-*.png"):
+        assert Image.open(preview).size == (32, 32)
 
 
 def test_an_installed_family_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def assert_same_picture(got: Drawn, index: int, expected: Drawn) -> None:
     assert np.abs(difference).max() <= 1
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=SLOW_MACHINE)
+@settings(max_examples=50, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(requests=st.lists(asked(), min_size=1, max_size=5), budget=BUDGETS)
 def test_pictures_do_not_depend_on_company_time_or_room(
     parts: Parts, requests: list[Asked], budget: DiffusionBudget

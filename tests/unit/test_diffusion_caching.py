@@ -525,6 +525,17 @@ def test_a_single_block_is_too_few() -> None:
         StepCache.open("first_block:0.1", SmallDenoiser("wan", wan_of_one))
 
 
+@pytest.mark.parametrize("spec", ["first_block:0.5", "taylorseer:3", "mag:0.5", "faster:2", "pyramid:2"])
+def test_a_closed_cache_leaves_the_transformer_as_it_was(spec: str) -> None:
+    denoiser = SmallDenoiser("flux")
+    plain = alone(denoiser, opened(denoiser, 1), None)
+    cache = StepCache.open(spec, denoiser)
+    assert not torch.equal(alone(denoiser, opened(denoiser, 1), cache), plain)
+    cache.close()
+    assert torch.equal(alone(denoiser, opened(denoiser, 1), None), plain)
+    StepCache.open(spec, denoiser)  # and there is room for another
+
+
 def test_only_one_cache() -> None:
     denoiser = SmallDenoiser("flux")
     StepCache.open("first_block:0.1", denoiser)

@@ -275,6 +275,16 @@ def test_a_schedule_belongs_to_its_lane() -> None:
         torch.testing.assert_close(item.picture, drawn(item.seed, 3.0))
 
 
+def test_a_picture_that_is_done_is_not_held_until_the_others_are() -> None:
+    stage, _ = denoise(max_running=1)
+    send(stage, "r", condition(3.0), steps=2, n=3)
+    held = []
+    while stage.has_work():
+        stage.step()
+        held.append(len(stage._runner._lanes))
+    assert held == [1, 0, 1, 0, 1, 0]
+
+
 # -------------------------------------------------------------------------------------- previews, early stop
 
 

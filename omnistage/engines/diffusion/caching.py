@@ -100,6 +100,16 @@ class StepCache:
         """Drop what is kept for a lane."""
         self._kept.pop(lane, None)
 
+    def close(self) -> None:
+        """Take the hooks off the transformers, which run as before then."""
+        self._kept.clear()
+        for part in self._parts:
+            for module in list(part.transformer.modules()):
+                registry: Any = getattr(module, "_diffusers_hook", None)
+                if registry is not None:
+                    for name in list(registry.hooks):
+                        registry.remove_hook(name, recurse=False)
+
 
 def _of(module: str) -> Any:
     """A module of diffusers, which is imported only where a cache is asked for."""

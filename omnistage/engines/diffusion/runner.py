@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -67,12 +67,20 @@ class DiffusionRunner:
         self._lanes: dict[LaneKey, _Running] = {}
         device = next(denoiser.transformer.parameters()).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event: torch.cuda.Event | None = None
+        """Behind the last step on the device."""
         self.forwards = 0
         self.rows = 0
 
     def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
         seed = secrets.randbits(31) if params.seed is None else params.seed
         self._jobs[request_id] = _Job(condition, params, seed)
+        if self._stream is not None:
+            # They are of the encoding stage's stream, which must not give their memory away while this one reads it.
+            for tensors in (condition.positive, condition.negative or {}, condition.shared):
+                for tensor in tensors.values():
+                    if tensor.is_cuda:
+                        tensor.record_stream(self._stream)
 
     def remove(self, request_id: str) -> None:
         self._jobs.pop(request_id, None)
@@ -104,7 +112,11 @@ class DiffusionRunner:
         return running.lane.step, running.lane.steps
 
     def execute(self, batch: Sequence[LaneKey]) -> RunnerOutput:
-        """One step of every lane in the batch. Device work is complete on return."""
+        """One step of every lane in the batch. On CUDA the device may still be at it: the next call waits for it.
+
+        One step ahead, so that the device does not wait for the host between steps, and no further, so that an
+        aborted request's work ends within a step.
+        """
         output = RunnerOutput()
         with self.on_stream():
             rows = [row for key in batch for row in self.denoiser.rows(self._lanes[key].lane)]
@@ -120,8 +132,7 @@ class DiffusionRunner:
                 output.moved.append(key)
                 if running.lane.done:
                     output.finished.append(key)
-            if self._stream is not None:
-                self._stream.synchronize()
+            self._wait_for_last_step()
         return output
 
     def result(self, key: LaneKey, *, preview: bool, final: bool) -> Latents:
@@ -145,6 +156,13 @@ class DiffusionRunner:
         return Latents(picture, *size, index=key.index, seed=running.seed, preview=preview, final=final)
 
     # --------------------------------------------------------------------------------------------- pieces
+
+    def _wait_for_last_step(self) -> None:
+        if self._stream is None:
+            return
+        last, self._event = self._event, self._stream.record_event()
+        if last is not None:
+            last.synchronize()
 
     def _predict(self, rows: Sequence[Row]) -> tuple[dict[tuple[int, str], Tensor], dict[int, OmniError]]:
         """Predictions by lane and branch, and lanes whose rows failed even alone."""
@@ -180,8 +198,11 @@ class DiffusionRunner:
     def _forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         self.forwards += 1
         self.rows += len(rows)
-        forward: Callable[[Sequence[Row]], list[Tensor]] = self.denoiser.forward
-        predictions = self._cache.forward(self.denoiser, rows) if self._cache is not None else forward(rows)
+        with _fast_attention(self._stream is not None):
+            if self._cache is not None:
+                predictions = self._cache.forward(self.denoiser, rows)
+            else:
+                predictions = self.denoiser.forward(rows)
         if len(predictions) != len(rows):
             raise StageError(f"the denoiser gave {len(predictions)} predictions for {len(rows)} rows")
         return predictions
@@ -226,6 +247,18 @@ class DiffusionRunner:
             else:
                 with torch.cuda.stream(self._stream):
                     yield
+
+
+@contextmanager
+def _fast_attention(cuda: bool) -> Iterator[None]:
+    """Prefer cuDNN's attention on CUDA: for the long sequences of pictures it is the fastest of torch's on Hopper."""
+    if not cuda:
+        yield
+        return
+    backend = torch.nn.attention.SDPBackend
+    order = [backend.CUDNN_ATTENTION, backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
+    with torch.nn.attention.sdpa_kernel(order, set_priority=True):
+        yield
 
 
 def _branches(running: _Running, rows: Sequence[Row]) -> list[str]:

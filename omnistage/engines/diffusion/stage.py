@@ -58,10 +58,10 @@ class DenoiseStage(Stage):
         if budget.compile:
             for transformer in denoiser.transformers:
                 _compile(transformer)
-        cache = StepCache.open(budget.cache, denoiser) if budget.cache is not None else None
+        self._cache = StepCache.open(budget.cache, denoiser) if budget.cache is not None else None
         self._scheduler = DiffusionScheduler(budget)
         self._runner = DiffusionRunner(
-            denoiser, max_batch_tokens=budget.max_batch_tokens, max_batch=budget.max_batch, cache=cache
+            denoiser, max_batch_tokens=budget.max_batch_tokens, max_batch=budget.max_batch, cache=self._cache
         )
         self._requests: dict[str, _Request] = {}
         self._steps = 0
@@ -124,6 +124,8 @@ class DenoiseStage(Stage):
         )
 
     def close(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
         self.denoiser.close()
 
     # --------------------------------------------------------------------------------------------- pieces
@@ -171,7 +173,11 @@ class DenoiseStage(Stage):
             if key in finished:
                 chunks.append(self._finish(key))
                 continue
-            self._scheduler.opened(key, self._runner.groups(key), self._runner.tokens(key))
+            try:
+                self._scheduler.opened(key, self._runner.groups(key), self._runner.tokens(key))
+            except Exception as error:  # the boundary of one request's next step
+                chunks.append(self._failed(key.request_id, _own(error, "preparing a step")))
+                continue
             every = self._requests[key.request_id].params.preview_every
             if every and self._runner.progress(key)[0] % every == 0:
                 chunks.append(self._latents(key, preview=True, final=False))

@@ -22,6 +22,7 @@ from omnistage.pipeline.registry import LoadContext
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
+_ESSENTIAL = frozenset({"vae", "transformer", "scheduler"})
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -108,6 +109,13 @@ class Parts:
         with torch.device("meta"):
             return _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
 
+    def _check_essential(self, wanted: Collection[str]) -> None:
+        """Raise for a part that no pipeline works without; text encoders and such may be left out of a checkpoint."""
+        for name in wanted:
+            # A pipeline of two experts may have only the second.
+            if name in _ESSENTIAL and not self.has(name) and not (name == "transformer" and self.has("transformer_2")):
+                raise CheckpointError(f"{INDEX} in {self.folder} names no {name}; the checkpoint is incomplete")
+
     def pipeline(
         self,
         pipeline_class: type[Any],
@@ -124,6 +132,7 @@ class Parts:
         no device. Its helpers that take a `device` can be used; its `__call__` cannot.
         """
         parts: dict[str, Any] = {}
+        self._check_essential((*models, *others, *stand_ins))
         names = [n for n in (*models, *others, *stand_ins) if self.has(n)]
         for done, name in enumerate(names):
             if context.progress is not None:

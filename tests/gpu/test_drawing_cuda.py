@@ -1,0 +1,88 @@
+"""Drawing on a GPU against the same on the CPU, in float32: the same noise, nearly the same picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.omni import Omni
+from omnistage.pipeline.registry import REGISTRY
+from omnistage.types import DiffusionParams, OmniRequestOutput
+
+pytest.importorskip("diffusers")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FAMILIES = ("stable_diffusion_3", "flux", "flux2", "qwen_image", "z_image", "wan", "glm_image")
+PROMPTS = ["a red house", "two boats on a lake", "a cat", "snow"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _full_float32() -> Iterator[None]:
+    """TF32 keeps ten bits of a float, and many steps add that up."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / request.param
+    made.mkdir()
+    tiny = REGISTRY.family(request.param).tiny
+    assert tiny is not None
+    tiny(made, seed=1)
+    return made
+
+
+def params(seed: int) -> DiffusionParams:
+    return DiffusionParams(width=64, height=64, steps=4, seed=seed)
+
+
+def draw(folder: Path, device: str) -> list[np.ndarray]:
+    name = folder.name
+    given = ("prior.temperature=0",) if name == "glm_image" else ()
+    with Omni(folder, device=device, dtype="float32", overrides=given, progress=False) as omni:
+        own = [params(seed) for seed in range(len(PROMPTS))]
+        if name == "wan":
+            own = [p.merged(DiffusionParams(num_frames=5)) for p in own]
+        outputs = omni.generate(list(PROMPTS), own, progress=False)
+        omni.orchestrator.check_idle()
+    return [pixels(output) for output in outputs]
+
+
+def pixels(output: OmniRequestOutput) -> np.ndarray:
+    assert output.error is None
+    return output.images[0].pixels if output.images else output.videos[0].frames
+
+
+def test_a_picture_is_that_of_the_cpu(folder: Path) -> None:
+    for ours, expected in zip(draw(folder, "cuda"), draw(folder, "cpu"), strict=True):
+        difference = np.abs(ours.astype(np.int16) - expected.astype(np.int16))
+        assert difference.max() <= 3
+        assert difference.mean() < 0.5
+        assert expected.std() > 1  # a picture at all
+
+
+def test_many_requests_in_flight_do_not_disturb_each_other(tmp_path: Path) -> None:
+    folder = tmp_path / "flux"
+    folder.mkdir()
+    tiny = REGISTRY.family("flux").tiny
+    assert tiny is not None
+    tiny(folder, seed=1)
+    with Omni(folder, device="cuda", dtype="float32", progress=False) as omni:
+        own = [params(seed).merged(DiffusionParams(n=2, preview_every=1)) for seed in range(12)]
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(12)]
+        together = omni.generate(prompts, own, progress=False)
+        alone = [omni.generate(prompts[i], own[i], progress=False)[0] for i in range(0, 12, 5)]
+        omni.orchestrator.check_idle()
+    for i, single in zip(range(0, 12, 5), alone, strict=True):
+        for a, b in zip(together[i].images, single.images, strict=True):
+            assert np.abs(a.pixels.astype(np.int16) - b.pixels.astype(np.int16)).max() <= 2
