@@ -154,6 +154,22 @@ def test_prompts_are_drawn_together(flux_folder: Path, tmp_path: Path) -> None:
     assert len({picture.tobytes() for picture in pictures}) == 4
 
 
+def test_the_drawing_snippets_of_the_pages_run(
+    flux_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for page in ("README.md", "docs/diffusion.md"):
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL):
+            if "out/tiny-flux" in code:
+                exec(code.replace("out/tiny-flux", str(flux_folder)), {})
+                ran += 1
+    assert ran == 3
+    assert Image.open("a.png").size == (128, 128)
+    assert Image.open("lighthouse.png").size == (64, 64)
+    assert "step 8 of 8" in capsys.readouterr().out
+
+
 def test_a_picture_is_watched_while_it_is_drawn(flux_folder: Path, tmp_path: Path) -> None:
     printed = run("draw.py", flux_folder, "A fox", "--size", 32, "--steps", 6, "--preview-every", 2, cwd=tmp_path)
     steps = [int(step) for step in re.findall(r"^step (\d) of 6$", printed, re.MULTILINE)]
