@@ -221,7 +221,7 @@ class Runner:
         paged = PagedContext(self.backend, slot_mapping, self.backend.plan(self._layout(batch), device))
         hidden = self.component.forward(embeds, packed[2 * total :].view(-1, total), paged)
         rows_out = None
-        if self.emit_pool is not None:
+        if self.emit_pool is not None and media is not None:
             rows_out = self.component.emit(embeds, hidden, media)
             self.emit_pool.index_copy_(0, slot_mapping, rows_out)
         sampling = [item for item in batch if item.sample]
@@ -233,10 +233,12 @@ class Runner:
             hidden = hidden.index_select(0, torch.tensor(last, device=device))
         return self.component.logits(hidden), rows_out, sampling
 
-    def _embed(self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of the batch with prompt rows, media rows and side rows in place; and where media stand."""
+    def _embed(self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings of the batch with prompt rows, media rows and side rows in place; and, where rows are emitted,
+        where media stand."""
         embeds = self.component.embed(ids)
-        media = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        emitting = self.emit_pool is not None
+        media = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device) if emitting else None
         offset = 0
         for item in batch:
             rows, end = self._rows[item.key], item.start + item.count
@@ -251,7 +253,8 @@ class Runner:
                 if high > low:
                     where = torch.from_numpy(rows.media_index[low:high] - item.start + offset).to(ids.device)
                     embeds[where] = rows.media_rows[low:high]
-                    media[where] = True
+                    if media is not None:
+                        media[where] = True
                 if prompt_end == rows.prompt_length:
                     rows.media_rows = None
             if rows.payload.streaming:
