@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from omnistage.cli.common import err
 from omnistage.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from omnistage.media.image_output import ImageOutput
     from omnistage.omni import Omni
     from omnistage.types import DiffusionParams, Modality, OmniRequestOutput, SamplingParams, StageParams
 
@@ -117,8 +119,14 @@ def refuse_unused(**options: object) -> None:
             raise InvalidRequestError("means nothing to this model, which draws; leave it out", param=_flag(name))
 
 
+def given_options(asked: DiffusionParams | None, **options: object) -> list[str]:
+    """The drawing options of a request, as they are written; the seed is every model's."""
+    names = asked.model_fields_set - {"seed"} if asked is not None else set()
+    return sorted(_flag(name) for name in {*names, *(name for name, value in options.items() if value)})
+
+
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--frames" if name == "num_frames" else f"--{name.replace('_', '-')}"
 
 
 def stage_params(
@@ -147,7 +155,7 @@ def save(answer: OmniRequestOutput, folder: Path | None, saving: Saving) -> list
     folder.mkdir(parents=True, exist_ok=True)
     suffix = saving.format.lower()
     written = [
-        picture.save(folder / f"picture{_number(i, len(answer.images))}.{suffix}", metadata=saving.metadata)
+        _written(picture, folder / f"picture{_number(i, len(answer.images))}.{suffix}", saving)
         for i, picture in enumerate(answer.images)
     ]
     written += [
@@ -155,8 +163,21 @@ def save(answer: OmniRequestOutput, folder: Path | None, saving: Saving) -> list
         for i, video in enumerate(answer.videos)
     ]
     if saving.sheet and len(answer.images) > 1:
-        written.append(contact_sheet(answer.images).save(folder / f"contact-sheet.{suffix}", metadata=saving.metadata))
+        written.append(_written(contact_sheet(answer.images), folder / f"contact-sheet.{suffix}", saving))
+    elif saving.sheet:
+        err().print("no contact sheet: it takes several pictures, add --n", style="yellow")
     return written
+
+
+def _written(picture: ImageOutput, path: Path, saving: Saving) -> Path:
+    """Save a picture; one whose metadata a format has no room for is kept without."""
+    try:
+        return picture.save(path, metadata=saving.metadata)
+    except InvalidRequestError as error:
+        if error.param != "metadata":
+            raise
+        err().print(f"{path} is without metadata, which is too long for it; --format png has room", style="yellow")
+        return picture.save(path, metadata=False)
 
 
 def _number(index: int, count: int) -> str:

@@ -85,7 +85,7 @@ def generate(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     files: MediaFiles = {"image": image or [], "audio": audio or [], "video": video or []}
-    _check_request(text, files, raw=raw, system=system)
+    _check_request(text, files, mask, raw=raw, system=system)
     wanted = parse_modalities(modalities)
     sampling = sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
@@ -114,12 +114,17 @@ def generate(
     given = (*(overrides or ()), *drawing.cache_override(cache))
     with Omni(model, config=config, overrides=given, device=device, dtype=dtype) as omni:
         if drawing.draws(omni, wanted):
-            drawing.refuse_unused(audio=audio, video=video, system=system, voice=voice, raw=raw)
-            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked, wanted)
-        elif asked is not None and (others := sorted(asked.model_fields_set - {"seed"})):
-            raise InvalidRequestError(
-                "this model does not draw; leave it out", param=f"--{others[0].replace('_', '-')}"
+            drawing.refuse_unused(
+                audio=audio,
+                video=video,
+                system=system,
+                voice=voice,
+                raw=raw,
+                use_audio_in_video=use_audio_in_video,
             )
+            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked, wanted)
+        elif others := drawing.given_options(asked, mask=mask, contact_sheet=sheet):
+            raise InvalidRequestError("this model does not draw; leave it out", param=others[0])
         elif raw:
             [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
         else:
@@ -133,14 +138,14 @@ def generate(
     _present(answer, folder, saving, trace=trace)
 
 
-def _check_request(text: str | None, files: MediaFiles, *, raw: bool, system: str | None) -> None:
+def _check_request(text: str | None, files: MediaFiles, mask: Path | None, *, raw: bool, system: str | None) -> None:
     """Refuse what cannot run before the model is loaded, which may take minutes."""
     media = [path for paths in files.values() for path in paths]
     if not text and not media:
         raise InvalidRequestError("is missing; give a text, or a file with --image, --audio or --video", param="PROMPT")
     if raw and (media or system is not None or not text):
         raise InvalidRequestError("takes a text alone; leave out --image, --audio, --video and --system", param="--raw")
-    for kind, paths in files.items():
+    for kind, paths in {**files, "mask": [mask] if mask is not None else []}.items():
         for path in paths:
             if not path.is_file():
                 raise InvalidRequestError(f"there is no file {path}; check the path", param=f"--{kind}")

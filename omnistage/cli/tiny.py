@@ -24,6 +24,9 @@ def tiny(
     scale: Annotated[
         float, typer.Option(help="0: the smallest that works; 1: the true shapes, gigabytes.", min=0.0, max=1.0)
     ] = 0.0,
+    variant: Annotated[
+        str | None, typer.Option(help="Which kind of checkpoint, where the family has several, like schnell or i2v.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is there already.")] = False,
 ) -> None:
     """Make a small checkpoint of FAMILY in DIR, with random weights.
@@ -36,11 +39,13 @@ def tiny(
     ```
     omnistage tiny qwen2_5_omni out/tiny
     omnistage tiny causal_lm out/lm --seed 7 --scale 0.2
+    omnistage tiny flux out/schnell --variant schnell
     ```
     """
     found = find_family(family)
     if found.tiny is None:
         raise UnsupportedModelError(f"the family {found.name} has no small checkpoint", param="FAMILY")
+    chosen = _variant(found, variant)
     if folder.exists() and not folder.is_dir():
         raise InvalidRequestError(f"{folder} is a file; name a folder", param="DIR")
     if folder.is_dir() and any(folder.iterdir()):
@@ -49,11 +54,25 @@ def tiny(
         remove_checkpoint(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with progress_bar(f"making a small {found.name}") as report:
-        found.tiny(folder, seed=seed, scale=scale, progress=report)
+        found.tiny(folder, seed=seed, scale=scale, progress=report, **chosen)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     console = out()
     console.print(f"wrote {folder} ({size / 2**20:.1f} MiB)", soft_wrap=True)
     console.print(f"try: omnistage generate {folder} 'Hello'", soft_wrap=True)
+
+
+def _variant(family: Family, name: str | None) -> dict[str, str]:
+    """What a family's `tiny` is given for `--variant`. Raises, before anything is removed, for one it does not have."""
+    if name is None:
+        return {}
+    from omnistage.types import short_repr
+
+    known = family.variants
+    if not known:
+        raise InvalidRequestError(f"the family {family.name} has one kind only; leave it out", param="--variant")
+    if name not in known:
+        raise InvalidRequestError(f"there is no {short_repr(name)}; known: {', '.join(known)}", param="--variant")
+    return {"variant": name}
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -123,7 +123,14 @@ def contact_sheet(images: Sequence[ImageOutput], *, columns: int | None = None, 
             seed = image.metadata.get("seed")
             text = f"{index + 1}" if seed is None else f"seed {seed}"
             draw.text((left, top + cell_h - gap - label + 3), text, fill=(220, 220, 220), font=font)
-    return ImageOutput(np.asarray(sheet), {"images": [dict(image.metadata) for image in images]})
+    return ImageOutput(np.asarray(sheet), _sheet_metadata([image.metadata for image in images]))
+
+
+def _sheet_metadata(each: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """What all pictures have in common once, mostly the prompt, for EXIF has little room; then what each has."""
+    first, *others = each
+    common = {k: v for k, v in first.items() if others and all(k in other and other[k] == v for other in others)}
+    return {**common, "images": [{k: v for k, v in own.items() if k not in common} for own in each]}
 
 
 # --------------------------------------------------------------------- shared with the encoder of videos

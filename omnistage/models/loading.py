@@ -145,7 +145,7 @@ def load_model(
 ) -> Model:
     """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error."""
     check_quantisation(config)
-    check_repeats(config, len(tensors))
+    check_repeats(config.to_dict(), len(tensors))
     with torch.device("meta"):
         skeleton = cls(config)
     check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()))
@@ -176,28 +176,29 @@ def check_quantisation(config: PreTrainedConfig) -> bool:
     return True
 
 
-def check_repeats(config: PreTrainedConfig, num_tensors: int) -> None:
+def check_repeats(config: Mapping[str, Any], num_tensors: int, where: str = "config.json") -> None:
     """Refuse a config that asks for far more layers than there are weights, before one of them is made."""
-    for key, value in _settings(config.to_dict()):
+    for key, value in nested_settings(config):
         if _REPEATS.search(key) and isinstance(value, int) and value > max(num_tensors, _MANY_REPEATS):
-            raise CheckpointError(f"config.json asks for {key}={value}, but the checkpoint has {num_tensors} tensors")
+            raise CheckpointError(f"{where} asks for {key}={value}, but the checkpoint has {num_tensors} tensors")
 
 
-def _settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def nested_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Every setting of a config and of those inside it, by its own name."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _settings(value)
+            yield from nested_settings(value)
         else:
             yield str(key), value
 
 
-def check_size(skeleton: nn.Module, num_elements: int) -> None:
+def check_size(skeleton: nn.Module, num_elements: int, whose: str = "") -> None:
     """Refuse a model, built without weights, that is far larger than its checkpoint: it would take all memory."""
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     buffers = sum(buffer.numel() for buffer in skeleton.buffers())
     if parameters > 2 * num_elements or buffers > 2 * num_elements + _SMALL_BUFFERS:
         raise CheckpointError(
-            f"config.json describes a {type(skeleton).__name__} of {parameters + buffers:,} numbers, but the "
+            f"{whose}config.json describes a {type(skeleton).__name__} of {parameters + buffers:,} numbers, but the "
             f"checkpoint has {num_elements:,}; its sizes or sections are wrong, fetch the model again"
         )
 

@@ -107,6 +107,8 @@ class Family:
     tiny: Callable[..., None] | None = None
     verify: Callable[..., object] | None = None
     aliases: tuple[str, ...] = field(default=())
+    variants: tuple[str, ...] = field(default=())
+    """What `tiny` takes as `variant`, the default first; empty where it takes none."""
 
 
 def check_name(kind: str, name: str) -> None:

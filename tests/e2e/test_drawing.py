@@ -439,6 +439,16 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str]] = {
     "a scheduler that is no scheduler": (CAT, small(scheduler="os.system"), {}, InvalidRequestError, "scheduler"),
     "too much text asked for": (CAT, small(max_sequence_length=513), {}, LimitExceededError, "max_sequence_length"),
     "strength without image": (CAT, small(strength=0.5), {}, InvalidRequestError, "strength"),
+    "true_cfg where there is guidance only": (CAT, small(true_cfg=3.0), {}, InvalidRequestError, "true_cfg"),
+    "frames of a picture": (CAT, small(num_frames=5), {}, InvalidRequestError, "num_frames"),
+    "frame rate of a picture": (CAT, small(fps=8.0), {}, InvalidRequestError, "fps"),
+    "negative prompt without guidance": (
+        CAT,
+        small(negative_prompt="people", guidance=1.0),
+        {},
+        InvalidRequestError,
+        "negative_prompt",
+    ),
     "strength of zero": (CAT, asked(strength=0.0), {}, InvalidRequestError, "sampling_params.denoise.strength"),
     "unknown parameter": (CAT, asked(heat=1), {}, InvalidRequestError, "sampling_params.denoise.heat"),
     "unknown stage": (CAT, {"painter": {}}, {}, InvalidRequestError, "sampling_params.painter"),
@@ -768,6 +778,24 @@ def test_the_command_writes_several_and_a_sheet_without_metadata(folder: Path, t
         assert read_metadata(path) == {}
         with Image.open(path) as image:
             assert image.format == "WEBP"
+
+
+def test_the_command_keeps_a_picture_that_has_no_room_for_its_metadata(folder: Path, tmp_path: Path) -> None:
+    result = generate(folder, tmp_path, "--format", "jpg", "--contact-sheet", "--negative-prompt", "x" * 40_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.jpg"]
+    assert read_metadata(tmp_path / "picture.jpg") == {}
+    assert "without metadata" in result.stderr
+    assert "no contact sheet" in result.stderr
+
+
+def test_the_command_refuses_what_it_would_not_use(folder: Path, tmp_path: Path) -> None:
+    assert (
+        "error: --use-audio-in-video: means nothing"
+        in generate(folder, tmp_path, "--use-audio-in-video", code=2).stderr
+    )
+    missing = generate(folder, tmp_path, "--mask", tmp_path / "none.png", code=2)
+    assert "error: --mask: there is no file" in missing.stderr
+    assert "loading" not in missing.stderr
 
 
 def test_the_command_says_what_is_wrong_in_one_line(folder: Path, tmp_path: Path) -> None:

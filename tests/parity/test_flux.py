@@ -243,7 +243,7 @@ def test_unknown_variants_are_refused(tmp_path: Path) -> None:
 
 def test_verify_gives_a_row_for_each_quantity(schnell: Model) -> None:
     rows = verify.run(schnell.folder, cases=2, seed=3)
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(row.ok for row in rows)
 
 

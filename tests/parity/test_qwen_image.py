@@ -48,24 +48,24 @@ class Checkpoint:
         return rows_of(case, drive(*self.ours, case), self.theirs(case))
 
 
-def _checkpoint(folder: Path, pipeline: str) -> Checkpoint:
-    tiny.write(folder, pipeline=pipeline)
+def _checkpoint(folder: Path, variant: str) -> Checkpoint:
+    tiny.write(folder, variant=variant)
     return Checkpoint(folder, load_components(folder), verify.reference(folder))
 
 
 @pytest.fixture(scope="module")
 def drawing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image"), "QwenImagePipeline")
+    return _checkpoint(tmp_path_factory.mktemp("qwen_image"), "image")
 
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit"), "QwenImageEditPipeline")
+    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit"), "edit")
 
 
 @pytest.fixture(scope="module")
 def editing_several(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit_plus"), "QwenImageEditPlusPipeline")
+    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit_plus"), "edit_plus")
 
 
 @pytest.fixture
@@ -301,13 +301,13 @@ def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(drawing: Ch
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(drawing.folder)).read_bytes()
     resolved = resolve(OmniEngineArgs(model=str(drawing.folder)))
     assert resolved.model.family == "qwen_image"
-    with pytest.raises(ConfigError, match="pipeline"):
-        tiny.write(tmp_path / "other", pipeline="FluxPipeline")
+    with pytest.raises(ConfigError, match="variant"):
+        tiny.write(tmp_path / "other", variant="plus")
 
 
 def test_verify_finds_nothing(drawing: Checkpoint) -> None:
     rows = verify.run(drawing.folder, cases=4)
-    assert len(rows) == 8
+    assert len(rows) == 12
     assert all(row.ok for row in rows)
     with pytest.raises(ConfigError):
         verify.run(drawing.folder, cases=0)

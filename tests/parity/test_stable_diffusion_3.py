@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
-from omnistage.models._diffusers.loading import diffusers
+from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
+from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
@@ -55,7 +57,7 @@ TEXT = [
     case(**SMALL, steps=1, guidance=2.0),
     case(**WIDE, steps=3, guidance=4.5, negative_prompt="people and cars"),
     case(width=48, height=80, steps=5, guidance=1.0, max_sequence_length=24),
-    case(width=32, height=112, steps=2, guidance=0.0, max_sequence_length=24, negative_prompt="ignored"),
+    case(width=32, height=112, steps=2, guidance=0.0, max_sequence_length=24),
     case("a very long story about the robot in the garden " * 12, **SMALL, steps=2),
     case("no length given", width=32, height=32, steps=2, seed=2**40),
     case("Ein Bär, 7 Vögel \U0001f3b7", **SMALL, steps=2, seed=0),
@@ -240,9 +242,9 @@ def test_transformers_made_for_inpainting_alone_are_refused(folder: Path, tmp_pa
 def test_verify_gives_a_row_for_each_quantity(folder: Path) -> None:
     seen: list[str] = []
     rows = verify.run(folder, cases=2, seed=3, progress=lambda what, share: seen.append(what))
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(row.ok for row in rows)
-    assert len(seen) == 2
+    assert len(seen) == 3
 
 
 # ----------------------------------------------------------------------------------------------- bad input
@@ -272,3 +274,75 @@ def test_refusals_name_the_parameter(asked: Case, error: type[OmniError], param:
 def test_an_input_picture_gives_the_size(parts: Components) -> None:
     asked = case(images=(picture(100, 50),), steps=2)
     assert drive(*parts, asked).pixels.shape == (48, 96, 3)
+
+
+def test_verify_finds_a_weight_that_is_changed_on_our_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Parts.load_model
+
+    def changed(self: Parts, name: str, device: torch.device, dtype: torch.dtype) -> object:
+        model = load(self, name, device, dtype)
+        if name == "transformer":
+            model.proj_out.bias += 0.1
+        return model
+
+    monkeypatch.setattr(Parts, "load_model", changed)
+    rows = verify.run(folder, cases=1)
+    assert [row.quantity for row in rows if not row.ok] == ["latents", "pixels", "pixels, all at once"]
+
+
+# ---------------------------------------------------------------------------------------- hostile checkpoints
+
+
+def _shard_index(part: Path, file: str) -> None:
+    weights = part / "diffusion_pytorch_model.safetensors"
+    with safe_open(weights, framework="pt") as opened:
+        names = list(opened.keys())
+    weights.rename(part / "other.safetensors")
+    text = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file)})
+    (part / "diffusion_pytorch_model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("file", ["weights.bin", "../vae/x.safetensors", "/etc/x.safetensors", "gone.safetensors"])
+def test_an_index_of_shards_names_safetensors_of_its_folder_only(folder: Path, tmp_path: Path, file: str) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    torch.save({}, tmp_path / "copy" / "transformer" / "weights.bin")
+    _shard_index(tmp_path / "copy" / "transformer", file)
+    with pytest.raises(CheckpointError, match=r"refused|gone\.safetensors is missing"):
+        load_components(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("part", "named", "reason"),
+    [
+        ("tokenizer", ["diffusers", "DDPMPipeline"], "whole pipeline"),
+        ("tokenizer", ["transformers", "CLIPTextModel"], "is a network"),
+        ("text_encoder", ["transformers", "CLIPTokenizer"], "is no network"),
+        ("transformer", ["transformers", "CLIPTextModel"], "no model of diffusers"),
+    ],
+)
+def test_a_part_is_of_the_kind_that_it_must_be(
+    folder: Path, tmp_path: Path, part: str, named: list[str], reason: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    path = tmp_path / "copy" / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: named}))
+    with pytest.raises(CheckpointError, match=reason):
+        load_components(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "reason"),
+    [
+        ("text_encoder", {"attn_implementation": "kernels-community/flash-attn"}, "code is not fetched"),
+        ("transformer", {"num_layers": 10**9}, "num_layers=1000000000"),
+        ("vae", {"block_out_channels": [8000] * 4}, "fetch the model again"),
+    ],
+)
+def test_a_configuration_that_takes_too_much_is_refused_before_it_does(
+    folder: Path, tmp_path: Path, part: str, settings: dict[str, object], reason: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    path = tmp_path / "copy" / part / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(CheckpointError, match=reason):
+        load_components(tmp_path / "copy")

@@ -164,9 +164,9 @@ def test_another_scheduler(model: Callable[[str], Model], name: str, settings: d
 def test_verify_passes(model: Callable[[str], Model]) -> None:
     seen: list[str] = []
     rows = verify.run(model("ti2v").folder, cases=2, seed=3, progress=lambda name, _: seen.append(name))
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(row.ok for row in rows), rows
-    assert [name.split(", ")[-1] for name in seen] == ["0 pictures 1", "1 pictures 2"]
+    assert [name.split(", ")[-1] for name in seen] == ["0 pictures 1", "1 pictures 2", "all at once"]
 
 
 # ------------------------------------------------------------------------------- rows of several requests

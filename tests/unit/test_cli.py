@@ -397,3 +397,26 @@ def test_progress_stays_within_its_bar():
     with progress_bar("working") as report:
         report("over", 7.0)
         report("under", -1.0)
+
+
+# --------------------------------------------------------------------------------------------- tiny's variants
+
+
+def test_a_variant_goes_to_a_family_that_has_it(tmp_path: Path) -> None:
+    run("tiny", "flux", tmp_path / "a", "--variant", "kontext")
+    assert json.loads((tmp_path / "a" / "model_index.json").read_text())["_class_name"] == "FluxKontextPipeline"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("flux", "dev, schnell, kontext"), ("wan", "t2v_experts"), ("z_image", "one kind only")]
+)
+def test_a_variant_that_the_family_lacks_is_refused_with_those_it_has(tmp_path: Path, family: str, reason: str) -> None:
+    result = run("tiny", family, tmp_path / "a", "--variant", "nonsense", code=2)
+    assert reason in " ".join(result.output.split())
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2", "qwen_image", "wan"])
+def test_the_variants_that_are_listed_are_those_that_tiny_takes(family: str) -> None:
+    module = __import__(f"omnistage.models.{family}.tiny", fromlist=["VARIANTS"])
+    assert set(registry_module.REGISTRY.family(family).variants) == set(module.VARIANTS)

@@ -204,6 +204,30 @@ def test_the_most_urgent_is_admitted_first_then_the_first_that_came() -> None:
     assert order == ["urgent", "first", "second", "late"]
 
 
+def test_a_request_of_many_pictures_does_not_keep_a_later_one_out() -> None:
+    made = scheduler(max_running=4, ageing_steps=2)
+    made.add("many", 64)
+    for lane in made.admit():
+        made.opened(lane, ("a",), 10)
+    for _ in range(20):  # long enough to be worth many levels, if the pictures that wait did age
+        made.schedule()
+    made.add("one", 1)
+    assert made.admit() == ()
+    made.finish([key("many", 0)])
+    assert made.admit() == (key("one"),)
+    made.finish([key("many", 1)])
+    assert made.admit() == (key("many", 4),)
+
+
+def test_places_are_shared_evenly_within_a_priority() -> None:
+    made = scheduler(max_running=6)
+    made.add("many", 10)
+    made.add("few", 2)
+    made.add("calm", 2, priority=1)
+    made.add("urgent", 2, priority=-1)
+    assert names(made.admit()) == ["urgent", "urgent", "many", "few", "many", "few"]
+
+
 def test_the_most_urgent_leads() -> None:
     made = scheduler()
     start(made, "calm", "a", priority=0)

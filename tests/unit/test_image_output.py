@@ -170,6 +170,14 @@ def test_contact_sheet() -> None:
     assert read_metadata(sheet.to_bytes()) == sheet.metadata
 
 
+def test_contact_sheet_says_once_what_its_pictures_have_in_common() -> None:
+    images = [ImageOutput(gradient(), {"seed": i, "prompt": "x" * 2000, "steps": 4}) for i in range(64)]
+    sheet = contact_sheet(images)
+    assert sheet.metadata == {"prompt": "x" * 2000, "steps": 4, "images": [{"seed": i} for i in range(64)]}
+    assert read_metadata(sheet.to_bytes("jpeg")) == sheet.metadata
+    assert contact_sheet(images[:1]).metadata == {"images": [images[0].metadata]}
+
+
 def test_contact_sheet_columns_and_labels() -> None:
     images = [ImageOutput(gradient(), {"seed": 123}), ImageOutput(gradient())]
     column = contact_sheet(images, columns=1)

@@ -2,12 +2,15 @@
 
 A lane is one picture on its way. Lanes whose rows agree in shape share a forward, at whatever step each of them is;
 new ones join at the next step, aborted ones leave. Every step is led by the lane that has waited longest among the
-most urgent, so shapes that never agree take turns and nothing starves.
+most urgent, so shapes that never agree take turns and nothing starves. Places that come free are shared out evenly
+among the requests that wait.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -97,10 +100,21 @@ class DiffusionScheduler:
         return len(self._lanes) - self.running
 
     def admit(self) -> tuple[LaneKey, ...]:
-        """Lanes to open now: the most urgent of those that wait, as many as may run. The caller says `opened`."""
-        free = self._limits.max_running - self.running
+        """Lanes to open now: the most urgent of those that wait, as many as may run. The caller says `opened`.
+
+        Equally urgent requests get equally many places, so one of many pictures does not keep the others out.
+        """
+        places = Counter(lane.key.request_id for lane in self._lanes.values() if lane.running)
+        free = self._limits.max_running - places.total()
+        if free <= 0:
+            return ()
         waiting = sorted((lane for lane in self._lanes.values() if not lane.running), key=self._rank)
-        admitted = waiting[: max(free, 0)]
+        ranked: list[tuple[int, int, int, _Lane]] = []
+        for lane in waiting:
+            level, turn = self._rank(lane)
+            ranked.append((level, places[lane.key.request_id], turn, lane))
+            places[lane.key.request_id] += 1
+        admitted = [lane for *_, lane in heapq.nsmallest(free, ranked)]
         for lane in admitted:
             lane.running = True
         return tuple(lane.key for lane in admitted)
@@ -124,8 +138,11 @@ class DiffusionScheduler:
                 picked.append(lane)
                 rows, tokens = rows + len(lane.groups), tokens + lane.cost
         chosen = {lane.key for lane in picked}
+        served = {lane.key.request_id for lane in picked}
         for lane in self._lanes.values():
-            lane.age = 0 if lane.key in chosen else lane.age + 1
+            # Pictures that wait to be opened do not age while others of their request go on.
+            waits = lane.running or lane.key.request_id not in served
+            lane.age = lane.age + 1 if lane.key not in chosen and waits else 0
         for lane in picked:
             lane.turn = next(self._turns)
         return tuple(lane.key for lane in picked)

@@ -51,6 +51,30 @@ class DiffusersEncoder(PromptEncoder):
             raise InvalidRequestError(
                 "is how far to leave an input picture; give an image or leave it out", param="strength"
             )
+        self._refuse_unused(payload, params)
+
+    def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        """Raise for what would be left aside: someone who sets it wants it to count."""
+        true_cfg, video = self._takes("true_cfg_scale"), self._takes("num_frames")
+        if params.true_cfg is not None and not true_cfg:
+            raise InvalidRequestError("this model has guidance only; set that instead", param="true_cfg")
+        if not video and (params.num_frames or 1) > 1:
+            raise InvalidRequestError(
+                "this model draws pictures, not videos; leave it out, or set n for several", param="num_frames"
+            )
+        if not video and params.fps is not None:
+            raise InvalidRequestError("this model draws pictures, not videos; leave it out", param="fps")
+        # Families with both scales say themselves which of them the negative prompt goes with.
+        off = params.guidance is not None and not true_cfg and len(self.jobs(payload, params)) < 2
+        if params.negative_prompt and off:
+            raise InvalidRequestError(
+                f"nothing guides away from it at guidance {params.guidance:g}; raise guidance, or leave it out",
+                param="negative_prompt",
+            )
+
+    def _takes(self, argument: str) -> bool:
+        """Whether diffusers' own pipeline has this argument."""
+        return argument in inspect.signature(type(self.pipe).__call__).parameters
 
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         """(width, height): as asked, else as the input picture's, else the model's default."""

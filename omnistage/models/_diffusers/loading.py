@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omnistage.config.checkpoint import read_json
 from omnistage.errors import CheckpointError, MissingDependencyError
 from omnistage.hf import transformers
+from omnistage.models.loading import check_repeats, check_size, nested_settings
 from omnistage.pipeline.registry import LoadContext
 
 INDEX = "model_index.json"
@@ -73,6 +76,9 @@ class Parts:
         found = getattr(package, cls, None)
         if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
             raise CheckpointError(f"{library} {package.__version__} has no {cls}, which {name} of {self.folder} needs")
+        if issubclass(found, diffusers().DiffusionPipeline):
+            # It would read an index of its own, which nobody has checked.
+            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be a whole pipeline, {cls}; refused")
         return found
 
     def folder_of(self, name: str) -> Path:
@@ -84,13 +90,18 @@ class Parts:
     def load(self, name: str) -> Any:
         """A part without weights: a tokenizer, a processor, a scheduler."""
         cls, folder = self.part_class(name), self.folder_of(name)
+        if issubclass(cls, nn.Module):
+            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, which is a network")
         options = {"local_files_only": True} | ({"trust_remote_code": False} if _is_transformers(cls) else {})
         return _guarded(folder, lambda: cls.from_pretrained(folder, **options))
 
     def load_model(self, name: str, device: torch.device, dtype: torch.dtype) -> Any:
         """A part with weights, for inference."""
         cls, folder = self.part_class(name), self.folder_of(name)
+        if not issubclass(cls, nn.Module):
+            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, which is no network")
         check_weights(folder)
+        self._check_sizes(name, cls, folder)
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
         options["dtype"] = dtype
         if not _is_transformers(cls):
@@ -106,8 +117,21 @@ class Parts:
     def stand_in(self, name: str) -> Any:
         """A part's module with its config and no weights: pipelines read sizes from it."""
         cls, folder = self.part_class(name), self.folder_of(name)
+        if not issubclass(cls, diffusers().ModelMixin):
+            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, no model of diffusers")
+        check_config(folder)
+        return self._skeleton(cls, folder)
+
+    def _skeleton(self, cls: Any, folder: Path) -> Any:
         with torch.device("meta"):
             return _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
+
+    def _check_sizes(self, name: str, cls: Any, folder: Path) -> None:
+        """Refuse a configuration that its weights cannot fill, before memory is taken for it."""
+        check_config(folder)
+        # transformers makes its models without memory; diffusers allocates each parameter, if only for a moment.
+        if issubclass(cls, diffusers().ModelMixin):
+            check_size(self._skeleton(cls, folder), sum(math.prod(shape) for shape in _shapes(folder)), f"{name}'s ")
 
     def _check_essential(self, wanted: Collection[str]) -> None:
         """Raise for a part that no pipeline works without; text encoders and such may be left out of a checkpoint."""
@@ -163,6 +187,8 @@ def _is_part(entry: object) -> bool:
 
 def check_weights(folder: Path) -> None:
     """Refuse a part without safetensors, saying which kind of wrong it is."""
+    for index in folder.glob("*.index.json"):
+        _check_index(index)
     if any(folder.glob("*.safetensors")):
         return
     if any(path for pattern in _PICKLED for path in folder.glob(pattern)):
@@ -170,6 +196,44 @@ def check_weights(folder: Path) -> None:
             f"{folder} has only pickled weights, which are not loaded; convert them to safetensors first"
         )
     raise CheckpointError(f"{folder} has no safetensors weights; the checkpoint is incomplete, fetch it again")
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index of shards that names anything but safetensors beside it: both libraries would read it."""
+    if ".safetensors.index" not in path.name:
+        return  # that of pickled weights, which is not read
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map; fetch it again")
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {file!r}, which is no safetensors file of its folder; refused")
+        if not (path.parent / file).is_file():
+            raise CheckpointError(f"shard {file} is missing in {path.parent}; fetch the model again")
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a part's configuration that would fetch code, or make layers without end."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; the checkpoint is incomplete, fetch it again")
+    config = read_json(folder / "config.json")
+    for key, value in nested_settings(config):
+        # transformers takes such a name for compiled code on the hub.
+        if key in ("attn_implementation", "_attn_implementation") and isinstance(value, str) and "/" in value:
+            raise CheckpointError(f"{folder} asks for the kernel {value!r}; code is not fetched, remove {key}")
+    check_repeats(config, len(_shapes(folder)), str(folder / "config.json"))
+
+
+def _shapes(folder: Path) -> list[Sequence[int]]:
+    """The shapes of all weights of a part, from the heads of its files."""
+    shapes: list[Sequence[int]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
+    return shapes
 
 
 def _is_transformers(cls: type[Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
     if ours.latents.shape != reference.latents.shape or ours.pixels.shape != reference.pixels.shape:
         return [VerifyRow.judge(case.name, "shape", float("inf"), 0.0)]
     latents = float((ours.latents.float() - reference.latents.float()).abs().max())
-    pixels = float(np.abs(ours.pixels.astype(np.int16) - reference.pixels.astype(np.int16)).max()) / 255
+    pixels = _pixels_apart(ours.pixels, reference.pixels)
     return [
         VerifyRow.judge(case.name, "latents", latents, LATENT_TOLERANCE),
         VerifyRow.judge(case.name, "pixels", pixels, PIXEL_TOLERANCE),
@@ -67,13 +68,49 @@ def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
 def compare(
     folder: Path, cases: Sequence[Case], reference: Callable[[Case], Drawn], progress: Report | None = None
 ) -> list[VerifyRow]:
-    """All cases through a loaded pipeline of ours, several at once, and through diffusers one by one."""
+    """All cases through our components and through diffusers one by one, then all at once through the engine.
+
+    The engine's pictures are judged by their pixels: latents stay inside it.
+    """
     from omnistage.models._diffusers.offline import load_components
 
     parts = load_components(folder)
     rows: list[VerifyRow] = []
+    expected: list[Drawn] = []
     for done, case in enumerate(cases):
         if progress is not None:
-            progress(case.name, done / len(cases))
-        rows += rows_of(case, drive(*parts, case), reference(case))
+            progress(case.name, done / (len(cases) + 1))
+        expected.append(reference(case))
+        rows += rows_of(case, drive(*parts, case), expected[-1])
+    if progress is not None:
+        progress("all at once", len(cases) / (len(cases) + 1))
+    del parts
+    for case, drawn, wanted in zip(cases, draw_together(folder, cases), expected, strict=True):
+        apart = _pixels_apart(drawn, wanted.pixels)
+        rows.append(VerifyRow.judge(case.name, "pixels, all at once", apart, PIXEL_TOLERANCE))
     return rows
+
+
+def draw_together(folder: Path, cases: Sequence[Case]) -> list[np.ndarray]:
+    """`uint8` pixels of every case, drawn by one pipeline that is given all of them at once."""
+    from omnistage.omni import Omni
+
+    prompts: list[Any] = []
+    for case in cases:
+        given = {"images": list(case.payload.images)} if case.payload.images else {}
+        masked = {"mask": case.payload.mask} if case.payload.mask is not None else {}
+        prompts.append({"prompt": case.payload.prompt, **given, **masked})
+    with Omni(str(folder), device="cpu", dtype="float32") as omni:
+        outputs = omni.generate(prompts, [case.params for case in cases], progress=False)
+    drawn = []
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+        drawn.append(output.video.frames if output.video is not None else output.images[0].pixels)
+    return drawn
+
+
+def _pixels_apart(ours: np.ndarray, theirs: np.ndarray) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float(np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).max()) / 255

@@ -209,7 +209,7 @@ def _check_room(folder: Path) -> None:
     """Find a config out that asks for far more than the weights, before `transformers` makes room for it."""
     config, checkpoint = read_auto_config(folder), Checkpoint(folder)
     kv_shape(config.get_text_config())
-    check_repeats(config, len(list(checkpoint.names())))
+    check_repeats(config.to_dict(), len(list(checkpoint.names())))
     # Up to sixteen quantised numbers lie packed in one.
     share = 16 if check_quantisation(config) else 1
     with torch.device("meta"):

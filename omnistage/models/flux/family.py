@@ -60,5 +60,6 @@ FAMILY = Family(
     processor=_processor,
     tiny=_tiny,
     verify=_verify,
+    variants=("dev", "schnell", "kontext"),
     aliases=("flux1",),
 )

@@ -148,7 +148,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         prepare_torchvision()
         self.pipe: Any = diffusers().GlmImagePipeline.from_pretrained(
-            folder, torch_dtype=torch.float32, local_files_only=True
+            folder, dtype=torch.float32, local_files_only=True
         )
         self.pipe.set_progress_bar_config(disable=True)
 

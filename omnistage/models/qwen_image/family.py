@@ -65,5 +65,6 @@ FAMILY = Family(
     processor=_processor,
     tiny=_tiny,
     verify=_verify,
+    variants=("image", "edit", "edit_plus"),
     aliases=("qwen-image",),
 )

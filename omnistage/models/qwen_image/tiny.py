@@ -13,7 +13,11 @@ from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._tiny_common import Draw, between
 
-PIPELINES = ("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
+VARIANTS = {
+    "image": "QwenImagePipeline",
+    "edit": "QwenImageEditPipeline",
+    "edit_plus": "QwenImageEditPlusPipeline",
+}
 REAL_VOCAB, FIRST_SPECIAL = 152064, 151643
 # In the order of the real vocabulary.
 SPECIAL_TOKENS = (
@@ -42,19 +46,19 @@ def write(
     seed: int = 0,
     scale: float = 0.0,
     progress: Callable[[str, float], None] | None = None,
-    pipeline: str = PIPELINES[0],
+    variant: str = "image",
 ) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty. `pipeline` says what it is made for."""
+    """Write the checkpoint into `folder`, which must be new or empty. `variant` says what it is made for."""
     common.check_scale(scale)
-    if pipeline not in PIPELINES:
-        raise ConfigError(f"there is no {pipeline}; known: {', '.join(PIPELINES)}", param="pipeline")
+    if variant not in VARIANTS:
+        raise ConfigError(f"there is no {variant!r}; known: {', '.join(VARIANTS)}", param="variant")
     common.new_folder(folder)
     dtype = parts.stored_dtype(scale)
     ids = special_ids(scale)
     models: dict[str, tuple[Any, common.Rule]] = {
         "text_encoder": (text_encoder(scale), encoder_draw),
-        "transformer": (transformer(scale, plus=pipeline == PIPELINES[2]), parts.transformer_draw),
-        "vae": (vae(scale, editing=pipeline != PIPELINES[0]), vae_draw),
+        "transformer": (transformer(scale, plus=variant == "edit_plus"), parts.transformer_draw),
+        "vae": (vae(scale, editing=variant != "image"), vae_draw),
     }
     for done, (name, (model, rule)) in enumerate(models.items()):
         if progress is not None:
@@ -78,10 +82,10 @@ def write(
         "transformer": ("diffusers", "QwenImageTransformer2DModel"),
         "vae": ("diffusers", "AutoencoderKLQwenImage"),
     }
-    if pipeline != PIPELINES[0]:
+    if variant != "image":
         _write_processor(folder / "processor", ids)
         index["processor"] = ("transformers", "Qwen2VLProcessor")
-    parts.write_index(folder, pipeline, index)
+    parts.write_index(folder, VARIANTS[variant], index)
 
 
 def special_ids(scale: float) -> dict[str, int]:

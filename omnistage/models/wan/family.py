@@ -57,5 +57,6 @@ FAMILY = Family(
     processor=_processor,
     tiny=_tiny,
     verify=_verify,
+    variants=("t2v", "t2v_experts", "i2v_clip", "flf2v", "i2v_experts", "ti2v"),
     aliases=("wan2",),
 )

@@ -30,6 +30,7 @@ _SHAPES: dict[Variant, tuple[int, int, int]] = {
 }
 _CLIP_VARIANTS, _CHANNEL_VARIANTS = ("i2v_clip", "flf2v"), ("i2v_clip", "flf2v", "i2v_experts")
 _BOUNDARIES = {"t2v_experts": 0.875, "i2v_experts": 0.9}
+VARIANTS = tuple(_SHAPES)
 _TEXT_VOCAB = (1280, 256384)
 
 
@@ -126,7 +127,7 @@ def write(
     """Write the checkpoint into `folder`, which must be new or empty."""
     common.check_scale(scale)
     if variant not in _SHAPES:
-        raise ConfigError(f"there is no {variant!r}; use one of {', '.join(_SHAPES)}", param="variant")
+        raise ConfigError(f"there is no {variant!r}; known: {', '.join(_SHAPES)}", param="variant")
     common.new_folder(folder)
     clip = image_encoder(scale) if variant in _CLIP_VARIANTS else None
     models: dict[str, tuple[Any, common.Rule]] = {
