@@ -698,6 +698,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 BROKEN["a part that is named nowhere"] = (lambda folder: set_part(folder, "transformer", None), "transformer")
+BROKEN["a text encoder that is named nowhere"] = (lambda folder: set_part(folder, "text_encoder", None), "text_encoder")
+BROKEN["a tokenizer that is named nowhere"] = (lambda folder: set_part(folder, "tokenizer", None), "tokenizer")
 
 
 @pytest.mark.parametrize("case", BROKEN)

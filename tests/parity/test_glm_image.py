@@ -335,6 +335,8 @@ def test_verify_finds_no_difference(folder: Path) -> None:
         ({"height": 16}, 0, False, InvalidRequestError, "use 32 or 64"),
         ({"negative_prompt": "fog"}, 0, False, InvalidRequestError, "empty prompt only"),
         ({"strength": 0.5}, 1, False, InvalidRequestError, "no strength"),
+        ({"true_cfg": 2.0}, 0, False, InvalidRequestError, "true_cfg"),
+        ({"num_frames": 5}, 0, False, InvalidRequestError, "num_frames"),
         ({}, 1, True, InvalidRequestError, "no mask"),
         ({}, 17, False, UnsupportedModalityError, "16 images"),
         ({"width": 16384, "height": 32}, 0, False, InvalidRequestError, "long and thin"),

@@ -25,7 +25,7 @@ from omnistage.pipeline.registry import LoadContext
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
-_ESSENTIAL = frozenset({"vae", "transformer", "scheduler"})
+_ESSENTIAL = frozenset({"vae", "transformer", "scheduler", "text_encoder", "tokenizer"})
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

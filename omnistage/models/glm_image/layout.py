@@ -41,6 +41,10 @@ def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> N
         raise InvalidRequestError(
             "this model has no strength, it redraws input pictures; leave it out", param="strength"
         )
+    for name in ("true_cfg", "num_frames", "fps"):
+        value = getattr(params, name)
+        if value is not None and not (name == "num_frames" and value == 1):
+            raise InvalidRequestError("means nothing to this model; leave it out", param=name)
     if params.negative_prompt:
         raise InvalidRequestError(
             "this model guides away from an empty prompt only; leave it out", param="negative_prompt"
