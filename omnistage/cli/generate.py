@@ -206,7 +206,7 @@ def _present(answer: OmniRequestOutput, folder: Path | None, saving: drawing.Sav
     usage = answer.usage
     made = [f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens"] if answer.outputs else []
     made += [f"{usage.audio_seconds:.2f} s of audio"] if answer.audio is not None or answer.outputs else []
-    made += [f"{usage.images} pictures"] if usage.images else []
+    made += [f"{usage.images} picture{'s' if usage.images > 1 else ''}"] if usage.images else []
     made += [f"{usage.video_seconds:.2f} s of video"] if usage.video_seconds else []
     made += [f"{usage.steps} denoising steps"] if usage.steps else []
     notes.print(f"{', '.join(made)}, ended by {answer.finish_reason}", style="dim")
