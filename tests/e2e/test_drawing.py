@@ -765,7 +765,7 @@ def test_the_command_draws_what_the_front_door_draws(folder: Path, omni: Omni, t
     assert_same_pixels(drawn, only(omni.generate(CAT, params, progress=False)[0]).pixels)
     metadata: Any = read_metadata(tmp_path / "picture.png")
     assert (metadata["prompt"], metadata["seed"], metadata["parameters"]["steps"]) == (CAT, 3, 2)
-    assert "1 pictures, 2 denoising steps, ended by stop" in result.stderr
+    assert "1 picture, 2 denoising steps, ended by stop" in result.stderr
 
 
 def test_the_command_writes_several_and_a_sheet_without_metadata(folder: Path, tmp_path: Path) -> None:
