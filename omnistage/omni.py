@@ -83,6 +83,7 @@ class _Front:
     def _open(self, parts: EngineParts) -> None:
         deployment = parts.deployment
         self.processor = parts.processor
+        self.media_limits = parts.limits.media
         self.orchestrator = Orchestrator(
             parts.graph,
             parts.stages,

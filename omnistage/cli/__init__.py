@@ -12,6 +12,7 @@ from omnistage.cli.bench import bench
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
+from omnistage.cli.serve import serve
 from omnistage.cli.tiny import tiny
 from omnistage.cli.verify import verify
 
@@ -22,7 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
-    help="Run any-to-any models as pipelines of stages: text, images, audio and video in; text and speech out.",
+    help="Run any-to-any models as pipelines of stages: text, images, audio and video in; text, speech, images and "
+    "video out.",
     epilog="Start with `omnistage tiny qwen2_5_omni out/tiny` and "
     "`omnistage generate out/tiny 'Hello'`: no download, no GPU.",
 )
@@ -45,5 +47,5 @@ def _main(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-for _command in (generate, config, tiny, verify, bench):
+for _command in (generate, serve, config, tiny, verify, bench):
     app.command()(ends_on_error(_command))

@@ -144,6 +144,10 @@ class Orchestrator:
         self.stages[entry].check(StageInput(info, params[entry], request.payload, emit_hidden=reads_hidden))
         return plan
 
+    def default_params(self, stage: str) -> StageParams:
+        """What a stage uses where a request says nothing."""
+        return self._defaults[stage]
+
     def _merged(self, overrides: Mapping[str, StageParams]) -> dict[str, StageParams]:
         if unknown := sorted(overrides.keys() - self._defaults.keys()):
             raise InvalidRequestError(

@@ -1,0 +1,1 @@
+"""The service: OpenAI-compatible HTTP over `AsyncOmni`. Needs the extra `omnistage[server]`."""

@@ -1,0 +1,43 @@
+"""The application: routes, errors, limits, in the order in which a request meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from omnistage import __version__
+from omnistage.server import errors
+from omnistage.server.bodies import BodyLimit
+from omnistage.server.exchange import Exchange
+from omnistage.server.gate import Gate
+from omnistage.server.routes import chat, completions, images, responses, speech, status, transcriptions, videos
+from omnistage.server.service import Service
+
+DEFAULT_MAX_BODY = 64 * 2**20
+DEFAULT_STALL_SECONDS = 60.0
+
+
+def create_app(
+    service: Service,
+    *,
+    max_body_bytes: int = DEFAULT_MAX_BODY,
+    stall_seconds: float = DEFAULT_STALL_SECONDS,
+    cors: Sequence[str] = (),
+) -> FastAPI:
+    """The HTTP application over a service whose models may still be loading."""
+    app = FastAPI(title="Omnistage", version=__version__, docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    errors.install(app)
+
+    for module in (chat, completions, responses, speech, transcriptions, images, videos, status):
+        app.include_router(module.router)
+    # From the inside out: a request meets the last of these first.
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
+    app.add_middleware(Gate, service=service)
+    if cors:
+        # Outside of the gate: a browser asks whether it may send a key before it sends it.
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Exchange, measures=service.measures, stall_seconds=stall_seconds)
+    return app

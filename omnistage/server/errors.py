@@ -1,0 +1,143 @@
+"""Errors as OpenAI's clients read them: a status, and a body that says what to change and nothing of our insides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from omnistage.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.pipeline.loop import log_defect
+from omnistage.types import short_repr
+
+CLIENT_CLOSED = 499
+"""nginx's number for a client that left, and ours for a request that was cancelled."""
+_RETRY_SECONDS = 5
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    CLIENT_CLOSED: "request_cancelled",
+    503: "service_unavailable_error",
+}
+
+
+class AuthenticationError(OmniError):
+    """No key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(OmniError):
+    """A key that is known and may not do this."""
+
+    status = 403
+    code = "permission_denied"
+
+
+class NotFoundError(OmniError):
+    """There is no such model, request or file."""
+
+    status = 404
+    code = "not_found"
+
+
+class RateLimitError(QueueFullError):
+    """A key has used up what it may use now."""
+
+    code = "rate_limit_exceeded"
+
+
+class CancelledRequestError(OmniError):
+    """Someone ended the request before it gave anything."""
+
+    status = CLIENT_CLOSED
+    code = "cancelled"
+
+
+class BodyTimeoutError(OmniError):
+    """The client stopped in the middle of its body."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class LoadingError(OmniError):
+    """The models are not ready yet."""
+
+    status = 503
+    code = "loading"
+
+
+def body_of(error: OmniError) -> dict[str, Any]:
+    """OpenAI's error body. Defects of ours are named, never described."""
+    message = "an internal error; the service's log has it" if isinstance(error, InternalError) else error.message
+    return {
+        "error": {
+            "message": f"{error.param}: {message}" if error.param else message,
+            "type": _TYPES.get(error.status, "server_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def response_of(error: OmniError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 503:
+        headers["Retry-After"] = str(_RETRY_SECONDS)
+    return JSONResponse(body_of(error), status_code=error.status, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure of every route in one form."""
+
+    @app.exception_handler(OmniError)
+    async def ours(_request: Request, error: OmniError) -> JSONResponse:
+        return response_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return response_of(_first_problem(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: HTTPException) -> JSONResponse:
+        kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
+        content = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
+        return JSONResponse(content, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def defect(_request: Request, error: Exception) -> JSONResponse:
+        log_defect("a route", error)
+        return response_of(InternalError("a defect"))
+
+
+def _first_problem(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
+    """400 with the field's path for the first thing that pydantic found."""
+    first = problems[0]
+    parts = [part for part in first["loc"] if part != "body"]
+    path = ".".join(str(part)[:80] for part in parts)
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequestError("the body is not valid JSON; check it", param=None)
+    if first["type"] == "extra_forbidden":
+        message = "there is no such field; leave it out"
+    elif first["type"] == "missing":
+        message = "is missing; give it"
+    elif first["type"] != "value_error":
+        message = f"{message} (got {short_repr(first.get('input'))})"
+    return InvalidRequestError(message, param=path or None)

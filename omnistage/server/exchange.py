@@ -1,0 +1,154 @@
+"""One request and its answer on one connection: whoever leaves or stops reading ends the work; each end is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from omnistage.errors import InternalError, OmniError
+from omnistage.pipeline.loop import log_defect
+from omnistage.server.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
+from omnistage.server.errors import CLIENT_CLOSED, response_of
+from omnistage.server.metrics import Measures
+
+_PIECE = 64 * 2**10
+"""Bytes handed to the connection at once: after each it may make us wait, so that a large answer is not all copied."""
+_TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transport", default=None)
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which lets the application cut it: closing waits for a reader that may never read."""
+
+    def data_received(self, data: bytes) -> None:
+        _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
+        super().data_received(data)
+
+
+class StalledError(OSError):
+    """The client has not read for too long."""
+
+
+@dataclass(slots=True)
+class _State:
+    started: bool = False
+    complete: bool = False
+
+
+class Exchange:
+    """ASGI middleware around everything else.
+
+    A client that leaves cancels its request's task wherever it is, and so aborts the work; one that reads nothing for
+    `stall_seconds` is cut off. Nothing that fails inside gets out of here.
+    """
+
+    def __init__(self, app: ASGIApp, measures: Measures, stall_seconds: float) -> None:
+        self._app = app
+        self._measures = measures
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        record = Record(scope["method"], client[0] if client else None)
+        token = CURRENT.set(record)
+        try:
+            await self._run(scope, receive, send, record)
+        finally:
+            CURRENT.reset(token)
+            # The pattern of the route, not the path: that one is the client's text, and there is no end to them.
+            pattern = getattr(scope.get("route"), "path", None)
+            record.endpoint = f"{scope['method']} {pattern}" if pattern is not None else "unknown"
+            if str(scope["path"]).startswith("/v1/"):
+                self._measures.answered(record, record.close())
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+        state = _State()
+        body_read = asyncio.Event()
+
+        async def counted() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                record.bytes_in += len(message.get("body", b""))
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                body_read.set()
+            return message
+
+        guarded = self._guarded(send, record, state)
+        work = asyncio.ensure_future(_call(self._app, scope, counted, guarded))
+        watch = asyncio.ensure_future(_until_gone(receive, body_read))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not state.complete:
+                record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
+                work.cancel()
+            await asyncio.wait({work})
+        finally:
+            work.cancel()
+            watch.cancel()
+        error = None if work.cancelled() else work.exception()
+        if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
+            await self._failed(error, scope, receive, guarded, record, state)
+
+    def _guarded(self, send: Send, record: Record, state: _State) -> Send:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state.started = True
+                record.status = message["status"]
+                await self._timed(send, message, record)
+                return
+            body = message.get("body", b"")
+            more = message.get("more_body", False)
+            record.bytes_out += len(body)
+            for start in range(0, max(len(body), 1), _PIECE):
+                last = start + _PIECE >= len(body)
+                piece = body if last and start == 0 else body[start : start + _PIECE]
+                state.complete = last and not more
+                await self._timed(send, {**message, "body": piece, "more_body": more or not last}, record)
+
+        return guarded
+
+    async def _timed(self, send: Send, message: Message, record: Record) -> None:
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await send(message)
+        except TimeoutError:
+            record.ended, record.status = SLOW_READER, CLIENT_CLOSED
+            await _cut()
+            raise StalledError("the client does not read") from None
+
+    async def _failed(
+        self, error: BaseException, scope: Scope, receive: Receive, send: Send, record: Record, state: _State
+    ) -> None:
+        """Answer what no handler has answered; a stream that has begun can only be broken off."""
+        record.ended = "error"
+        if not isinstance(error, OmniError) and not isinstance(error.__cause__, OmniError):
+            log_defect("a route", error)
+        if state.started:
+            await _cut()
+            return
+        shown = error if isinstance(error, OmniError) else InternalError("a defect")
+        await response_of(shown)(scope, receive, send)
+
+
+async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _until_gone(receive: Receive, body_read: asyncio.Event) -> None:
+    """Return once the client has left. The body's messages are the application's: it waits until they are read."""
+    await body_read.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cut() -> None:
+    transport = _TRANSPORT.get()
+    if transport is not None:
+        transport.abort()
+        await asyncio.sleep(0)  # the connection hears of it in the loop's next turn

@@ -1,0 +1,296 @@
+"""`/v1/responses`: text and speech, whole or as OpenAI's typed events. Nothing is stored, and there are no tools."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal, Self
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
+
+from omnistage.errors import InvalidRequestError, OmniError, StageError
+from omnistage.params import SamplingParams, StageParams, StructuredOutput
+from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.context import caller, service_of
+from omnistage.server.encode import encode_audio, pcm16
+from omnistage.server.errors import body_of
+from omnistage.server.schemas import AudioOptions, Finite
+from omnistage.server.service import ServedModel, collect
+from omnistage.server.sse import event, stream_response
+from omnistage.server.tools import renamed
+from omnistage.server.wire import WireModel
+from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk, Usage
+
+router = APIRouter()
+_CUT_SHORT = (FinishReason.LENGTH, FinishReason.DEADLINE)
+
+
+class TextFormat(WireModel):
+    """As `response_format` of a chat, with the schema's fields beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        if self.type == "json_object":
+            return StructuredOutput(json_object=True)
+        return StructuredOutput(json_schema=self.schema_) if self.schema_ is not None else None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema goes with type json_schema; give both or neither")
+        return self
+
+
+class TextOptions(WireModel):
+    format: TextFormat = TextFormat()
+
+
+class ResponsesRequest(WireModel):
+    """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
+
+    model: str
+    input: str | tuple[dict[str, Any], ...]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    stream: bool | None = False
+    text: TextOptions = TextOptions()
+    # OpenAI's, without effect here
+    metadata: dict[str, str] | None = None
+    store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
+    user: str | None = None
+    # Ours
+    modalities: tuple[Literal["text", "audio"], ...] | None = None
+    audio: AudioOptions | None = None
+    seed: int | None = None
+    priority: int = 0
+    timeout: Finite | None = None
+
+    def messages(self) -> list[Mapping[str, Any]]:
+        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*first, *(_message(item, index) for index, item in enumerate(given))]
+
+    def path(self, path: str) -> str:
+        """A path into `messages()` as one into this request."""
+        found = re.fullmatch(r"messages(?:\[(\d+)\])?(.*)", path)
+        if found is None:
+            return path
+        index = int(found[1] or 0) - bool(self.instructions)
+        if index < 0:
+            return "instructions"
+        return "input" if isinstance(self.input, str) or found[1] is None else f"input[{index}]{found[2]}"
+
+    def sampling(self) -> SamplingParams | None:
+        values: dict[str, object] = {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "structured": self.text.format.structured(),
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return SamplingParams.parse(given) if given else None
+        except InvalidRequestError as error:
+            if error.param == "max_tokens":
+                error.param = "max_output_tokens"
+            raise
+
+    @model_validator(mode="after")
+    def _audio_fits(self) -> Self:
+        if self.audio is not None and "audio" not in (self.modalities or ()):
+            raise ValueError("audio is for spoken answers; add audio to modalities")
+        if self.stream and self.audio is not None and self.audio.format not in ("pcm16", "wav"):
+            raise ValueError("audio.format: a stream carries pcm16; ask for that")
+        return self
+
+
+def _message(item: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    kind = item.get("type", "message")
+    if kind != "message":
+        raise InvalidRequestError("only items of type message are taken here", param=f"input[{index}].type")
+    return {key: value for key, value in item.items() if key in ("role", "content")}
+
+
+@router.post("/v1/responses", response_model=None)
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a text or a conversation."""
+    service = service_of(request)
+    holder = caller(request)
+    model = service.model(body.model)
+    options = RequestOptions(
+        body.modalities, body.audio.voice if body.audio is not None else None, body.priority, body.timeout
+    )
+    running = renamed(service.running(holder, model, body.messages(), _params(body, model), options), body.path)
+    if body.stream:
+
+        async def items() -> AsyncIterator[bytes]:
+            async with running as stream:
+                writer = Writer(Answer(stream.request_id, body))
+                async for item in stream:
+                    for data in writer.events(item):
+                        yield event(data, data["type"])
+
+        return await stream_response(items())
+    async with running as stream:
+        answer = Answer(stream.request_id, body)
+        final = (await collect(stream, request))[-1].final
+    if final is None or final.error is not None:
+        raise final.error if final is not None and final.error is not None else StageError("no answer came")
+    return JSONResponse(answer.ended(final))
+
+
+def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
+    stage = model.stage_taking(SamplingParams)
+    if stage is None or "text" not in model.modalities:
+        raise InvalidRequestError("this model gives no text; use the images endpoint", param="model")
+    sampling = body.sampling()
+    return {} if sampling is None else {stage: sampling}
+
+
+class Answer:
+    """The response object of one request, as it is when it begins and when it has ended."""
+
+    def __init__(self, request_id: str, body: ResponsesRequest) -> None:
+        own = request_id.removeprefix("req-")
+        self.id, self.item_id = f"resp_{own}", f"msg_{own}"
+        self._body = body
+        self._created = int(time.time())
+
+    def state(self, status: str, **more: object) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": body.metadata or {},
+            **more,
+        }
+
+    def ended(self, final: OmniRequestOutput) -> dict[str, Any]:
+        cut = final.finish_reason in _CUT_SHORT
+        status = "incomplete" if cut else "completed"
+        reason = "max_output_tokens" if final.finish_reason is FinishReason.LENGTH else "timeout"
+        return self.state(
+            status,
+            incomplete_details={"reason": reason} if cut else None,
+            output=[self.item(status, self.parts(final))],
+            usage=_usage(final.usage),
+        )
+
+    def failed(self, error: OmniError) -> dict[str, Any]:
+        told = body_of(error)["error"]
+        return self.state("failed", error={"code": told["code"], "message": told["message"]})
+
+    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "message", "id": self.item_id, "status": status, "role": "assistant", "content": content}
+
+    def parts(self, final: OmniRequestOutput) -> list[dict[str, Any]]:
+        made = [text_part(final.text)]
+        if final.audio is not None:
+            # A stream has sent pcm16 already; its last event says the same again, for those who read only that.
+            format = "pcm16" if self._body.stream else (self._body.audio.format if self._body.audio else "wav")
+            data = base64.b64encode(encode_audio(final.audio, format)).decode()
+            made.append({"type": "output_audio", "data": data, "transcript": final.text})
+        return made
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0, "audio_seconds": usage.audio_seconds},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class Writer:
+    """The typed events of one streamed answer, numbered in their order."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._sent = 0
+
+    def _begin(self) -> list[dict[str, Any]]:
+        response = self._answer.state("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+            self._event("response.output_item.added", output_index=0, item=self._answer.item("in_progress", [])),
+            self._part_event("response.content_part.added", 0, part=text_part("")),
+        ]
+
+    def events(self, item: OutputChunk) -> list[dict[str, Any]]:
+        # Not before the first item: what fails until then is answered with a status.
+        return [*([] if self._sent else self._begin()), *self._events(item)]
+
+    def _events(self, item: OutputChunk) -> list[dict[str, Any]]:
+        if item.final is not None:
+            return self._last(item.final)
+        if item.text:
+            return [self._part_event("response.output_text.delta", 0, delta=item.text, logprobs=[])]
+        if item.audio is not None:
+            samples = pcm16(np.asarray(item.audio.samples, dtype=np.float32))
+            return [self._event("response.audio.delta", delta=base64.b64encode(samples).decode())]
+        return []
+
+    def _last(self, final: OmniRequestOutput) -> list[dict[str, Any]]:
+        if final.error is not None:
+            return [self._event("response.failed", response=self._answer.failed(final.error))]
+        ended = self._answer.ended(final)
+        item = ended["output"][0]
+        text, *sound = item["content"]
+        made = [
+            self._part_event("response.output_text.done", 0, text=text["text"], logprobs=[]),
+            self._part_event("response.content_part.done", 0, part=text),
+        ]
+        for part in sound:
+            made += [
+                self._event("response.audio.done"),
+                self._part_event("response.content_part.added", 1, part={**part, "data": "", "transcript": ""}),
+                self._part_event("response.content_part.done", 1, part=part),
+            ]
+        made.append(self._event("response.output_item.done", output_index=0, item=item))
+        made.append(self._event(f"response.{ended['status']}", response=ended))
+        return made
+
+    def _part_event(self, kind: str, index: int, **values: object) -> dict[str, Any]:
+        return self._event(kind, item_id=self._answer.item_id, output_index=0, content_index=index, **values)
+
+    def _event(self, kind: str, **values: object) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": kind, "sequence_number": self._sent - 1, **values}

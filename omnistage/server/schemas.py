@@ -1,0 +1,226 @@
+"""What clients send, as pydantic models of OpenAI's wire format. Fields that we add come last in each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from omnistage.params import DiffusionParams, SamplingParams, StructuredOutput
+from omnistage.server.tools import ToolFields
+from omnistage.server.wire import WireModel as WireModel
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+SIZE_PATTERN = r"^(auto|\d{2,5}x\d{2,5})$"
+
+
+class StreamOptions(WireModel):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class AudioOptions(WireModel):
+    """How a spoken answer is wanted."""
+
+    voice: str | None = None
+    format: Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"] = "wav"
+
+
+class JsonSchema(WireModel):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        if self.type == "json_object":
+            return StructuredOutput(json_object=True)
+        if self.type == "json_schema":
+            schema = self.json_schema.schema_ if self.json_schema is not None else None
+            return StructuredOutput(json_schema=schema if schema is not None else {})
+        return None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing; give the schema, or use type json_object")
+        return self
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+)
+"""Fields that are called the same in `SamplingParams`."""
+
+
+class SamplingFields(WireModel):
+    """What chat and plain completions share."""
+
+    model: str
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | tuple[str, ...] | None = None
+    presence_penalty: Finite | None = None
+    frequency_penalty: Finite | None = None
+    logit_bias: dict[int, Finite] | None = None
+    seed: int | None = None
+    user: str | None = None
+    # Ours
+    top_k: int | None = None
+    min_p: Finite | None = None
+    repetition_penalty: Finite | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    priority: int = 0
+    timeout: Finite | None = None
+
+    def _sampling(self, **more: object) -> SamplingParams | None:
+        """The sampling parameters that were given, None where there are none."""
+        values: dict[str, object] = {name: getattr(self, name) for name in _SAMPLING}
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
+        given = {name: value for name, value in {**values, **more}.items() if value is not None}
+        return SamplingParams.parse(given) if given else None
+
+
+class ChatRequest(SamplingFields, ToolFields):
+    """`POST /v1/chat/completions`. `messages` are checked where their media are decoded."""
+
+    messages: tuple[dict[str, Any], ...]
+    modalities: tuple[Literal["text", "audio", "image", "video"], ...] | None = None
+    audio: AudioOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    # OpenAI's, without effect here
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    # Ours
+    use_audio_in_video: bool = False
+    drawing: DiffusionParams | None = Field(default=None, description="For models that draw.")
+
+    def sampling(self) -> SamplingParams | None:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        structured = self.response_format.structured() if self.response_format is not None else None
+        toolbox = self.toolbox()
+        if toolbox is not None and toolbox.forced:
+            structured = toolbox.structured()
+        return self._sampling(max_tokens=most, logprobs=logprobs, structured=structured)
+
+    @model_validator(mode="after")
+    def _logprobs_first(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _tools_alone(self) -> Self:
+        toolbox = self.toolbox()
+        if toolbox is None:
+            return self
+        if "audio" in (self.modalities or ()):
+            raise ValueError("tools: a call would be spoken aloud; leave audio out of modalities")
+        if toolbox.forced and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("response_format and a forced tool_choice exclude each other; leave one out")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    max_tokens: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    def sampling(self) -> SamplingParams | None:
+        return self._sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class SpeechRequest(WireModel):
+    """`POST /v1/audio/speech`."""
+
+    model: str
+    input: str = Field(min_length=1, max_length=100_000)
+    voice: str | None = None
+    response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] = "mp3"
+    stream_format: Literal["audio"] | None = None
+    instructions: str | None = None
+    seed: int | None = None
+    timeout: Finite | None = None
+
+
+class ImageRequest(WireModel):
+    """`POST /v1/images/generations`, and the fields of `/v1/images/edits` that are no files."""
+
+    model: str
+    prompt: str = Field(min_length=1, max_length=32_000)
+    n: int | None = Field(default=None, ge=1, le=16)
+    size: str | None = Field(default=None, pattern=SIZE_PATTERN, description="WIDTHxHEIGHT, or auto.")
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: int | None = Field(default=None, ge=0, le=100)
+    stream: bool | None = False
+    partial_images: int | None = Field(default=None, ge=0, le=3)
+    # OpenAI's, without effect here
+    user: str | None = None
+    safety_identifier: str | None = None
+    quality: str | None = None
+    moderation: str | None = None
+    input_fidelity: str | None = None
+    background: Literal["opaque", "auto"] | None = None
+    # Ours
+    steps: int | None = None
+    guidance: Finite | None = None
+    true_cfg: Finite | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    strength: Finite | None = None
+    scheduler: str | None = None
+    priority: int = 0
+    timeout: Finite | None = None
+
+    def drawing(self) -> DiffusionParams:
+        values: dict[str, object] = {
+            name: getattr(self, name)
+            for name in ("n", "steps", "guidance", "true_cfg", "negative_prompt", "seed", "strength", "scheduler")
+        }
+        if self.size not in (None, "auto"):
+            width, _, height = str(self.size).partition("x")
+            values |= {"width": int(width), "height": int(height)}
+        return DiffusionParams.parse({name: value for name, value in values.items() if value is not None})
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.output_format == "png" and self.output_compression not in (None, 100):
+            raise ValueError("output_compression is for jpeg and webp; png loses nothing, leave it out")
+        if self.stream and self.response_format == "url":
+            raise ValueError("a stream carries the pictures themselves; leave response_format out")
+        return self

@@ -1,0 +1,229 @@
+"""The models behind the service and the requests that run on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import Request
+
+from omnistage.errors import DeadlineExceededError, OmniError, ShutdownError
+from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
+from omnistage.server.audit import CURRENT, DISCONNECTED, Record
+from omnistage.server.errors import CancelledRequestError, LoadingError, NotFoundError
+from omnistage.server.jobs import JobStore, VideoJobs
+from omnistage.server.keys import Holder, Keyring
+from omnistage.server.metrics import Measures
+from omnistage.server.store import FileStore
+from omnistage.types import (
+    FinishReason,
+    Modality,
+    OmniRequestOutput,
+    OutputChunk,
+    StageParams,
+    Trace,
+    short_repr,
+)
+
+_OWNERS = 10_000
+"""Requests whose keys are remembered: more than the engines remember traces of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    omni: AsyncOmni
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        return self.omni.modalities
+
+    def params_type(self, stage: str) -> type[StageParams]:
+        return self.omni.orchestrator.stages[stage].params_type
+
+    def stage_taking(self, kind: type[StageParams]) -> str | None:
+        """The first stage that takes parameters of this kind."""
+        stages = self.omni.orchestrator.stages
+        return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
+
+
+class Service:
+    """Models by name. `ready` is false while they load and once the service drains.
+
+    Files and jobs are kept in the folder `state`; without one they go when the service does.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel] | None = None,
+        keyring: Keyring | None = None,
+        state: Path | None = None,
+    ) -> None:
+        self.models: dict[str, ServedModel] = dict(models or {})
+        self.keyring = keyring or Keyring()
+        self.loading = not self.models
+        self.draining = False
+        self.measures = Measures()
+        self._owners: dict[str, str] = {}
+        if state is None:
+            state = Path(tempfile.mkdtemp(prefix="omnistage-"))
+            weakref.finalize(self, shutil.rmtree, state, ignore_errors=True)
+        self.jobs = VideoJobs(JobStore(state / "videos"))  # first: it refuses a folder that another service has open
+        self.files = FileStore(state / "files")
+
+    @property
+    def ready(self) -> bool:
+        return not self.loading and not self.draining
+
+    def add(self, name: str, omni: AsyncOmni) -> None:
+        self.models[name] = ServedModel(name, omni)
+
+    def check_ready(self) -> None:
+        """Raise what a client should be told while no requests are taken."""
+        if self.loading:
+            raise LoadingError("the models are loading; try again soon")
+        if self.draining:
+            raise ShutdownError("the service is stopping and takes no more requests")
+
+    def model(self, name: str) -> ServedModel:
+        """A model by its name. Raises what a client should be told."""
+        self.check_ready()
+        found = self.models.get(name)
+        if found is None:
+            known = ", ".join(self.models)
+            raise NotFoundError(f"there is no model {short_repr(name)}; models: {known}", param="model")
+        return found
+
+    def trace(self, request_id: str, holder: Holder | None = None) -> Trace | None:
+        """What ran when. With a holder: only of its own requests."""
+        if not self._may_see(request_id, holder):
+            return None
+        return next((t for m in self.models.values() if (t := m.omni.trace(request_id)) is not None), None)
+
+    def abort(self, request_id: str, holder: Holder | None = None) -> bool:
+        """End a request; whether it was running. With a holder: only its own requests."""
+        if not self._may_see(request_id, holder):
+            return False
+        return any(model.omni.abort(request_id) for model in self.models.values())
+
+    def _may_see(self, request_id: str, holder: Holder | None) -> bool:
+        return holder is None or not self.keyring.required or self._owners.get(request_id) == holder.name
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        holder: Holder,
+        model: ServedModel,
+        prompt: Prompt,
+        params: ParamsLike,
+        options: RequestOptions,
+        request_id: str | None = None,
+    ) -> AsyncIterator[OutputStream]:
+        """A request of a key's holder; it is aborted if the block is left before its end.
+
+        What fails before the first item raises. So does an end without anything to show for it: a passed deadline,
+        an abort by someone else.
+        """
+        with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
+            stream = await model.omni.start(prompt, params, options, request_id)
+            record.requests.append(stream.request_id)
+            self._owners[stream.request_id] = holder.name
+            if len(self._owners) > _OWNERS:
+                del self._owners[next(iter(self._owners))]
+            watched = WatchedStream(stream, record, self, model.name)
+            try:
+                yield watched
+            finally:
+                watched.close()
+
+    @contextlib.contextmanager
+    def _recorded(self, holder: Holder, model: str) -> Iterator[Record]:
+        """The record of the HTTP request that this runs for; work that outlives one, or never had one, has its own."""
+        record = CURRENT.get()
+        if record is not None and not record.closed:
+            record.who, record.model = holder.name, model
+            yield record
+            return
+        record = Record("background", who=holder.name, model=model)
+        try:
+            yield record
+        except BaseException as error:
+            record.ended = "error" if isinstance(error, Exception) else DISCONNECTED
+            raise
+        finally:
+            record.close()
+
+    async def drain(self, timeout: float) -> None:
+        """Take no more requests, let those that run finish for `timeout` seconds, abort the rest."""
+        self.draining = True
+        await asyncio.gather(*(model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values()))
+        await self.jobs.close()
+
+
+class WatchedStream(OutputStream):
+    """A request's stream, measured and recorded on its way to the reader."""
+
+    def __init__(self, inner: OutputStream, record: Record, service: Service, model: str) -> None:
+        self.request_id = inner.request_id
+        self._inner = inner
+        self._record = record
+        self._service = service
+        self._model = model
+        self._begun = False
+        self._first_token = self._first_audio = True
+
+    async def __anext__(self) -> OutputChunk:
+        item = await anext(self._inner)
+        self._measure(item)
+        self._record.count(item)
+        if item.final is not None:
+            item.final.error = item.final.error or self._without_result(item.final)
+            if item.final.error is not None:
+                self._record.ended = str(item.final.finish_reason)
+                if not self._begun:  # nothing has been sent, so it can still have its status
+                    raise item.final.error
+        self._begun = True
+        return item
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _measure(self, item: OutputChunk) -> None:
+        measures, seconds = self._service.measures, time.monotonic() - self._record.started
+        if item.token_ids and self._first_token:
+            self._first_token = False
+            measures.first_token.labels(self._model).observe(seconds)
+        if item.audio is not None and self._first_audio:
+            self._first_audio = False
+            measures.first_audio.labels(self._model).observe(seconds)
+        if item.final is not None and item.final.usage.audio_seconds:
+            measures.real_time_factor.labels(self._model).observe(seconds / item.final.usage.audio_seconds)
+
+    def _without_result(self, final: OmniRequestOutput) -> OmniError | None:
+        """Why a request that was ended has nothing to give; None for one that has something, or was not ended."""
+        something = any(answer.token_ids for answer in final.outputs) or final.audio or final.images or final.videos
+        if something or final.finish_reason not in (FinishReason.DEADLINE, FinishReason.ABORT):
+            return None
+        if final.finish_reason is FinishReason.DEADLINE:
+            return DeadlineExceededError("the time was over before anything was made; allow more", param="timeout")
+        if self._service.draining:
+            return ShutdownError("the service is stopping; send the request again")
+        return CancelledRequestError("the request was cancelled")
+
+
+async def collect(stream: AsyncIterator[OutputChunk], _request: Request) -> list[OutputChunk]:
+    """All items of a request. A client that leaves meanwhile cancels the task that this runs in."""
+    return [item async for item in stream]
+
+
+def names_of(modalities: Sequence[Modality]) -> list[str]:
+    return [str(modality) for modality in modalities]

@@ -1,0 +1,248 @@
+"""Who may come in, and how often."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from omnistage.errors import ConfigError
+from omnistage.omni import AsyncOmni
+from omnistage.server.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from omnistage.server.keys import KEYS_VARIABLE, Holder, Keyring, digest_of, load_keys
+from omnistage.server.service import Service
+from tests.server.conftest import Running, serving
+
+SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 2}
+KEY, OTHER, TEXT_ONLY = "a-key-for-tests", "another-key-for-tests", "a-key-for-text"
+
+
+def named(keyring: Keyring, key: str) -> str:
+    return keyring.authenticate(f"Bearer {key}").name
+
+
+def test_keys_come_from_options_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    hashed = hashlib.sha256(b"hashed-key").hexdigest()
+    file.write_text(f"keys:\n- {{name: ann, key: plain-key-1}}\n- {{name: bob, hash: {hashed}}}\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "from-environment, and-another")
+    keyring = load_keys(["from-option"], file)
+    keys = ("from-option", "from-environment", "and-another", "plain-key-1", "hashed-key")
+    assert [named(keyring, key) for key in keys] == ["key-1", "key-2", "key-3", "ann", "bob"]
+    for key in (hashed, "from-optio", "from-option2", ""):  # a hash that leaks is no key
+        with pytest.raises(AuthenticationError):
+            named(keyring, key)
+
+
+def test_no_key_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n- {name: ann, key: plain-key-1}\n")
+    keyring = load_keys(["from-option"], file)
+    assert not any(key in repr(vars(keyring)) for key in ("plain-key-1", "from-option"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{name: ann}",
+        "{name: ann, key: plain-key-1, hash: " + "0" * 64 + "}",
+        "{name: ann, key: short}",
+        "{name: ann, hash: nothex}",
+        "{name: ann, key: plain-key-1, rate: 5}",
+        "{name: ann, key: plain-key-1, requests_per_minute: 0}",
+    ],
+)
+def test_a_wrong_key_file_is_named_without_its_keys(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n- {line}\n")
+    with pytest.raises(ConfigError, match=r"keys\.0") as caught:
+        load_keys([], file)
+    assert "plain-key-1" not in str(caught.value)
+
+
+def test_a_rate_fills_up_again() -> None:
+    now = [0.0]
+    holder = Holder("ann", digest_of(KEY), rate=2)
+    keyring = Keyring([holder], clock=lambda: now[0])
+
+    def use() -> None:
+        with keyring.using(holder, "lm"):
+            pass
+
+    use()
+    use()
+    with pytest.raises(RateLimitError) as caught:
+        use()
+    assert caught.value.retry_after == pytest.approx(30)
+    now[0] += 30
+    use()
+    with pytest.raises(RateLimitError):
+        use()
+
+
+def test_less_than_one_a_minute_is_a_rate() -> None:
+    now = [0.0]
+    holder = Holder("ann", digest_of(KEY), rate=0.5)
+    keyring = Keyring([holder], clock=lambda: now[0])
+    for _ in range(2):
+        with keyring.using(holder, "lm"):
+            pass
+        with pytest.raises(RateLimitError), keyring.using(holder, "lm"):
+            pass
+        now[0] += 120
+
+
+def test_concurrency_is_given_back_whatever_happens() -> None:
+    holder = Holder("ann", digest_of(KEY), max_concurrent=1, models=frozenset({"lm"}))
+    keyring = Keyring([holder])
+    with keyring.using(holder, "lm"), pytest.raises(RateLimitError), keyring.using(holder, "lm"):
+        pass
+    with pytest.raises(ZeroDivisionError), keyring.using(holder, "lm"):
+        raise ZeroDivisionError
+    with pytest.raises(PermissionDeniedError), keyring.using(holder, "draw"):
+        pass
+    assert holder.running == 0
+
+
+# ------------------------------------------------------------------------------------------------ over HTTP
+
+
+@pytest.fixture
+def guarded(models: dict[str, AsyncOmni]) -> Iterator[Running]:
+    holders = [
+        Holder("ann", digest_of(KEY)),
+        Holder("bob", digest_of(OTHER), rate=1),
+        Holder("cy", digest_of(TEXT_ONLY), models=frozenset({"lm"})),
+    ]
+    service = Service(keyring=Keyring(holders))
+    for name, omni in models.items():
+        service.add(name, omni)
+    service.loading = False
+    with serving(service) as running:
+        yield running
+
+
+def test_a_right_key_comes_in(guarded: Running) -> None:
+    with guarded.client(api_key=KEY) as client:
+        assert client.completions.create(**SHORT).choices
+        assert {model.id for model in client.models.list()} == {"lm", "omni", "draw"}
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic YTpi", f"bearer{KEY}", "Bearer \xff\xfe"])
+def test_no_key_or_a_wrong_one_is_401(guarded: Running, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    for path in ("/v1/models", "/v1/models/lm", "/v1/requests/x", "/v1/nothing"):
+        answer = httpx.get(f"{guarded.url}{path}", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_a_stranger_is_told_before_the_body_is_read(guarded: Running) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    for path in ("/v1/completions", "/v1/images/edits"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+            connection.sendall(head.encode())  # and no byte of the body
+            assert connection.recv(100).startswith(b"HTTP/1.1 401")
+    malformed = httpx.post(f"{guarded.url}/v1/completions", content=b"{")
+    assert malformed.status_code == 401  # not 400: what is wrong with it is for those who may ask
+
+
+def test_every_route_of_the_api_asks_for_a_key(guarded: Running) -> None:
+    paths = httpx.get(f"{guarded.url}/openapi.json").json()["paths"]
+    asked = [(path, method) for path, methods in paths.items() for method in methods if path.startswith("/v1/")]
+    assert len(asked) > 8
+    for path, method in asked:
+        assert httpx.request(method, f"{guarded.url}{path.replace('{', '').replace('}', '')}").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_health_is_open(guarded: Running, path: str) -> None:
+    assert httpx.get(f"{guarded.url}{path}").status_code == 200
+
+
+def test_a_key_sees_and_uses_its_models_only(guarded: Running) -> None:
+    with guarded.client(api_key=TEXT_ONLY) as client:
+        assert [model.id for model in client.models.list()] == ["lm"]
+        assert client.completions.create(**SHORT).choices
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            client.images.generate(model="draw", prompt="a hat")
+        assert (caught.value.param, caught.value.type) == ("model", "permission_error")
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("draw")
+
+
+def test_a_rate_is_429_with_the_time_to_wait(guarded: Running) -> None:
+    with guarded.client(api_key=OTHER) as client:
+        client.completions.create(**SHORT)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**SHORT)
+    assert caught.value.code == "rate_limit_exceeded"
+    assert 50 <= int(caught.value.response.headers["Retry-After"]) <= 60
+
+
+def test_a_request_is_its_keys_own(guarded: Running) -> None:
+    with guarded.client(api_key=KEY) as client:
+        answer_id = client.completions.create(**SHORT).id
+    url = f"{guarded.url}/v1/requests/{answer_id}"
+    assert httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    assert httpx.get(url, headers={"Authorization": f"Bearer {TEXT_ONLY}"}).status_code == 404
+    assert httpx.delete(url, headers={"Authorization": f"Bearer {TEXT_ONLY}"}).status_code == 404
+
+
+# ------------------------------------------------------------------------------------ audit, metrics and origins
+
+
+def test_the_audit_log_tells_who_and_how_much_not_what(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="omnistage.audit")
+    with guarded.client(api_key=KEY) as client:
+        answer = client.completions.create(model="lm", prompt="a secret of mine", max_tokens=3, temperature=0)
+        httpx.get(f"{guarded.url}/v1/private-path-of-mine")
+        httpx.get(f"{guarded.url}/health")
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "omnistage.audit"]
+    assert len(lines) == 2
+    first = lines[0]
+    assert (first["who"], first["model"], first["endpoint"]) == ("ann", "lm", "POST /v1/completions")
+    assert (first["status"], first["ended"]) == (200, answer.choices[0].finish_reason)
+    assert answer.usage is not None
+    assert first["prompt_tokens"] == answer.usage.prompt_tokens
+    assert first["completion_tokens"] == answer.usage.completion_tokens
+    assert first["seconds"] > 0
+    assert (lines[1]["who"], lines[1]["status"], lines[1]["ended"]) == (None, 401, "refused")
+    for hidden in ("secret", "private", KEY):
+        assert hidden not in caplog.text
+
+
+def test_times_and_errors_are_measured(server: Running) -> None:
+    with server.client() as client:
+        client.completions.create(**SHORT)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(**{**SHORT, "model": "nobody"})
+    text = httpx.get(f"{server.url}/metrics").text
+    for line in (
+        'omnistage_time_to_first_token_seconds_count{model="lm"} 1.0',
+        'omnistage_request_seconds_count{endpoint="POST /v1/completions"} 2.0',
+        'omnistage_http_responses_total{endpoint="POST /v1/completions",status="200"} 1.0',
+        'omnistage_http_errors_total{status="404"} 1.0',
+    ):
+        assert line in text.splitlines()
+    assert "nobody" not in text
+
+
+def test_other_origins_are_refused_unless_they_are_named(service: Service) -> None:
+    headers = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    with serving(service) as closed:
+        answer = httpx.options(f"{closed.url}/v1/completions", headers=headers)
+        assert "access-control-allow-origin" not in answer.headers
+    with serving(service, cors=("https://page.example",)) as opened:
+        answer = httpx.options(f"{opened.url}/v1/completions", headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        other = httpx.options(f"{opened.url}/v1/completions", headers={**headers, "Origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
