@@ -167,12 +167,12 @@ class VaeDecoder(LatentDecoder):
         self._tiling_pixels = tiling_pixels
 
     def tile(self, width: int, height: int) -> None:
-        """Tile large pictures, whose decoding would need more memory than everything before it."""
+        """Decode large pictures in tiles and one by one: together they would need more memory than all before."""
         large = bool(self._tiling_pixels) and width * height > self._tiling_pixels
-        if large and hasattr(self.vae, "enable_tiling"):
-            self.vae.enable_tiling()
-        elif hasattr(self.vae, "disable_tiling"):
-            self.vae.disable_tiling()
+        for kind in ("tiling", "slicing"):
+            switch = getattr(self.vae, f"{'enable' if large else 'disable'}_{kind}", None)
+            if switch is not None:
+                switch()
 
     def pixels(self, images: Tensor) -> list[np.ndarray]:
         """`uint8 [h, w, 3]` of decoded `[B, 3, h, w]` in -1..1, rounded as diffusers does."""
