@@ -18,7 +18,7 @@ from omnistage.media.audio_output import AudioOutput
 from omnistage.server.routes.responses import Answer, ResponsesRequest, Writer
 from omnistage.types import CompletionOutput, FinishReason, Modality, OmniRequestOutput, OutputChunk
 from tests.server.conftest import Running
-from tests.server.test_chat import data_url
+from tests.server.test_chat_completions import data_url
 
 GIVEN: dict[str, Any] = {"model": "lm", "input": "Hello there", "max_output_tokens": 8, "temperature": 0}
 
