@@ -132,9 +132,12 @@ def test_the_same_as_json(server: Running, client: openai.OpenAI) -> None:
     assert answer.headers["openai-poll-after-ms"]
     one = client.videos.poll(answer.json()["id"], poll_interval_ms=20)
     two = made(client)
-    first, second = (frames(client.videos.download_content(job.id).read()) for job in (one, two))
+    other = made(client, extra_body={**FAST, "seed": 2})
+    first, second, third = (frames(client.videos.download_content(job.id).read()) for job in (one, two, other))
     assert first.shape == second.shape
-    assert np.abs(first.astype(np.int16) - second.astype(np.int16)).max() <= 2  # the bytes hold more than pictures
+    # Whatever else is in the batch may move a pixel by one, and lossy coding then moves its block by more.
+    assert np.abs(first.astype(np.int16) - second.astype(np.int16)).mean() < 1
+    assert np.abs(first.astype(np.int16) - third.astype(np.int16)).mean() > 5  # another seed is another video
 
 
 def frames(data: bytes) -> np.ndarray:
