@@ -23,7 +23,9 @@ from omnistage.params import short_repr
 _FORMATS = ("mp4", "gif", "webp")
 # In order of preference; every build of FFmpeg has the last.
 _CODECS = ("libx264", "libopenh264", "mpeg4")
-_CODEC_OPTIONS = {"libx264": {"crf": "18"}, "mpeg4": {"q:v": "3", "qmin": "2", "qmax": "4"}}
+# x264's macroblock tree reads memory that it never wrote when a video is a few blocks large: the same frames then
+# gave three different files. Without it the same frames always give the same bytes.
+_CODEC_OPTIONS = {"libx264": {"crf": "18", "x264-params": "mbtree=0"}, "mpeg4": {"q:v": "3", "qmin": "2", "qmax": "4"}}
 _AAC_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000, 7350)
 _MAX_FPS = 1000.0
 # Frames are converted with the coefficients of ITU-R BT.601, which every decoder assumes that reads no tags; those

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import random
@@ -39,14 +40,18 @@ def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> No
 
 
 class Held:
-    """A stage whose steps wait: requests that are in it stay there for as long as a test needs them to."""
+    """A stage whose steps wait: requests that are in it stay there for as long as a test needs them to.
 
-    def __init__(self, stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    `free` steps go on before the first that waits.
+    """
+
+    def __init__(self, stage: Stage, patch: pytest.MonkeyPatch, free: int = 0) -> None:
         self.go = threading.Event()
-        step = stage.step
+        step, steps = stage.step, itertools.count()
 
         def waiting() -> object:
-            assert self.go.wait(30)
+            if next(steps) >= free:
+                assert self.go.wait(30)
             return step()
 
         patch.setattr(stage, "step", waiting)
@@ -58,8 +63,9 @@ def lm(models: dict[str, AsyncOmni]) -> AsyncOmni:
 
 
 @pytest.fixture
-def held(lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    made = Held(lm.orchestrator.stages[lm.orchestrator.graph.entry], monkeypatch)
+def held(lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Held]:
+    free: int = getattr(request, "param", 0)
+    made = Held(lm.orchestrator.stages[lm.orchestrator.graph.entry], monkeypatch, free)
     yield made
     made.go.set()
     until(lambda: lm.stats().inflight == 0, "the end of held requests")
@@ -91,7 +97,8 @@ def aborted(omni: AsyncOmni) -> int:
 # -------------------------------------------------------------------------------------------------- who leaves
 
 
-def test_a_reader_of_a_stream_that_leaves_ends_its_work(server: Running, lm: AsyncOmni) -> None:
+@pytest.mark.parametrize("held", [20], indirect=True)
+def test_a_reader_of_a_stream_that_leaves_ends_its_work(server: Running, lm: AsyncOmni, held: Held) -> None:
     before = aborted(lm)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as answer:
         assert answer.status_code == 200
@@ -99,6 +106,7 @@ def test_a_reader_of_a_stream_that_leaves_ends_its_work(server: Running, lm: Asy
         assert lm.stats().inflight == 1
     until(lambda: lm.stats().inflight == 0, "the end of the request")
     assert aborted(lm) == before + 1
+    assert not held.go.is_set()
 
 
 @pytest.mark.parametrize("stream", [False, True])
