@@ -81,11 +81,11 @@ def throughput(folder: Path, pipe: Any, base: DiffusionParams, rounds: int) -> d
             for _ in track(range(rounds), "measuring", transient=True):
                 # A different text each time: the cached embedding of a repeated one would flatter us.
                 theirs = clock(lambda: reference_call(pipe, PROMPTS[0], params[0]))
-                omni.orchestrator.stages["encode"].cache._entries.clear()  # type: ignore[attr-defined]
+                omni.orchestrator.stages["encode"].cache.clear()  # type: ignore[attr-defined]
                 ours = await staggered(omni, params[:1], 0.0)
                 alone.append(theirs / ours)
                 gap = theirs / 4
-                omni.orchestrator.stages["encode"].cache._entries.clear()  # type: ignore[attr-defined]
+                omni.orchestrator.stages["encode"].cache.clear()  # type: ignore[attr-defined]
                 together = await staggered(omni, params, gap)
                 one_by_one = clock(lambda: [reference_call(pipe, PROMPTS[i], p) for i, p in enumerate(params)])
                 many.append(one_by_one / together)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from omnistage.batch import Batch, BatchBar
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
 from omnistage.engines.build import EngineParts, build_parts
 from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
@@ -222,76 +218,6 @@ class AsyncOmni(_Front):
 # ---------------------------------------------------------------------------------------------------- sync
 
 
-class _Batch:
-    """The outputs of one call, in its order, as stage threads deliver them."""
-
-    def __init__(self, size: int) -> None:
-        self.outputs: list[OmniRequestOutput | None] = [None] * size
-        self.done = 0
-        self.tokens = 0
-        self.steps: dict[int, tuple[int, int]] = {}
-        """Denoising steps of each request, done and in all, for those that have any."""
-        self.changed = threading.Condition()
-
-    def sink(self, index: int) -> Sink:
-        def take(item: OutputChunk) -> None:
-            with self.changed:
-                self.tokens += len(item.token_ids)
-                if item.progress is not None:
-                    self.steps[index] = (item.progress.step, item.progress.steps)
-            if item.final is not None:
-                self.put(index, item.final)
-
-        return take
-
-    def put(self, index: int, output: OmniRequestOutput) -> None:
-        with self.changed:
-            self.outputs[index] = output
-            self.done += 1
-            self.changed.notify_all()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait for the last output; whether all are there."""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.done == len(self.outputs), timeout)
-
-
-class _BatchBar:
-    """A progress bar over a batch: requests done, tokens a second or denoising steps. Silent where no one watches."""
-
-    def __init__(self, batch: _Batch, show: bool) -> None:
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[pace]}"),
-            TimeElapsedColumn(),
-        )
-        self._batch = batch
-        self._start = time.monotonic()
-        self._bar = Progress(*columns, console=console, disable=not (show and console.is_terminal))
-        self._task = self._bar.add_task("requests", total=len(batch.outputs), pace="")
-
-    def refresh(self) -> None:
-        batch, elapsed = self._batch, max(time.monotonic() - self._start, 1e-9)
-        if batch.steps:
-            with batch.changed:
-                done, total = (sum(part) for part in zip(*batch.steps.values(), strict=True))
-            # The bar moves with the steps: a single picture would otherwise show nothing until it is there.
-            self._bar.update(self._task, completed=done, total=total, pace=f"steps, {batch.done} done")
-        else:
-            self._bar.update(self._task, completed=batch.done, pace=f"{batch.tokens / elapsed:.0f} tokens/s")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.refresh()
-        self._bar.stop()
-
-
 class Omni(_Front):
     """A model for scripts: call it with prompts or conversations and get whole outputs back.
 
@@ -428,9 +354,9 @@ class Omni(_Front):
         return outputs
 
     def _run_plans(self, plans: Sequence[RequestPlan], progress: bool) -> list[OmniRequestOutput]:
-        batch = _Batch(len(plans))
+        batch = Batch(len(plans))
         try:
-            with _BatchBar(batch, progress) as bar:
+            with BatchBar(batch, progress) as bar:
                 for index, plan in enumerate(plans):
                     self._admit(index, plan, batch, bar)
                 while not batch.wait(_REFRESH_SECONDS):
@@ -442,7 +368,7 @@ class Omni(_Front):
             raise
         return [output for output in batch.outputs if output is not None]
 
-    def _admit(self, index: int, plan: RequestPlan, batch: _Batch, bar: _BatchBar) -> None:
+    def _admit(self, index: int, plan: RequestPlan, batch: Batch, bar: BatchBar) -> None:
         """Start a request as soon as there is room; one that can no longer start gives its output at once."""
         try:
             while self._try_start(plan, batch.sink(index)) is None:

@@ -28,6 +28,7 @@ from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tens
 from omnistage.engines.diffusion.decode import DecodeStage
 from omnistage.engines.diffusion.encode import EncodeStage
 from omnistage.engines.diffusion.stage import DenoiseStage
+from omnistage.models._diffusers.base import VaeDecoder
 from omnistage.models._diffusers.bridges import denoise2decode, encode2denoise
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.processor import DrawingProcessor
@@ -64,7 +65,7 @@ class FluxCase:
     """Guidance-distilled: one row a picture."""
 
     name = "FLUX"
-    family, components = FLUX, flux
+    family, denoiser, decoder = FLUX, flux.Denoiser, VaeDecoder
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layers: float) -> None:
         package = diffusers()
@@ -104,7 +105,7 @@ class QwenCase:
     """True classifier-free guidance: two rows a picture, two forwards in diffusers."""
 
     name = "Qwen-Image"
-    family, components = QWEN, qwen
+    family, denoiser, decoder = QWEN, qwen.Denoiser, qwen.Decoder
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layers: float) -> None:
         package = diffusers()
@@ -168,8 +169,8 @@ def open_ours(case: Any, device: torch.device, dtype: torch.dtype, **budget: Any
     given = DiffusionBudget(**budget)
     stages = {
         "encode": EncodeStage("encode", GivenEncoder(case.positive, case.negative), given),
-        "denoise": DenoiseStage("denoise", case.components.Denoiser(case.pipe, device, dtype), given),
-        "decode": DecodeStage("decode", case.components.Decoder(case.pipe, device, tiling_pixels=0), given),
+        "denoise": DenoiseStage("denoise", case.denoiser(case.pipe, device, dtype), given),
+        "decode": DecodeStage("decode", case.decoder(case.pipe, device, tiling_pixels=0), given),
     }
     return AsyncOmni.from_parts(
         PipelineGraph.build(pipeline),

@@ -33,6 +33,19 @@ def log_defect(where: str, error: BaseException) -> None:
     _log.error("%s failed with %s\n%s", where, type(error).__name__, frames)
 
 
+def stage_failure(error: BaseException, failed: str, *, doing: str | None = None) -> OmniError:
+    """What a request that failed in a stage is told: our own errors as they are, any other by its kind alone.
+
+    `failed` is what did not work, for the user; `doing` the same for the log.
+    """
+    if isinstance(error, OmniError):
+        return error
+    log_defect(doing or failed, error)
+    failure = StageError(f"{failed} failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
+
+
 def answers(params: StageParams) -> int:
     """How many answers a stage gives under these parameters."""
     return params.n if isinstance(params, SamplingParams) else 1

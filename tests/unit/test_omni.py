@@ -266,7 +266,7 @@ def test_an_interrupt_aborts_what_is_in_flight(rig: Rig, monkeypatch: pytest.Mon
     def interrupt(self: object, timeout: float) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("omnistage.omni._Batch.wait", interrupt)
+    monkeypatch.setattr("omnistage.batch.Batch.wait", interrupt)
     with rig.omni() as omni:
         with pytest.raises(KeyboardInterrupt):
             omni.generate(["one", "two"])

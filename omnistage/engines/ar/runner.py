@@ -6,7 +6,6 @@ replay a captured CUDA graph instead (`graphs.py`); both paths share the compone
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from omnistage.engines.ar.graphs import DecodeGraphs
 from omnistage.engines.ar.rows import SequenceRows
 from omnistage.engines.ar.sampler import Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
+from omnistage.engines.byte_cache import ByteCache
 from omnistage.errors import InternalError, OmniError, StageError
 from omnistage.pipeline.loop import log_defect
 from omnistage.types import ARInput, SamplingParams, SideRows
@@ -44,33 +44,6 @@ class RunnerOutput:
     failed: dict[str, OmniError] = field(default_factory=dict)
 
 
-class EncoderCache:
-    """Encoded media by content, least recently used first out, bounded in bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self.bytes = 0
-        self.hits = 0
-
-    def get(self, key: bytes) -> torch.Tensor | None:
-        rows = self._rows.get(key)
-        if rows is not None:
-            self._rows.move_to_end(key)
-            self.hits += 1
-        return rows
-
-    def put(self, key: bytes, rows: torch.Tensor) -> None:
-        size = rows.numel() * rows.element_size()
-        if size > self._max_bytes or key in self._rows:
-            return
-        self._rows[key] = rows
-        self.bytes += size
-        while self.bytes > self._max_bytes:
-            _key, old = self._rows.popitem(last=False)
-            self.bytes -= old.numel() * old.element_size()
-
-
 class Runner:
     """Owns the KV tensors, the sequences' rows and the sampler of one stage."""
 
@@ -89,7 +62,7 @@ class Runner:
         self.component = component
         self.backend = backend
         self.block_size = block_size
-        self.encoder_cache = EncoderCache(encoder_cache_bytes)
+        self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
         device, dtype = component.device, component.dtype
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)

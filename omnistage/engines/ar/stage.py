@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,13 +145,11 @@ class ARStage(Stage):
         prompt = len(payload.token_ids)
         limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
         keys = [f"{request_id}/{index}" for index in range(params.n)]
-        try:
+        with ExitStack() as undo:  # whatever fails, the stage is left as it was
             for index, key in enumerate(keys):
+                undo.callback(self._forget, key)
                 self._open(key, stage_input, payload, params, index, limit)
-        except Exception:  # whatever it is, the stage must be left as it was
-            for key in keys:
-                self._forget(key)
-            raise
+            undo.pop_all()
         self._requests[request_id] = keys
 
     def _open(

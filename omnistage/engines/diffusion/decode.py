@@ -13,7 +13,7 @@ from omnistage.config.schema import DiffusionBudget
 from omnistage.engines.diffusion.component import LatentDecoder
 from omnistage.engines.diffusion.line import Line
 from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect
+from omnistage.pipeline.loop import stage_failure
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     DiffusionParams,
@@ -193,9 +193,4 @@ class DecodeStage(Stage):
 
 
 def _own(error: Exception) -> OmniError:
-    if isinstance(error, OmniError):
-        return error
-    log_defect("decoding a picture", error)
-    failure = StageError(f"decoding failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
+    return stage_failure(error, "decoding", doing="decoding a picture")

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 from omnistage.config.schema import DiffusionBudget
+from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
 from omnistage.engines.diffusion.line import Line
 from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect
+from omnistage.pipeline.loop import stage_failure
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import Condition, DiffusionInput, DiffusionParams, FinishReason, StageChunk, StageFeed, StageInput
 
 
-class PromptCache:
-    """Encoded texts by content, least recently used first out, bounded in bytes."""
+class PromptCache(ByteCache[Tensors]):
+    """Encoded texts by content."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, Tensors] = OrderedDict()
-        self.bytes = 0
-        self.hits = 0
-        self.misses = 0
+        super().__init__(max_bytes, _size)
 
-    def get(self, key: bytes) -> Tensors | None:
-        found = self._entries.get(key)
-        if found is None:
-            self.misses += 1
-            return None
-        self._entries.move_to_end(key)
-        self.hits += 1
-        return found
-
-    def put(self, key: bytes, tensors: Tensors) -> None:
-        size = _size(tensors)
-        if size > self._max_bytes or key in self._entries:
-            return
+    def put(self, key: bytes, value: Tensors) -> None:
         # Cloned: a row of a batch would keep the whole batch alive, and the bound would mean nothing.
-        self._entries[key] = {name: tensor.clone() for name, tensor in tensors.items()}
-        self.bytes += size
-        while self.bytes > self._max_bytes:
-            _key, old = self._entries.popitem(last=False)
-            self.bytes -= _size(old)
+        super().put(key, {name: tensor.clone() for name, tensor in value.items()})
 
 
 def job_key(job: EncodeJob) -> bytes:
@@ -65,7 +45,14 @@ def job_key(job: EncodeJob) -> bytes:
 class _Item:
     payload: DiffusionInput
     params: DiffusionParams
-    jobs: tuple[EncodeJob, ...]
+    jobs: dict[bytes, EncodeJob]
+    """By their digests, which are made once: they read whole pictures. Two equal texts are one job."""
+    order: tuple[bytes, ...]
+    """The digests as the encoder asked for them."""
+
+    @property
+    def options(self) -> Hashable:
+        return next((job.options for job in self.jobs.values()), ())
 
 
 class EncodeStage(Stage):
@@ -92,8 +79,11 @@ class EncodeStage(Stage):
         info = stage_input.info
         if info.request_id in self._line:
             raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
-        jobs = tuple(self.encoder.jobs(payload, params))
-        self._line.put(info.request_id, _Item(payload, params, jobs), info.priority)
+        jobs = self.encoder.jobs(payload, params)
+        order = tuple(job_key(job) for job in jobs)
+        self._line.put(
+            info.request_id, _Item(payload, params, dict(zip(order, jobs, strict=True)), order), info.priority
+        )
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if request_id in self._line:
@@ -103,11 +93,11 @@ class EncodeStage(Stage):
         self._line.remove(request_id)
 
     def step(self) -> list[StageChunk]:
-        taken = self._line.take(self._max_batch, lambda item: item.jobs[0].options if item.jobs else ())
+        taken = self._line.take(self._max_batch, lambda item: item.options)
         self._steps += 1
         chunks = [StageChunk(request_id, self.name) for request_id, _ in taken]
         with torch.inference_mode():
-            encoded, failed = self._encode([job for _, item in taken for job in item.jobs])
+            encoded, failed = self._encode({key: job for _, item in taken for key, job in item.jobs.items()})
             for request_id, item in taken:
                 chunks.append(self._condition(request_id, item, encoded, failed))
             if torch.cuda.is_available():
@@ -131,15 +121,12 @@ class EncodeStage(Stage):
 
     # --------------------------------------------------------------------------------------------- pieces
 
-    def _encode(self, jobs: Sequence[EncodeJob]) -> tuple[dict[bytes, Tensors], dict[bytes, OmniError]]:
+    def _encode(self, jobs: dict[bytes, EncodeJob]) -> tuple[dict[bytes, Tensors], dict[bytes, OmniError]]:
         """Every job's tensors, from the cache or fresh, and the jobs that failed even alone."""
         found: dict[bytes, Tensors] = {}
         failed: dict[bytes, OmniError] = {}
         missing: dict[Hashable, dict[bytes, EncodeJob]] = {}
-        for job in jobs:
-            key = job_key(job)
-            if key in found:
-                continue
+        for key, job in jobs.items():
             kept = self.cache.get(key)
             if kept is not None:
                 found[key] = kept
@@ -162,12 +149,11 @@ class EncodeStage(Stage):
     def _condition(
         self, request_id: str, item: _Item, encoded: dict[bytes, Tensors], failed: dict[bytes, OmniError]
     ) -> StageChunk:
-        keys = [job_key(job) for job in item.jobs]
-        error = next((failed[key] for key in keys if key in failed), None)
+        error = next((failed[key] for key in item.order if key in failed), None)
         condition: Condition | None = None
         if error is None:
             try:
-                condition = self.encoder.condition(item.payload, item.params, [encoded[key] for key in keys])
+                condition = self.encoder.condition(item.payload, item.params, [encoded[key] for key in item.order])
             except Exception as failure:  # the boundary of one request's pictures
                 error = _own(failure)
         if condition is None:
@@ -206,12 +192,7 @@ def _all_or_each(
 
 
 def _own(error: Exception) -> OmniError:
-    if isinstance(error, OmniError):
-        return error
-    log_defect("encoding a prompt", error)
-    failure = StageError(f"encoding the prompt failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
+    return stage_failure(error, "encoding the prompt", doing="encoding a prompt")
 
 
 def _size(tensors: Tensors) -> int:

@@ -20,7 +20,7 @@ from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
 from omnistage.engines.diffusion.scheduler import LaneKey
 from omnistage.errors import OmniError, StageError
-from omnistage.pipeline.loop import log_defect
+from omnistage.pipeline.loop import stage_failure
 from omnistage.types import Condition, DiffusionParams, Latents
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ class _Job:
 class _Running:
     lane: Lane
     seed: int
-    steps: int
-    """Asked for; fewer are done when the picture converges early."""
     convergence: Convergence | None
 
 
@@ -94,7 +92,7 @@ class DiffusionRunner:
         with self.on_stream():
             lane = self.denoiser.open(job.condition, job.params, torch.Generator().manual_seed(seed))
         limit = job.params.early_stop
-        self._lanes[key] = _Running(lane, seed, lane.steps, Convergence(limit) if limit is not None else None)
+        self._lanes[key] = _Running(lane, seed, Convergence(limit) if limit is not None else None)
         return self.groups(key), lane.tokens
 
     def groups(self, key: LaneKey) -> tuple[Hashable, ...]:
@@ -119,13 +117,13 @@ class DiffusionRunner:
         """
         output = RunnerOutput()
         with self.on_stream():
-            rows = [row for key in batch for row in self.denoiser.rows(self._lanes[key].lane)]
-            predictions, failed = self._predict(rows)
-            for key in batch:
+            rows_of = {key: self.denoiser.rows(self._lanes[key].lane) for key in batch}
+            predictions, failed = self._predict([row for rows in rows_of.values() for row in rows])
+            for key, rows in rows_of.items():
                 running = self._lanes[key]
                 error = failed.get(id(running.lane))
                 if error is None:
-                    error = self._advance(running, [predictions[id(running.lane), b] for b in _branches(running, rows)])
+                    error = self._advance(running, [predictions[id(row.lane), row.branch] for row in rows])
                 if error is not None:
                     output.failed[key] = error
                     continue
@@ -190,8 +188,7 @@ class DiffusionRunner:
                     raise error
                 results += self._forward([row])
             except Exception as own:  # the same boundary
-                log_defect("a denoising step", own)
-                failed[id(row.lane)] = _wrapped(own)
+                failed[id(row.lane)] = stage_failure(own, "denoising", doing="a denoising step")
                 results.append(None)
         return results
 
@@ -229,8 +226,7 @@ class DiffusionRunner:
                 lane.latents = expected_picture(lane)
                 lane.timesteps = lane.timesteps[: lane.step]
         except Exception as error:  # the boundary of one lane's schedule
-            log_defect("a denoising schedule", error)
-            return _wrapped(error)
+            return stage_failure(error, "denoising", doing="a denoising schedule")
         return None
 
     def _close(self, key: LaneKey) -> None:
@@ -259,15 +255,3 @@ def _fast_attention(cuda: bool) -> Iterator[None]:
     order = [backend.CUDNN_ATTENTION, backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
     with torch.nn.attention.sdpa_kernel(order, set_priority=True):
         yield
-
-
-def _branches(running: _Running, rows: Sequence[Row]) -> list[str]:
-    return [row.branch for row in rows if row.lane is running.lane]
-
-
-def _wrapped(error: Exception) -> OmniError:
-    if isinstance(error, OmniError):
-        return error
-    failure = StageError(f"denoising failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

@@ -12,7 +12,7 @@ from omnistage.engines.diffusion.component import Denoiser
 from omnistage.engines.diffusion.runner import DiffusionRunner, RunnerOutput
 from omnistage.engines.diffusion.scheduler import DiffusionScheduler, LaneKey
 from omnistage.errors import CapacityError, InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect
+from omnistage.pipeline.loop import stage_failure
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     Condition,
@@ -138,7 +138,7 @@ class DenoiseStage(Stage):
             try:
                 groups, tokens = self._runner.open(key)
             except Exception as error:  # the boundary of one request's preparation
-                chunks.append(self._failed(key.request_id, _own(error, "preparing a picture")))
+                chunks.append(self._failed(key.request_id, stage_failure(error, "preparing a picture")))
                 continue
             self._scheduler.opened(key, groups, tokens)
             request = self._requests[key.request_id]
@@ -176,7 +176,7 @@ class DenoiseStage(Stage):
             try:
                 self._scheduler.opened(key, self._runner.groups(key), self._runner.tokens(key))
             except Exception as error:  # the boundary of one request's next step
-                chunks.append(self._failed(key.request_id, _own(error, "preparing a step")))
+                chunks.append(self._failed(key.request_id, stage_failure(error, "preparing a step")))
                 continue
             every = self._requests[key.request_id].params.preview_every
             if every and self._runner.progress(key)[0] % every == 0:
@@ -203,7 +203,7 @@ class DenoiseStage(Stage):
         try:
             latents = self._runner.result(key, preview=preview, final=final)
         except Exception as error:  # the boundary of one picture
-            return self._failed(key.request_id, _own(error, "finishing a picture"))
+            return self._failed(key.request_id, stage_failure(error, "finishing a picture"))
         return StageChunk(key.request_id, self.name, latents, finish=FinishReason.STOP if final else None)
 
     def _failed(self, request_id: str, error: OmniError) -> StageChunk:
@@ -248,15 +248,6 @@ class DenoiseStage(Stage):
             if 0 < count(across, down, num_frames) <= most:
                 return f"{across}x{down}"
         return None
-
-
-def _own(error: Exception, what: str) -> OmniError:
-    if isinstance(error, OmniError):
-        return error
-    log_defect(what, error)
-    failure = StageError(f"{what} failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
 
 
 def _compile(transformer: object) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from omnistage.config.schema import DiffusionStageConfig
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
 from omnistage.engines.diffusion.convergence import check_early_stop
-from omnistage.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.errors import InternalError, InvalidRequestError, UnsupportedModalityError
+from omnistage.pipeline.registry import LoadContext
 from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
 
 
@@ -165,6 +167,24 @@ class VaeDecoder(LatentDecoder):
         self.vae = pipe.vae
         self.device = device
         self._tiling_pixels = tiling_pixels
+
+    @classmethod
+    def load(cls, context: LoadContext, pipe: Any) -> Self:
+        """A decoder over a pipeline that holds the VAE, with the tiling that the stage's budget asks for."""
+        if not isinstance(context.stage, DiffusionStageConfig):
+            raise InternalError(f"a decoder was put on the {context.stage.engine} engine")
+        return cls(pipe, context.device, tiling_pixels=context.stage.budget.tiling_pixels)
+
+    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
+        self.tile(width, height)
+        scaled = self.unscaled(torch.stack(list(latents)).to(self.device, self.vae.dtype))
+        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+
+    def unscaled(self, latents: Tensor) -> Tensor:
+        """A batch of latents as the VAE made them, before they were scaled for the transformer."""
+        scale: float = self.vae.config.scaling_factor
+        shift: float = self.vae.config.shift_factor
+        return latents / scale + shift
 
     def tile(self, width: int, height: int) -> None:
         """Decode large pictures in tiles and one by one: together they would need more memory than all before."""

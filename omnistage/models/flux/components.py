@@ -206,15 +206,6 @@ class Denoiser(DiffusersDenoiser):
         return unpacked
 
 
-class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        config = self.vae.config
-        stacked = torch.stack(list(latents)).to(self.device, self.vae.dtype)
-        scaled = stacked / config.scaling_factor + config.shift_factor
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
-
-
 def load_encoder(context: LoadContext) -> Encoder:
     parts = Parts(context.model.folder)
     kontext = parts.pipeline_class == _KONTEXT
@@ -232,9 +223,8 @@ def load_denoiser(context: LoadContext) -> Denoiser:
     return Denoiser(pipe, context.device, context.dtype)
 
 
-def load_decoder(context: LoadContext) -> Decoder:
+def load_decoder(context: LoadContext) -> VaeDecoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().FluxPipeline, ("vae",), (), (), context)
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return VaeDecoder.load(context, pipe)

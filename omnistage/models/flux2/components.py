@@ -167,12 +167,10 @@ class Denoiser(DiffusersDenoiser):
 
 
 class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
+    def unscaled(self, latents: Tensor) -> Tensor:
         mean, std = statistics(self.vae)
-        stacked = torch.stack(list(latents)).to(self.device, self.vae.dtype)
-        scaled = self.pipe._unpatchify_latents(stacked * std + mean)
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+        unpatched: Tensor = self.pipe._unpatchify_latents(latents * std + mean)
+        return unpatched
 
 
 def statistics(vae: Any) -> tuple[Tensor, Tensor]:
@@ -202,8 +200,7 @@ def load_decoder(context: LoadContext) -> Decoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("vae",), (), (), context)
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return Decoder.load(context, pipe)
 
 
 def _guidance(params: DiffusionParams) -> float:

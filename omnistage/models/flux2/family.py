@@ -1,65 +1,12 @@
-"""The FLUX.2 klein family: how it is recognised and what serves it."""
+"""The FLUX.2 klein family: how it is recognised."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from omnistage.models._diffusers.family import drawing_family
 
-from omnistage.pipeline.registry import AnyProcessor, Family, LoadContext
-
-if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
-
-
-def _encoder(context: LoadContext) -> object:
-    from omnistage.models.flux2 import components
-
-    return components.load_encoder(context)
-
-
-def _denoiser(context: LoadContext) -> object:
-    from omnistage.models.flux2 import components
-
-    return components.load_denoiser(context)
-
-
-def _decoder(context: LoadContext) -> object:
-    from omnistage.models.flux2 import components
-
-    return components.load_decoder(context)
-
-
-def _processor(model: OmniModelConfig) -> AnyProcessor:
-    from omnistage.models._diffusers.processor import DrawingProcessor
-
-    return DrawingProcessor(takes_images=True)
-
-
-def _tiny(folder: Path, **options: object) -> None:
-    from omnistage.models.flux2 import tiny
-
-    tiny.write(folder, **options)  # type: ignore[arg-type]
-
-
-def _verify(folder: Path, **options: object) -> object:
-    from omnistage.models.flux2 import verify
-
-    return verify.run(folder, **options)  # type: ignore[arg-type]
-
-
-FAMILY = Family(
-    name="flux2",
-    architectures=("Flux2KleinPipeline",),
-    pipeline=Path(__file__).with_name("pipeline.yaml"),
-    components={
-        "flux2.encoder": _encoder,
-        "flux2.denoiser": _denoiser,
-        "flux2.decoder": _decoder,
-    },
-    bridges={},
-    processor=_processor,
-    tiny=_tiny,
-    verify=_verify,
+FAMILY = drawing_family(
+    "flux2",
+    ("Flux2KleinPipeline",),
     variants=("distilled", "base"),
     aliases=("flux2_klein",),
 )

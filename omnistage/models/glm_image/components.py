@@ -194,11 +194,9 @@ class Denoiser(DiffusersDenoiser):
 
 
 class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
+    def unscaled(self, latents: Tensor) -> Tensor:
         mean, std = _moments(self.vae, self.device, self.vae.dtype)
-        scaled = torch.stack(list(latents)).to(self.device, self.vae.dtype) * std + mean
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
+        return latents * std + mean
 
 
 def load_encoder(context: LoadContext) -> Encoder:
@@ -216,8 +214,7 @@ def load_denoiser(context: LoadContext) -> Denoiser:
 def load_decoder(context: LoadContext) -> Decoder:
     pipe = _pipeline(context, ("vae",), (), ("transformer",))
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return Decoder.load(context, pipe)
 
 
 def _pipeline(context: LoadContext, models: Sequence[str], others: Sequence[str], stand_ins: Sequence[str]) -> Any:

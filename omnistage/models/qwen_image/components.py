@@ -280,8 +280,7 @@ def load_decoder(context: LoadContext) -> Decoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().QwenImagePipeline, ("vae",), (), ("transformer",), context)
     pipe.vae.encoder = nn.Identity()
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return Decoder.load(context, pipe)
 
 
 def _guidance(params: DiffusionParams) -> float:

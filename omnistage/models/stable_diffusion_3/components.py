@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -147,15 +146,6 @@ class Denoiser(DiffusersDenoiser):
         lane.latents = ((1 - mask) * picture[0] + mask * lane.latents).to(lane.latents.dtype)
 
 
-class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        config = self.vae.config
-        stacked = torch.stack(list(latents)).to(self.device, self.vae.dtype)
-        scaled = stacked / config.scaling_factor + config.shift_factor
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
-
-
 def load_encoder(context: LoadContext) -> Encoder:
     parts = Parts(context.model.folder)
     # Of the three pipelines this one has all the processors: for text, pictures and masks.
@@ -180,12 +170,11 @@ def load_denoiser(context: LoadContext) -> Denoiser:
     return Denoiser(pipe, context.device, context.dtype)
 
 
-def load_decoder(context: LoadContext) -> Decoder:
+def load_decoder(context: LoadContext) -> VaeDecoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().StableDiffusion3Pipeline, ("vae",), (), ("transformer",), context)
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return VaeDecoder.load(context, pipe)
 
 
 def _guidance(params: DiffusionParams) -> float:

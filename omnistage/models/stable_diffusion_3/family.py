@@ -1,68 +1,15 @@
-"""The Stable Diffusion 3 family: how it is recognised and what serves it."""
+"""The Stable Diffusion 3 family: how it is recognised."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from omnistage.models._diffusers.family import drawing_family
 
-from omnistage.pipeline.registry import AnyProcessor, Family, LoadContext
-
-if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
-
-
-def _encoder(context: LoadContext) -> object:
-    from omnistage.models.stable_diffusion_3 import components
-
-    return components.load_encoder(context)
-
-
-def _denoiser(context: LoadContext) -> object:
-    from omnistage.models.stable_diffusion_3 import components
-
-    return components.load_denoiser(context)
-
-
-def _decoder(context: LoadContext) -> object:
-    from omnistage.models.stable_diffusion_3 import components
-
-    return components.load_decoder(context)
-
-
-def _processor(model: OmniModelConfig) -> AnyProcessor:
-    from omnistage.models._diffusers.processor import DrawingProcessor
-
-    return DrawingProcessor(takes_images=True)
-
-
-def _tiny(folder: Path, **options: object) -> None:
-    from omnistage.models.stable_diffusion_3 import tiny
-
-    tiny.write(folder, **options)  # type: ignore[arg-type]
-
-
-def _verify(folder: Path, **options: object) -> object:
-    from omnistage.models.stable_diffusion_3 import verify
-
-    return verify.run(folder, **options)  # type: ignore[arg-type]
-
-
-FAMILY = Family(
-    name="stable_diffusion_3",
-    architectures=(
+FAMILY = drawing_family(
+    "stable_diffusion_3",
+    (
         "StableDiffusion3Pipeline",
         "StableDiffusion3Img2ImgPipeline",
         "StableDiffusion3InpaintPipeline",
     ),
-    pipeline=Path(__file__).with_name("pipeline.yaml"),
-    components={
-        "stable_diffusion_3.encoder": _encoder,
-        "stable_diffusion_3.denoiser": _denoiser,
-        "stable_diffusion_3.decoder": _decoder,
-    },
-    bridges={},
-    processor=_processor,
-    tiny=_tiny,
-    verify=_verify,
     aliases=("sd3",),
 )

@@ -284,8 +284,7 @@ def load_decoder(context: LoadContext) -> Decoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().WanPipeline, ("vae",), (), (), context, dtypes=_PRECISE)
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    decoder = Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    decoder = Decoder.load(context, pipe)
     decoder.fps = _EXPANDED_FPS if pipe.config.expand_timesteps else _FPS
     return decoder
 

@@ -125,16 +125,6 @@ class Denoiser(DiffusersDenoiser):
         return positive + _guidance(lane.params) * (positive - negative)
 
 
-class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        config = self.vae.config
-        scaled = (
-            torch.stack(list(latents)).to(self.device, self.vae.dtype) / config.scaling_factor + config.shift_factor
-        )
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0])
-
-
 def load_encoder(context: LoadContext) -> Encoder:
     parts = Parts(context.model.folder)
     cls = diffusers().ZImageImg2ImgPipeline
@@ -151,12 +141,11 @@ def load_denoiser(context: LoadContext) -> Denoiser:
     return Denoiser(pipe, context.device, context.dtype)
 
 
-def load_decoder(context: LoadContext) -> Decoder:
+def load_decoder(context: LoadContext) -> VaeDecoder:
     parts = Parts(context.model.folder)
     pipe = parts.pipeline(diffusers().ZImagePipeline, ("vae",), (), ("transformer",), context)
     pipe.vae.encoder = None
-    budget: Any = context.stage.budget
-    return Decoder(pipe, context.device, tiling_pixels=budget.tiling_pixels)
+    return VaeDecoder.load(context, pipe)
 
 
 def _guidance(params: DiffusionParams) -> float:

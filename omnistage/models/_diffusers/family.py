@@ -1,0 +1,68 @@
+"""The families of diffusers models differ in a name, a list of pipelines and their own modules; the rest is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.pipeline.registry import AnyProcessor, Bridge, ComponentFactory, Family, LoadContext
+
+if TYPE_CHECKING:
+    from omnistage.config import OmniModelConfig
+
+
+def drawing_family(
+    name: str,
+    architectures: tuple[str, ...],
+    *,
+    processor: Callable[[OmniModelConfig], AnyProcessor] | None = None,
+    components: Mapping[str, ComponentFactory] | None = None,
+    bridges: Mapping[str, Bridge] | None = None,
+    variants: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> Family:
+    """A family in the folder `models/<name>`: its `components`, `tiny` and `verify` are imported on first use.
+
+    `components` are those beyond the encoder, the denoiser and the decoder. `name` is one of ours, never a user's.
+    """
+
+    def part(module: str) -> Any:
+        return import_module(f"omnistage.models.{name}.{module}")
+
+    def factory(role: str) -> ComponentFactory:
+        def load(context: LoadContext) -> object:
+            made: object = getattr(part("components"), f"load_{role}")(context)
+            return made
+
+        return load
+
+    def tiny(folder: Path, **options: object) -> None:
+        part("tiny").write(folder, **options)
+
+    def verify(folder: Path, **options: object) -> object:
+        rows: object = part("verify").run(folder, **options)
+        return rows
+
+    return Family(
+        name=name,
+        architectures=architectures,
+        pipeline=Path(__file__).parents[1] / name / "pipeline.yaml",
+        components={
+            **(components or {}),
+            **{f"{name}.{role}": factory(role) for role in ("encoder", "denoiser", "decoder")},
+        },
+        bridges=bridges or {},
+        processor=processor or _takes_pictures,
+        tiny=tiny,
+        verify=verify,
+        variants=variants,
+        aliases=aliases,
+    )
+
+
+def _takes_pictures(model: OmniModelConfig) -> AnyProcessor:
+    from omnistage.models._diffusers.processor import DrawingProcessor
+
+    return DrawingProcessor(takes_images=True)
