@@ -23,6 +23,7 @@ from omnistage.params import (
     is_utf8,
     short_repr,
 )
+from omnistage.record import record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +63,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     DEADLINE = "deadline"
     ERROR = "error"
+    CONTENT_FILTER = "content_filter"
+    """A filter of the service refused what was made."""
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -235,6 +238,8 @@ class TokenLogprob:
     token_id: int
     logprob: float
     text: str = ""
+    spelling: bytes = b""
+    """The token's own bytes; `text` cannot show one that is part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +250,7 @@ class TokenLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TokenChunk:
     """Tokens sampled in a step, the text they completed, and the hidden rows computed since the last chunk.
 
@@ -262,6 +267,8 @@ class TokenChunk:
     prompt: ARInput | None = None
     ended_by: int | None = None
     """The end token, when one ended the answer; it is the last of `token_ids`."""
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache; on the first chunk only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +312,7 @@ class VideoChunk:
 ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageChunk:
     """A piece of a stage's output for one request. For each `index`, the chunk that carries `finish` is the last.
 
@@ -389,6 +396,10 @@ class Usage:
     steps: int = 0
     """Denoising steps done."""
     stage_tokens: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again."""
+    prompt_media: dict[Modality, int] = field(default_factory=dict)
+    """Prompt tokens that stand for media, by their kind."""
 
 
 @dataclass(slots=True)
@@ -429,7 +440,7 @@ class OmniRequestOutput:
         return self.outputs[0].token_ids if self.outputs else []
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OutputChunk:
     """One item of `AsyncOmni.generate()`: what is new, by modality. The last one carries `final`."""
 

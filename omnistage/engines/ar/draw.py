@@ -200,6 +200,7 @@ class DrawRows:
         self._min_p = np.array([[p.min_p] for p in params], dtype=np.float32)
         self._each = np.arange(len(limits))[:, None]
         self._last = limits[:, None] - 1
+        self._unscaled = all(p.temperature == 1.0 for p in params)
         self._some_limited = any(rule.limited for rule in self._rules)
         self._some_min_p = any(p.min_p > 0 for p in params)
         self._weighed_rows = np.array([i for i, rule in enumerate(self._rules) if rule.weighed], dtype=np.int64)
@@ -232,7 +233,7 @@ class DrawRows:
     def _pick(self, found: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
         width = found.values.shape[1]
         with np.errstate(all="ignore"):  # rows that fail make NaN on the way
-            scaled = found.values / self._temperature
+            scaled = found.values if self._unscaled else found.values / self._temperature
             best = scaled[:, :1]
             shares = np.exp(scaled - best) if found.shares is None else found.shares
             weights = (shares * _WEIGHT_SCALE).astype(np.int64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,9 @@ from torch import Tensor
 
 from omnistage.engines.ar.draw import FAILED, UNCOVERED, DrawRows, argmax_host, argmax_rows, top_rows
 from omnistage.engines.ar.logits import Arrays, Ints, Processors, RowState, mix, uniform
+from omnistage.engines.ar.spelling import spelling
 from omnistage.errors import InternalError, InvalidRequestError, OmniError, StageError
+from omnistage.record import record
 from omnistage.types import SamplingParams, TokenLogprob, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from omnistage.engines.ar.grammar import GrammarCompiler
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sampled:
     """One row's result. With `error` set the token id is -1 and the request must end."""
 
@@ -170,7 +171,7 @@ class Sampler:
         self._eos = tuple(dict.fromkeys(eos for eos in eos_token_ids if 0 <= eos < vocab_size))
         self._states: dict[str, RowState] = {}
         self._plan: _Plan | None = None
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, tuple[str, bytes]] = {}
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -361,18 +362,19 @@ class Sampler:
     def _logprobs(self, token: int, values: Sequence[float], count: int, tops: int) -> TokenLogprobs:
         ids = values[1 + tops : 1 + tops + count]
         top = tuple(
-            TokenLogprob(int(i), value, self._text(int(i))) for i, value in zip(ids, values[1 : 1 + count], strict=True)
+            TokenLogprob(int(i), value, *self._text(int(i)))
+            for i, value in zip(ids, values[1 : 1 + count], strict=True)
         )
-        return TokenLogprobs(TokenLogprob(token, values[0], self._text(token)), top)
+        return TokenLogprobs(TokenLogprob(token, values[0], *self._text(token)), top)
 
-    def _text(self, token: int) -> str:
+    def _text(self, token: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
-            return ""
-        text = self._texts.get(token)
-        if text is None:
-            decoded = self._tokenizer.decode([token])
-            text = self._texts[token] = decoded if isinstance(decoded, str) else "".join(decoded)
-        return text
+            return "", b""
+        found = self._texts.get(token)
+        if found is None:
+            own = spelling(self._tokenizer, token)
+            found = self._texts[token] = (own.decode(errors="replace"), own)
+        return found
 
 
 def _ascending(ids: Iterable[int]) -> Ints:

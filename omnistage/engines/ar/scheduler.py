@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 from omnistage.errors import InternalError
+from omnistage.record import record
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,8 @@ class SequenceState:
     running: bool = False
     started: bool = False
     preemptions: int = 0
+    cached: int = 0
+    """Tokens that were found computed when it was first admitted."""
 
     @property
     def ready(self) -> int:
@@ -59,7 +62,7 @@ class SequenceState:
             self.hashes.append(block_hash(parent, self.token_ids[start:end], extra))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduledSequence:
     """Compute tokens [start, start + count) of a sequence; `sample` when that reaches its last known token."""
 
@@ -143,6 +146,10 @@ class Scheduler:
         """A token was sampled."""
         self._sequences[key].token_ids.append(token_id)
 
+    def cached(self, key: str) -> int:
+        """Tokens of a sequence that were found computed when it was first admitted."""
+        return self._sequences[key].cached
+
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
@@ -212,6 +219,7 @@ class Scheduler:
             state.running = True
             if not state.started:
                 state.started = True
+                state.cached = state.computed
                 started.append(state.key)
             batch.append(_scheduled(state, count))
             budget -= count

@@ -260,6 +260,7 @@ class ARStage(Stage):
             hidden_start=hidden.start if hidden is not None else 0,
             prompt=None if answer.announced else answer.payload,
             ended_by=ended_by,
+            cached_tokens=0 if answer.announced else self.scheduler.cached(key),
         )
         answer.announced = True
         if finish is not None:
@@ -327,6 +328,7 @@ class ARStage(Stage):
                 "prefix_hits": pool.hits,
                 "encoder_cache_bytes": self.runner.encoder_cache.bytes,
                 "encoder_cache_hits": self.runner.encoder_cache.hits,
+                "encoder_cache_misses": self.runner.encoder_cache.misses,
             },
         )
 
