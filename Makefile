@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	else \
 	  echo "no NVIDIA GPU: installing with the CPU torch of constraints.txt"; \
 	  $(BIN)/python -m pip install -c constraints.txt torch; \
-	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,realtime,jwt,tracing]'; \
+	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,starter,jwt,tracing]'; \
 	  $(BIN)/python -m pip install --no-deps $(TORCHVISION); \
 	fi
 	@touch $@

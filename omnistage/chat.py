@@ -6,9 +6,10 @@ message costs nothing.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from PIL import Image
@@ -18,6 +19,7 @@ from omnistage.media.audio import AudioClip, decode_audio
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
 from omnistage.media.video import MIN_FRAMES, VideoClip, decode_video
+from omnistage.media.watch import show
 from omnistage.types import is_utf8
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -29,6 +31,12 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_MOST_NAME = 256
+_MOST_LEVELS = 64
+"""Of a call's arguments: beyond them they are text, so that nothing has to follow them down."""
+_DETAILS = ("auto", "low", "high", "original")
+_LOW_DETAIL = (512, 512)
+"""Pixels: as OpenAI has it."""
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm", "mp4", "pcm16")
 
 
@@ -61,11 +69,24 @@ Part = TextPart | ImagePart | AudioPart | VideoPart
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made. `arguments` is an object, or the text that it wrote where that is none."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """`parts` is never empty and keeps the order in which the client gave them."""
 
     role: Role
     parts: tuple[Part, ...]
+    name: str | None = None
+    """Of the participant; of the function, where the message is a tool's."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +158,26 @@ def parse_messages(
         raise InvalidRequestError("is empty; send at least one message", param="messages")
     options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
-    _check_counts([part for _, parts in parsed for part in parts], limits)
+    _check_counts(parsed, limits)
     total = _Total(limits)
-    return [ChatMessage(role, tuple(_finish(part, total) for part in parts)) for role, parts in parsed]
+    made = []
+    called: dict[str, str] = {}
+    for head, parts in parsed:
+        called.update({call.id: call.name for call in head.tool_calls if call.id is not None})
+        name = head.name or called.get(head.tool_call_id or "")
+        made.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
+    return made
 
 
-def _check_counts(parts: list[_Parsed], limits: MediaLimits) -> None:
+def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: MediaLimits) -> None:
+    parts = [part for _, own in parsed for part in own]
     items = sum(isinstance(part, _Pending) for part in parts)
     if items > limits.max_items:
         raise LimitExceededError(
             f"{items} media items are over the limit of {limits.max_items}; send fewer", param="messages"
         )
     chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    chars += sum(len(call.name) + len(str(call.arguments)) for head, _ in parsed for call in head.tool_calls)
     if chars > limits.max_text_chars:
         raise LimitExceededError(
             f"{chars} characters of text are over the limit of {limits.max_text_chars}; shorten the messages",
@@ -162,13 +191,16 @@ def _finish(part: _Parsed, total: _Total) -> Part:
     try:
         decoded = part.decode()
         total.add(decoded)
+        if not isinstance(decoded, TextPart):
+            show(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
         return decoded
     except InvalidRequestError as error:
         error.param = part.path
         raise
 
 
-def _parse_message(message: object, path: str, options: _Options) -> tuple[Role, list[_Parsed]]:
+def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatMessage, list[_Parsed]]:
+    """The message without its parts, and those."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f'must be an object with "role" and "content", got {_kind(message)}', param=path)
     role_name = message.get("role")
@@ -176,11 +208,61 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[Role,
         got = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
         raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {got}", param=f"{path}.role")
     role = _ROLES[role_name]
-    for key in ("tool_calls", "function_call", "audio"):
-        if message.get(key) not in (None, [], ()):
-            # Leaving it out would run a different conversation from the one that was sent.
-            raise InvalidRequestError("is not supported in a message; write it as text", param=f"{path}.{key}")
-    return role, _parse_content(message.get("content"), role, f"{path}.content", options)
+    if message.get("function_call") is not None:
+        # Leaving it out would run a different conversation from the one that was sent.
+        raise InvalidRequestError("is the older form of a call; write tool_calls", param=f"{path}.function_call")
+    if message.get("audio") is not None:
+        raise InvalidRequestError("no spoken answer is kept under this id; send its text", param=f"{path}.audio")
+    calls = _parse_calls(message.get("tool_calls"), role, f"{path}.tool_calls")
+    texts = {key: _short_text(message.get(key), f"{path}.{key}") for key in ("name", "tool_call_id")}
+    content, where = message.get("content"), f"{path}.content"
+    if role == "assistant" and content is None and message.get("refusal") is not None:
+        content, where = message["refusal"], f"{path}.refusal"
+    return ChatMessage(role, (), tool_calls=calls, **texts), _parse_content(content, role, where, options)
+
+
+def _parse_calls(calls: object, role: Role, path: str) -> tuple[ToolCall, ...]:
+    if calls is None or calls == []:
+        return ()
+    if role != "assistant":
+        raise InvalidRequestError("is for assistant messages only; leave it out", param=path)
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError("must be a list of calls", param=path)
+    return tuple(_parse_call(call, f"{path}[{index}]") for index, call in enumerate(calls))
+
+
+def _parse_call(call: object, path: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(name, str) or not isinstance(arguments, str):
+        raise InvalidRequestError('must be a call: {"function": {"name": text, "arguments": text}}', param=path)
+    if not is_utf8(name) or not is_utf8(arguments):
+        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes may spell half of a surrogate pair
+    except (ValueError, RecursionError):
+        value = None
+    # Else a model wrote it and was cut off, perhaps: it is shown what it wrote.
+    usable = isinstance(value, dict) and not _is_deep(value)
+    return ToolCall(name, value if usable else arguments, _short_text(call.get("id"), f"{path}.id"))
+
+
+def _is_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(_MOST_LEVELS):
+        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        level = [child for children in nested for child in children]
+        if not level:
+            return False
+    return True
+
+
+def _short_text(value: object, path: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not is_utf8(value) or len(value) > _MOST_NAME):
+        raise InvalidRequestError(f"must be text of at most {_MOST_NAME} characters", param=path)
+    return value or None
 
 
 def _parse_content(content: object, role: Role, path: str, options: _Options) -> list[_Parsed]:
@@ -203,6 +285,14 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"must be a string, got {_kind(part.get('text'))}", param=f"{path}.text")
         return _text(part["text"], role, f"{path}.text")
+    if name == "refusal" and role == "assistant":
+        if not isinstance(part.get("refusal"), str):
+            raise InvalidRequestError(f"must be a string, got {_kind(part.get('refusal'))}", param=f"{path}.refusal")
+        return _text(part["refusal"], role, f"{path}.refusal")
+    if name in ("file", "input_file"):
+        raise InvalidRequestError(
+            "files are not read here; send their text, pictures or sound as parts of their own", param=f"{path}.type"
+        )
     if not isinstance(name, str) or name not in _MEDIA_PARTS:
         got = repr(name[:40]) if isinstance(name, str) else _kind(name)
         known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
@@ -211,7 +301,7 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
 
 
 def _text(text: str, role: Role, path: str) -> TextPart:
-    if not text and role != "assistant":
+    if not text and role not in ("assistant", "tool"):
         raise InvalidRequestError(f"is empty; a {role} message needs text", param=path)
     if not is_utf8(text):
         raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
@@ -244,8 +334,22 @@ def _image_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parse
 
 
 def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    inner = part.get("image_url")
+    beside = part.get("detail")  # where the Responses API has it
+    detail, detail_path = (
+        (inner.get("detail"), ".image_url.detail") if isinstance(inner, Mapping) else (beside, ".detail")
+    )
+    if detail is not None and detail not in _DETAILS:
+        raise InvalidRequestError(f"must be one of {', '.join(_DETAILS)}", param=f"{path}{detail_path}")
     url, path = _url(part, "image_url", path)
-    return _Pending(path, lambda: ImagePart(decode_image(url, options.limits)))
+
+    def decode() -> ImagePart:
+        image = decode_image(url, options.limits)
+        if detail == "low":
+            image.thumbnail(_LOW_DETAIL)
+        return ImagePart(image)
+
+    return _Pending(path, decode)
 
 
 def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:

@@ -13,6 +13,7 @@ from omnistage.batch import Batch, BatchBar
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
 from omnistage.engines.build import EngineParts, build_parts
 from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.media.watch import cutting_fetches
 from omnistage.pipeline.intake import (
     ParamsLike,
     Prompt,
@@ -198,7 +199,8 @@ class AsyncOmni(_Front):
         """
         request_id = checked_request_id(request_id)
         self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
-        plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
+        with cutting_fetches():
+            plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
         return OutputStream(self.orchestrator, plan, self._output_buffer)
 

@@ -77,20 +77,24 @@ def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestEr
 
 
 class StructuredOutput(BaseModel):
-    """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), or any JSON."""
+    """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), xgrammar's structural
+    tags, or any JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     json_schema: dict[str, object] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    structural_tag: dict[str, object] | None = Field(
+        default=None, description="A format of xgrammar's structural tags: free text in which some words begin JSON."
+    )
     json_object: bool = False
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [self.json_schema is not None, self.regex is not None, self.grammar is not None, self.json_object]
-        if sum(given) != 1:
-            raise ValueError("give exactly one of json_schema, regex, grammar, json_object")
+        texts = (self.json_schema, self.regex, self.grammar, self.structural_tag)
+        if sum(text is not None for text in texts) + self.json_object != 1:
+            raise ValueError("give exactly one of json_schema, regex, grammar, structural_tag, json_object")
         return self
 
 

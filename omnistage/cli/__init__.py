@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from omnistage import __version__
-from omnistage.cli.bench import bench
+from omnistage.cli.bench import app as bench
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
+from omnistage.cli.pull import list_bundles, pull
 from omnistage.cli.serve import serve
 from omnistage.cli.tiny import tiny
 from omnistage.cli.verify import verify
@@ -47,5 +48,8 @@ def _main(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-for _command in (generate, serve, config, tiny, verify, bench):
+for _command in (generate, serve, config, tiny, verify):
     app.command()(ends_on_error(_command))
+app.command("pull")(ends_on_error(pull))
+app.command("list")(ends_on_error(list_bundles))
+app.add_typer(bench, name="bench")

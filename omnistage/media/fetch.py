@@ -1,58 +1,93 @@
 """Fetching media over http(s), for deployments that allow it.
 
 A URL comes from a client, so fetching it must not reach what the client could not reach itself: every
-connection, also one that a redirect asks for, goes to an address that was checked, by number, so that a second
-DNS answer cannot differ from the first.
+connection, also one that a redirect asks for, goes to an allowed host and to an address that was checked, by
+number, so that a second DNS answer cannot differ from the first.
 """
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
-from email.message import Message
-from typing import IO
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
 from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.hosts import Target, check_target, is_public_address
 from omnistage.media.limits import MediaLimits
+from omnistage.media.watch import current_fetches
 
 _READ_BYTES = 64 * 1024
-_IPV4_COMPATIBLE = ipaddress.IPv6Network("::/96")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+_MAX_REDIRECTS = 5
+_MAX_URL_CHARS = 8192
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MEDIA_TYPES = ("image/", "audio/", "video/")
+# What hosts say of files whose type they do not know, and containers that hold sound or video.
+_OTHER_TYPES = ("application/octet-stream", "binary/octet-stream", "application/ogg", "application/mp4")
+_Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]]
 
 
 def fetch_url(url: str, limits: MediaLimits) -> bytes:
     """Return the body at an http(s) URL, at most `limits.max_bytes`, within `limits.url_timeout_seconds`.
 
-    Proxies of the environment are not used, since they would hide the address that is connected to.
+    Proxies of the environment are not used, since they would hide the address that is connected to. Nor are its
+    credentials: no header says more than the host and who asks.
     """
     if not limits.allow_urls:
         raise InvalidRequestError("URLs are not fetched here; send the bytes as data:<type>;base64,<data>")
+    if len(url) > _MAX_URL_CHARS:
+        raise InvalidRequestError(f"the URL has over {_MAX_URL_CHARS} characters; send the bytes instead")
     dialer = _Dialer(limits)
     # A peer that drips one byte at a time passes every socket timeout; only cutting the connection ends it.
     timer = threading.Timer(limits.url_timeout_seconds, dialer.cut)
     timer.daemon = True
     timer.start()
     try:
-        with _opener(dialer).open(url, timeout=limits.url_timeout_seconds) as response:
-            body = _read_body(response, limits)
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        if dialer.was_cut or isinstance(cause, TimeoutError):
+        with current_fetches().holding(dialer.cut):
+            body = _follow(url, dialer, limits)
+    except (http.client.HTTPException, OSError, ValueError) as error:
+        if dialer.was_cut or isinstance(error, TimeoutError):
             raise _timed_out(limits) from error
-        raise MediaError(f"the URL could not be fetched: {_reason(error)}") from error
+        raise MediaError(f"the URL could not be fetched: {str(error)[:200]}") from error
     finally:
         timer.cancel()
+        dialer.close()
     if dialer.was_cut:
         raise _timed_out(limits)
     return body
+
+
+def _follow(url: str, dialer: _Dialer, limits: MediaLimits) -> bytes:
+    for _ in range(_MAX_REDIRECTS + 1):
+        target = Target.parse(url)
+        check_target(target, limits.url_hosts, allow_http=limits.allow_http_urls)
+        response = _ask(target, dialer)
+        location = response.headers.get("Location")
+        if response.status in _REDIRECTS and location is not None:
+            # Its body is left unread: it may be of any length.
+            url = urljoin(url, location)
+            continue
+        if response.status != http.HTTPStatus.OK:
+            raise MediaError(f"the URL could not be fetched: it answered HTTP {response.status}")
+        _check_type(response)
+        return _read_body(response, limits)
+    raise MediaError(f"the URL could not be fetched: it answered HTTP {response.status} over {_MAX_REDIRECTS} times")
+
+
+def _ask(target: Target, dialer: _Dialer) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(target.host, target.port)
+    connection.sock = dialer.connect(target)
+    headers = {"Host": target.origin, "User-Agent": "omnistage", "Accept": "*/*", "Connection": "close"}
+    connection.request("GET", target.path, headers=headers)
+    return connection.getresponse()
+
+
+def _check_type(response: http.client.HTTPResponse) -> None:
+    given = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if given and not given.startswith(_MEDIA_TYPES) and given not in _OTHER_TYPES:
+        raise MediaError(f"the URL gives {given[:60]!r}, which is no picture, sound or video; check it")
 
 
 def _read_body(response: http.client.HTTPResponse, limits: MediaLimits) -> bytes:
@@ -76,12 +111,6 @@ def _timed_out(limits: MediaLimits) -> MediaError:
     return MediaError(f"the URL did not answer in full within {limits.url_timeout_seconds:g} seconds; send the bytes")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"it answered HTTP {error.code}"
-    return str(error.reason if isinstance(error, urllib.error.URLError) else error)[:200]
-
-
 class _Dialer:
     """Opens the sockets of one fetch, and can cut them all."""
 
@@ -92,29 +121,39 @@ class _Dialer:
         self._lock = threading.Lock()
         self.was_cut = False
 
-    def connect(self, host: str, port: int) -> socket.socket:
-        """Return a socket to a checked address of `host`."""
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for *_, address in infos:
+    def connect(self, target: Target) -> socket.socket:
+        """Return a socket to a checked address of the target, with TLS for its name where it is https."""
+        found = _lookup(target.host, target.port, self._remaining())
+        for *_, address in found:
             if not self._limits.allow_private_urls and not is_public_address(str(address[0])):
                 raise InvalidRequestError("the URL leads to an address that is not public; send the bytes instead")
+        plain = self._dial(found)
+        if target.scheme == "http":
+            return plain
+        # By its name, whatever the number: the certificate is checked as if DNS had been asked here.
+        return self._track(ssl.create_default_context().wrap_socket(plain, server_hostname=target.host))
+
+    def _dial(self, found: list[_Address]) -> socket.socket:
         failure: OSError = OSError("the host has no address")
-        for family, kind, proto, _, address in infos:
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError("timed out")
-            sock = socket.socket(family, kind, proto)
-            sock.settimeout(remaining)
+        for family, kind, proto, _, address in found:
+            sock = self._track(socket.socket(family, kind, proto))
+            sock.settimeout(self._remaining())
             try:
                 sock.connect(address)
             except OSError as error:
                 sock.close()
                 failure = error
                 continue
-            return self.track(sock)
+            return sock
         raise failure
 
-    def track(self, sock: socket.socket) -> socket.socket:
+    def _remaining(self) -> float:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0 or self.was_cut:
+            raise TimeoutError("timed out")
+        return remaining
+
+    def _track(self, sock: socket.socket) -> socket.socket:
         with self._lock:
             self._sockets.append(sock)
         return sock
@@ -130,77 +169,26 @@ class _Dialer:
                 except OSError:
                     continue  # closed already
 
-
-def is_public_address(text: str) -> bool:
-    """Whether a numeric address is on the public internet, also when one is wrapped inside another."""
-    address: _IPAddress = ipaddress.ip_address(text)
-    if isinstance(address, ipaddress.IPv6Address):
-        if address in _IPV4_COMPATIBLE:  # `::127.0.0.1`: long obsolete, and some systems still unwrap it
-            return False
-        wrapped = address.ipv4_mapped or address.sixtofour
-        if wrapped is None and address in _NAT64:
-            wrapped = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if wrapped is not None:
-            address = wrapped
-    return address.is_global and not address.is_multicast
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.close()
 
 
-class _HTTPConnection(http.client.HTTPConnection):
-    def __init__(self, host: str, *, dialer: _Dialer, timeout: float) -> None:
-        super().__init__(host, timeout=timeout)
-        self._dialer = dialer
+def _lookup(host: str, port: int, timeout: float) -> list[_Address]:
+    """The addresses of a host, in its own thread: nothing else can end a question to a DNS server that is silent."""
+    answer: list[list[_Address] | OSError | UnicodeError] = []
 
-    def connect(self) -> None:
-        self.sock = self._dialer.connect(self.host, self.port)
+    def ask() -> None:
+        try:
+            answer.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type]
+        except (OSError, UnicodeError) as error:
+            answer.append(error)
 
-
-class _HTTPSConnection(http.client.HTTPSConnection):
-    def __init__(self, host: str, *, dialer: _Dialer, timeout: float) -> None:
-        self._tls = ssl.create_default_context()
-        super().__init__(host, timeout=timeout, context=self._tls)
-        self._dialer = dialer
-
-    def connect(self) -> None:
-        plain = self._dialer.connect(self.host, self.port)
-        self.sock = self._dialer.track(self._tls.wrap_socket(plain, server_hostname=self.host))
-
-
-class _Handler(urllib.request.AbstractHTTPHandler):
-    """Opens http and https requests over the dialer's connections."""
-
-    http_request = urllib.request.AbstractHTTPHandler.do_request_
-    https_request = urllib.request.AbstractHTTPHandler.do_request_
-
-    def __init__(self, dialer: _Dialer) -> None:
-        super().__init__()
-        self._dialer = dialer
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTPConnection, request, dialer=self._dialer)  # type: ignore[arg-type]
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTPSConnection, request, dialer=self._dialer)  # type: ignore[arg-type]
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    max_redirections = 5
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> urllib.request.Request | None:
-        if urlsplit(newurl).scheme not in ("http", "https"):
-            raise InvalidRequestError("the URL redirects to something that is not http(s); send the bytes instead")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
-
-
-def _opener(dialer: _Dialer) -> urllib.request.OpenerDirector:
-    # Built by hand: build_opener would add the file:, ftp:, data: and proxy handlers.
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        _Handler(dialer),
-        _Redirects(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-    ):
-        opener.add_handler(handler)
-    return opener
+    thread = threading.Thread(target=ask, name="omnistage-dns", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not answer:
+        raise TimeoutError("timed out")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+
+from omnistage.media.hosts import HostRule
 
 MIB = 1024 * 1024
 
@@ -12,8 +14,8 @@ MIB = 1024 * 1024
 class MediaLimits(BaseModel):
     """Bounds that are checked before the work that they bound.
 
-    The defaults suit offline use by the machine's owner. A service sets `allow_paths=False`, so that a client
-    cannot name files of the host.
+    The defaults suit offline use by the machine's owner. A service sets `allow_paths=False` or names the folders,
+    so that a client cannot read files of the host.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +66,15 @@ class MediaLimits(BaseModel):
         ),
     )
 
-    allow_urls: bool = Field(default=False, description="Whether http(s) URLs are fetched.")
+    allow_urls: bool = Field(default=False, description="Whether URLs are fetched.")
+    url_hosts: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Hosts that URLs may lead to, redirects included: `example.org`, `*.example.org` for every host below it, "
+            "`example.org:8443` for another port than the usual one; empty means any host and port."
+        ),
+    )
+    allow_http_urls: bool = Field(default=False, description="Whether URLs may be http, not only https.")
     allow_private_urls: bool = Field(
         default=False,
         description="Whether a URL may lead to a loopback, private or otherwise not public address.",
@@ -77,3 +87,10 @@ class MediaLimits(BaseModel):
         default=(),
         description="Folders that files must lie in once symbolic links are resolved; empty means any folder.",
     )
+
+    @field_validator("url_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in hosts:
+            HostRule.parse(entry)
+        return hosts

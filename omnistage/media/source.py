@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,6 +16,8 @@ from omnistage.media.limits import MediaLimits
 BytesSource = bytes | bytearray | memoryview | str | Path
 
 _SHOWN_CHARS = 80
+# Opening a pipe must not wait for its other end, nor a terminal become ours.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _WHITESPACE = b" \t\r\n"
 _MAX_HEAD = 1024
 """Longest `data:<type>;base64` before the comma."""
@@ -133,18 +136,41 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
         resolved = path.resolve()
         # Checked before the file is looked at, so that the answer does not tell which files exist elsewhere.
         _check_roots(resolved, shown, limits)
-        # Opening a pipe or a device could block for ever.
-        if not resolved.is_file():
-            raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file")
-        with resolved.open("rb") as file:
-            check_size(os.fstat(file.fileno()).st_size, limits)
-            data = file.read(limits.max_bytes + 1)
+        descriptor = os.open(resolved, _OPEN_FLAGS)
+        try:
+            data = _read_open(descriptor, resolved, shown, limits)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file") from error
     except OSError as error:
         raise InvalidRequestError(f"cannot read file {shown}: {error.strerror or error}") from error
     except (ValueError, RuntimeError) as error:  # an embedded NUL; a loop of symbolic links
         raise InvalidRequestError(f"not a usable file path: {shown}") from error
     check_size(len(data), limits)
     return data
+
+
+def _read_open(descriptor: int, resolved: Path, shown: str, limits: MediaLimits) -> bytes:
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file")
+    # Again, of what was opened: a folder on the way may have become a link meanwhile.
+    _check_roots(_opened(descriptor, resolved), shown, limits)
+    check_size(about.st_size, limits)
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read(limits.max_bytes + 1)
+
+
+def _opened(descriptor: int, resolved: Path) -> Path:
+    """Where an open file lies. Linux knows; elsewhere the path is resolved again and must still be that file."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except FileNotFoundError:
+        again = resolved.resolve()
+        if not os.path.samestat(os.stat(again), os.fstat(descriptor)):
+            raise OSError("it changed while it was opened") from None
+        return again
 
 
 def _check_roots(resolved: Path, shown: str, limits: MediaLimits) -> None:

@@ -121,9 +121,12 @@ def _text(prompt: str, limits: MediaLimits) -> str:
 def _picture(source: object, limits: MediaLimits, param: str) -> np.ndarray:
     from omnistage.errors import OmniError
     from omnistage.media.image import decode_image
+    from omnistage.media.watch import show
 
     try:
-        return np.asarray(decode_image(source, limits), dtype=np.uint8)  # type: ignore[arg-type]
+        image = decode_image(source, limits)  # type: ignore[arg-type]
+        show(image)
+        return np.asarray(image, dtype=np.uint8)
     except OmniError as error:
         if error.param is not None:
             raise

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omnistage.errors import (
     InvalidRequestError,
@@ -53,6 +53,8 @@ class RequestOptions:
     priority: int = 0
     timeout: float | None = None
     use_audio_in_video: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call, as chat templates take them; for chats."""
 
 
 class RequestFactory:
@@ -183,7 +185,8 @@ class RequestFactory:
 
             messages = parse_messages(prompt, self._limits.media, use_audio_in_video=options.use_audio_in_video)
             self._check_media(messages)
-            return processor.chat(messages)
+            # Said only where there are some: a family may take none.
+            return processor.chat(messages, options.tools) if options.tools else processor.chat(messages)
         raise InvalidRequestError(
             "must be text, an OmniTokensPrompt, a mapping with prompt, prompt_token_ids or prompt_embeds, or a list "
             f"of chat messages; got {type(prompt).__name__}",

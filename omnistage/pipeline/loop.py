@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from omnistage.errors import OmniError, ShutdownError, StageError
 from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.pipeline.timing import StepSeconds, StepTimer
 from omnistage.types import FinishReason, SamplingParams, StageChunk, StageFeed, StageInput, StageParams
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class StageLoop(Generic[Owner]):
         self._drain = True
         self._resting = False
         self._stats = StageStats()
+        self._step_timer = StepTimer()
         self._live: dict[str, _Live[Owner]] = {}  # touched by the loop only
         self._thread: threading.Thread | None = None
 
@@ -165,6 +167,9 @@ class StageLoop(Generic[Owner]):
         """The stage's counters as of its last turn; exact while the loop rests."""
         return self._stats
 
+    def step_seconds(self) -> StepSeconds:
+        return self._step_timer.read()
+
     def leftovers(self) -> list[str]:
         """What the loop and its stage still hold, in words; only meaningful while the loop rests."""
         stats = self._stats
@@ -216,7 +221,7 @@ class StageLoop(Generic[Owner]):
         try:
             self._stats = self.stage.stats()
             busy = self.stage.has_work()
-            chunks: Sequence[StageChunk] = self.stage.step() if busy else ()
+            chunks = self._step() if busy else ()
         except Exception as error:
             # The boundary of a stage: its defect ends the requests in it, not the loop.
             log_defect(f"a step of stage {self.stage.name!r}", error)
@@ -225,6 +230,12 @@ class StageLoop(Generic[Owner]):
         for chunk in chunks:
             self._deliver(chunk)
         return busy
+
+    def _step(self) -> Sequence[StageChunk]:
+        begun = time.perf_counter()
+        chunks = self.stage.step()
+        self._step_timer.add(time.perf_counter() - begun)
+        return chunks
 
     def _apply(self, command: _Submit[Owner] | _Feed[Owner] | _Abort[Owner]) -> None:
         if isinstance(command, _Submit):
@@ -319,31 +330,32 @@ class DeadlineTimer(Generic[Owner]):
         self._expire = expire
         self._clock = clock
         self._changed = threading.Condition()
-        self._heap: list[tuple[float, int, Owner]] = []
-        self._tokens: set[int] = set()
+        self._heap: list[tuple[float, int]] = []
+        # By token, and only here: what has been discarded keeps nobody's media in memory until its time.
+        self._owners: dict[int, Owner] = {}
         self._next_token = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._owners)
 
     def add(self, deadline: float, owner: Owner) -> int:
         with self._changed:
             token = self._next_token
             self._next_token += 1
-            self._tokens.add(token)
-            heapq.heappush(self._heap, (deadline, token, owner))
+            self._owners[token] = owner
+            heapq.heappush(self._heap, (deadline, token))
             if self._heap[0][1] == token:
                 self._changed.notify_all()
             return token
 
     def discard(self, token: int) -> None:
         with self._changed:
-            self._tokens.discard(token)
+            self._owners.pop(token, None)
             # Entries stay in the heap until their time, so it is swept once most of it is stale.
-            if len(self._heap) > 2 * len(self._tokens) + 16:
-                self._heap = [entry for entry in self._heap if entry[1] in self._tokens]
+            if len(self._heap) > 2 * len(self._owners) + 16:
+                self._heap = [entry for entry in self._heap if entry[1] in self._owners]
                 heapq.heapify(self._heap)
 
     def tick(self) -> bool:
@@ -357,11 +369,10 @@ class DeadlineTimer(Generic[Owner]):
         due: list[Owner] = []
         now = self._clock()
         with self._changed:
-            while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._tokens):
-                _, token, owner = heapq.heappop(self._heap)
-                if token in self._tokens:
-                    self._tokens.discard(token)
-                    due.append(owner)
+            while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._owners):
+                _, token = heapq.heappop(self._heap)
+                if token in self._owners:
+                    due.append(self._owners.pop(token))
         return due
 
     def start(self) -> None:

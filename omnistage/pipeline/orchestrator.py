@@ -32,6 +32,7 @@ from omnistage.pipeline.output import Sink, final_chunk
 from omnistage.pipeline.registry import Bridge
 from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, spread
 from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.pipeline.timing import StepSeconds
 from omnistage.types import (
     FinishReason,
     OmniRequestOutput,
@@ -57,6 +58,7 @@ class OrchestratorStats:
     """Refused because the service was full."""
     finished: Mapping[FinishReason, int]
     stages: Mapping[str, StageStats]
+    step_seconds: Mapping[str, StepSeconds]
 
 
 class Orchestrator:
@@ -299,14 +301,14 @@ class Orchestrator:
 
     # ---------------------------------------------------------------------------------------------- ending
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with `FinishReason.ABORT`; every stage forgets it before its next step.
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request for a reason; every stage forgets it before its next step.
 
         Whether the request was running.
         """
         with self._room:
             run = self._runs.get(request_id)
-        return run is not None and self.cancel(run)
+        return run is not None and self._end(run, reason)
 
     def cancel(self, run: RequestRun) -> bool:
         """Like `abort`, for exactly this request even if its id is in use again."""
@@ -380,6 +382,7 @@ class Orchestrator:
                 self._rejected,
                 dict(self._finished),
                 {name: loop.stats() for name, loop in self._loops.items()},
+                {name: loop.step_seconds() for name, loop in self._loops.items()},
             )
 
     def check_idle(self, timeout: float = 10.0) -> None:

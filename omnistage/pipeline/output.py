@@ -182,11 +182,15 @@ class OutputBuffer:
 
 
 def _joined(items: list[OutputChunk]) -> list[OutputChunk]:
-    """One item per stream, each stream in its own order, streams in the order of their first items."""
+    """One item per stream, each stream in its own order, streams in the order of their first items.
+
+    Text comes first: whoever reads it must not hear it said before.
+    """
     streams: dict[tuple[Modality, int], list[OutputChunk]] = {}
     for item in items:
         streams.setdefault((item.modality, item.index), []).append(item)
-    return [_join_stream(stream) for stream in streams.values()]
+    texts_first = sorted(streams, key=lambda stream: stream[0] is not Modality.TEXT)
+    return [_join_stream(streams[stream]) for stream in texts_first]
 
 
 def _join_stream(items: list[OutputChunk]) -> OutputChunk:

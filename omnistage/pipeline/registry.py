@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from omnistage.errors import RegistryError
 from omnistage.types import Modality, OmniTokensPrompt, RequestInfo, StageChunk, StageFeed, StagePayloadIn
@@ -60,8 +60,8 @@ class InputProcessor(Protocol):
 
     input_modalities: frozenset[Modality]
 
-    def chat(self, messages: Sequence[ChatMessage]) -> StagePayloadIn:
-        """Apply the chat template; media become spans."""
+    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> StagePayloadIn:
+        """Apply the chat template; media become spans. `tools` are functions that the model may call."""
         ...
 
     def text(self, prompt: str) -> StagePayloadIn:

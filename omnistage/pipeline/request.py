@@ -84,6 +84,14 @@ class OmniRequest:
             return len(self.payload.token_ids) if self.payload.embeds is None else self.payload.embeds.shape[0]
         return len(self.payload.codes) if isinstance(self.payload, CodecInput) else 0
 
+    @property
+    def media_tokens(self) -> dict[Modality, int]:
+        """Prompt tokens that stand for media."""
+        counts: dict[Modality, int] = {}
+        for span in self.payload.media if isinstance(self.payload, ARInput) else ():
+            counts[span.kind] = counts.get(span.kind, 0) + len(span.positions)
+        return counts
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
@@ -182,6 +190,7 @@ class RequestRun:
         self.timer: int | None = None
         self.steps = 0
         """Denoising steps done."""
+        self.cached_tokens = 0
         self.trace = Trace(plan.info.request_id, plan.info.arrival)
         self.entry = graph.entry
         self.stages = {name: self._stage_run(name, graph) for name in plan.stages}
@@ -221,6 +230,8 @@ class RequestRun:
                 trace.last_chunk = at
                 trace.chunks += 1
                 trace.tokens += len(chunk.payload.token_ids) if isinstance(chunk.payload, TokenChunk) else 0
+            if isinstance(chunk.payload, TokenChunk) and chunk.stage == self.entry and chunk.index == 0:
+                self.cached_tokens += chunk.payload.cached_tokens
             if isinstance(chunk.payload, Progress):
                 trace.tokens = self.steps = chunk.payload.step
             if chunk.finish is not None:
@@ -273,7 +284,15 @@ class RequestRun:
 
     def usage(self) -> Usage:
         tokens = {name: stage.trace.tokens for name, stage in self.stages.items()}
-        return Usage(self.plan.request.prompt_tokens, tokens[self.entry], stage_tokens=tokens, steps=self.steps)
+        request = self.plan.request
+        return Usage(
+            request.prompt_tokens,
+            tokens[self.entry],
+            stage_tokens=tokens,
+            steps=self.steps,
+            cached_tokens=self.cached_tokens,
+            prompt_media=request.media_tokens,
+        )
 
     def trace_now(self) -> Trace:
         """A copy of the trace, which the stages no longer change."""

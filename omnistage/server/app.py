@@ -8,11 +8,24 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from omnistage import __version__
-from omnistage.server import errors
+from omnistage.server import documented, errors
 from omnistage.server.bodies import BodyLimit
 from omnistage.server.exchange import Exchange
 from omnistage.server.gate import Gate
-from omnistage.server.routes import chat, completions, images, responses, speech, status, transcriptions, videos
+from omnistage.server.local_names import LocalNames
+from omnistage.server.routes import (
+    chat,
+    completions,
+    images,
+    live,
+    page,
+    realtime,
+    responses,
+    speech,
+    status,
+    transcriptions,
+    videos,
+)
 from omnistage.server.service import Service
 
 DEFAULT_MAX_BODY = 64 * 2**20
@@ -25,13 +38,20 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     cors: Sequence[str] = (),
+    local_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """The HTTP application over a service whose models may still be loading."""
+    """The HTTP application over a service whose models may still be loading.
+
+    With `local_names`, even none, it answers only to this machine's own names and these.
+    """
     app = FastAPI(title="Omnistage", version=__version__, docs_url="/docs", redoc_url=None)
     app.state.service = service
+    app.state.max_body_bytes = max_body_bytes
+    app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
     errors.install(app)
+    documented.install(app)
 
-    for module in (chat, completions, responses, speech, transcriptions, images, videos, status):
+    for module in (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime):
         app.include_router(module.router)
     # From the inside out: a request meets the last of these first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
@@ -39,5 +59,11 @@ def create_app(
     if cors:
         # Outside of the gate: a browser asks whether it may send a key before it sends it.
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
+    if local_names is not None:
+        app.add_middleware(LocalNames, names=local_names)
+    if service.tracing is not None:
+        from omnistage.server.tracing import TracedRequests
+
+        app.add_middleware(TracedRequests, tracing=service.tracing)
     app.add_middleware(Exchange, measures=service.measures, stall_seconds=stall_seconds)
     return app

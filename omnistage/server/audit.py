@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from omnistage.types import OutputChunk, Usage
+from omnistage.types import FinishReason, OutputChunk, Usage
 
 AUDIT_LOGGER = "omnistage.audit"
 DISCONNECTED = "disconnected"
 SLOW_READER = "slow_reader"
+FILTERED = "filtered"
 _log = logging.getLogger(AUDIT_LOGGER)
 
 
@@ -29,10 +30,12 @@ class Record:
     client: str | None = None
     started: float = field(default_factory=time.monotonic)
     who: str | None = None
+    tag: str | None = None
+    """What the client calls its request: it can be asked for by this name before its answer has begun."""
     model: str | None = None
     status: int | None = None
     ended: str | None = None
-    """The engine's reason, or the service's own: disconnected, slow_reader, error, refused."""
+    """The engine's reason, or the service's own: disconnected, slow_reader, error, refused, filtered."""
     requests: list[str] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     bytes_in: int = 0
@@ -50,7 +53,7 @@ class Record:
             self.usage.video_seconds += len(item.video.frames) / item.video.fps
         if item.final is not None:
             self.usage.prompt_tokens += item.final.usage.prompt_tokens
-            self.ended = self.ended or str(item.final.finish_reason)
+            self.ended = self.ended or ended_by(item.final.finish_reason)
 
     def close(self) -> float:
         """Write the line, once. The seconds that the request took."""
@@ -85,6 +88,10 @@ class Record:
 
 CURRENT: ContextVar[Record | None] = ContextVar("omnistage_record", default=None)
 """The request that this task works for."""
+
+
+def ended_by(reason: FinishReason | None) -> str:
+    return FILTERED if reason is FinishReason.CONTENT_FILTER else str(reason)
 
 
 def log_to(file: Path) -> None:

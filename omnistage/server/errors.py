@@ -25,6 +25,7 @@ _TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    416: "invalid_request_error",
     429: "rate_limit_error",
     CLIENT_CLOSED: "request_cancelled",
     503: "service_unavailable_error",
@@ -52,6 +53,13 @@ class NotFoundError(OmniError):
     code = "not_found"
 
 
+class RangeError(InvalidRequestError):
+    """A part of a file that it does not have."""
+
+    status = 416
+    code = "range_not_satisfiable"
+
+
 class RateLimitError(QueueFullError):
     """A key has used up what it may use now."""
 
@@ -63,6 +71,12 @@ class CancelledRequestError(OmniError):
 
     status = CLIENT_CLOSED
     code = "cancelled"
+
+
+class ContentFilterError(InvalidRequestError):
+    """The content filter refuses it."""
+
+    code = "content_filter"
 
 
 class BodyTimeoutError(OmniError):
@@ -112,7 +126,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return response_of(_first_problem(error.errors()))
+        return response_of(_first_problem(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
@@ -126,11 +140,10 @@ def install(app: FastAPI) -> None:
         return response_of(InternalError("a defect"))
 
 
-def _first_problem(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
+def _first_problem(problems: Sequence[Mapping[str, Any]], body: object) -> InvalidRequestError:
     """400 with the field's path for the first thing that pydantic found."""
     first = problems[0]
-    parts = [part for part in first["loc"] if part != "body"]
-    path = ".".join(str(part)[:80] for part in parts)
+    path = ".".join(_path(first, body))
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return InvalidRequestError("the body is not valid JSON; check it", param=None)
@@ -141,3 +154,19 @@ def _first_problem(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestError
     elif first["type"] != "value_error":
         message = f"{message} (got {short_repr(first.get('input'))})"
     return InvalidRequestError(message, param=path or None)
+
+
+def _path(problem: Mapping[str, Any], body: object) -> list[str]:
+    """The steps that lead somewhere in the body: between them pydantic names the types that it has tried."""
+    place, *parts = problem["loc"]
+    if place != "body":
+        return [str(part)[:80] for part in parts]
+    found: list[str] = []
+    here = body
+    for index, part in enumerate(parts):
+        there = (isinstance(here, Mapping) and part in here) or (isinstance(here, list) and isinstance(part, int))
+        if there:
+            here = here[part]  # type: ignore[index]
+        if there or (problem["type"] == "missing" and index == len(parts) - 1):
+            found.append(str(part)[:80])
+    return found

@@ -6,10 +6,11 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from omnistage.errors import InternalError, OmniError
+from omnistage.errors import InternalError, InvalidRequestError, OmniError
 from omnistage.pipeline.loop import log_defect
 from omnistage.server.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
 from omnistage.server.errors import CLIENT_CLOSED, response_of
@@ -17,6 +18,8 @@ from omnistage.server.metrics import Measures
 
 _PIECE = 64 * 2**10
 """Bytes handed to the connection at once: after each it may make us wait, so that a large answer is not all copied."""
+_METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
+_MALFORMED = "omnistage.malformed"
 _TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transport", default=None)
 
 
@@ -27,6 +30,23 @@ class Connection(H11Protocol):
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
         super().data_received(data)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # else one that was reset stays in memory until its timer rings
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in OpenAI's form; where an answer has begun it can only be broken off."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.scope["state"][_MALFORMED] = True  # for the record of the request whose body this was
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        answer = response_of(InvalidRequestError("this is not valid HTTP; check what sends it"))
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
 
 class StalledError(OSError):
     """The client has not read for too long."""
@@ -36,6 +56,8 @@ class StalledError(OSError):
 class _State:
     started: bool = False
     complete: bool = False
+    gone: bool = False
+    """The client left before its answer was complete; what is answered after that is heard by nobody."""
 
 
 class Exchange:
@@ -56,14 +78,16 @@ class Exchange:
             return
         client = scope.get("client")
         record = Record(scope["method"], client[0] if client else None)
+        tag = dict(scope["headers"]).get(b"x-client-request-id")
+        record.tag = None if tag is None else tag.decode("latin-1")
         token = CURRENT.set(record)
         try:
             await self._run(scope, receive, send, record)
         finally:
             CURRENT.reset(token)
-            # The pattern of the route, not the path: that one is the client's text, and there is no end to them.
+            # The pattern of the route, not the path, and known methods: the client's text has no end of names.
             pattern = getattr(scope.get("route"), "path", None)
-            record.endpoint = f"{scope['method']} {pattern}" if pattern is not None else "unknown"
+            record.endpoint = f"{method_of(scope)} {pattern}" if pattern is not None else "unknown"
             if str(scope["path"]).startswith("/v1/"):
                 self._measures.answered(record, record.close())
 
@@ -76,6 +100,7 @@ class Exchange:
             if message["type"] == "http.request":
                 record.bytes_in += len(message.get("body", b""))
             if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                state.gone = message["type"] == "http.disconnect" and not state.complete
                 body_read.set()
             return message
 
@@ -85,12 +110,17 @@ class Exchange:
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not state.complete:
-                record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
+                state.gone = True
                 work.cancel()
             await asyncio.wait({work})
         finally:
             work.cancel()
             watch.cancel()
+        if scope.get("state", {}).get(_MALFORMED):
+            record.ended, record.status = "refused", 400
+            return
+        if state.gone and record.ended != SLOW_READER:
+            record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
         error = None if work.cancelled() else work.exception()
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
             await self._failed(error, scope, receive, guarded, record, state)
@@ -119,7 +149,7 @@ class Exchange:
                 await send(message)
         except TimeoutError:
             record.ended, record.status = SLOW_READER, CLIENT_CLOSED
-            await _cut()
+            await cut()
             raise StalledError("the client does not read") from None
 
     async def _failed(
@@ -130,10 +160,15 @@ class Exchange:
         if not isinstance(error, OmniError) and not isinstance(error.__cause__, OmniError):
             log_defect("a route", error)
         if state.started:
-            await _cut()
+            await cut()
             return
         shown = error if isinstance(error, OmniError) else InternalError("a defect")
         await response_of(shown)(scope, receive, send)
+
+
+def method_of(scope: Scope) -> str:
+    """A request's method, for names: whatever else a client writes there is one."""
+    return str(scope["method"]) if scope["method"] in _METHODS else "OTHER"
 
 
 async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,7 +182,8 @@ async def _until_gone(receive: Receive, body_read: asyncio.Event) -> None:
         pass
 
 
-async def _cut() -> None:
+async def cut() -> None:
+    """Break the connection that this task serves, whatever is still to be written."""
     transport = _TRANSPORT.get()
     if transport is not None:
         transport.abort()

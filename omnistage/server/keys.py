@@ -1,4 +1,4 @@
-"""Who may come in: API keys, kept as hashes, each with its own rate, concurrency and models."""
+"""Who may come in: API keys, kept as hashes, and web tokens, each with its own rate, concurrency and models."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import hashlib
 import hmac
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omnistage.config.yamlio import load_file
 from omnistage.errors import ConfigError
 from omnistage.server.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from omnistage.server.web_tokens import PREFIX, REFUSED, TokenVerifier
 
 KEYS_VARIABLE = "OMNISTAGE_API_KEYS"
 _OPEN = "anonymous"
+MOST_BEARERS = 10_000
+"""Holders of web tokens whose use is remembered; beyond it, those that have been idle longest are forgotten."""
 
 
 class KeyConfig(BaseModel):
@@ -32,6 +36,13 @@ class KeyConfig(BaseModel):
     requests_per_minute: float | None = Field(default=None, gt=0, le=1e6)
     max_concurrent: int | None = Field(default=None, ge=1, le=100_000)
     models: tuple[str, ...] | None = Field(default=None, description="Models it may use; null: all.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_keys(cls, name: str) -> str:
+        if name.startswith(PREFIX):
+            raise ValueError(f"names that begin with {PREFIX} are those of web tokens; choose another")
+        return name
 
     @property
     def digest(self) -> bytes:
@@ -49,8 +60,19 @@ def digest_of(key: str) -> bytes:
 
 
 @dataclass(slots=True)
+class Use:
+    """What a holder is using now."""
+
+    running: int = 0
+    left: float = 0.0
+    """Requests that may start at once: a bucket that fills at the holder's rate."""
+    filled: float | None = None
+    """When it was last filled; None: it is full."""
+
+
+@dataclass(slots=True)
 class Holder:
-    """A key and what it is using now."""
+    """Someone who may come in: the holder of a key, or of a web token (without a digest)."""
 
     name: str
     digest: bytes
@@ -58,10 +80,12 @@ class Holder:
     """Requests a minute."""
     max_concurrent: int | None = None
     models: frozenset[str] | None = None
-    running: int = 0
-    tokens: float = field(default=0.0)
-    """Requests that may start at once: a bucket that fills at `rate`."""
-    filled: float = field(default=0.0)
+    use: Use = field(default_factory=Use)
+    """Shared by all tokens of one holder, while each says for itself what it may use."""
+
+    @property
+    def running(self) -> int:
+        return self.use.running
 
     @property
     def burst(self) -> float:
@@ -70,33 +94,60 @@ class Holder:
 
 
 class Keyring:
-    """Checks keys and counts their use. An empty one lets everyone in. Used from the event loop only."""
+    """Checks keys and tokens and counts their use. An empty one lets everyone in. Used from the event loop only."""
 
-    def __init__(self, holders: Sequence[Holder] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        holders: Sequence[Holder] = (),
+        *,
+        tokens: TokenVerifier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        most_bearers: int = MOST_BEARERS,
+    ) -> None:
         self._holders = list(holders)
+        self._tokens = tokens
         self._clock = clock
-        now = clock()
-        for holder in self._holders:
-            holder.tokens, holder.filled = holder.burst, now
+        self._most_bearers = most_bearers
+        self._bearers: OrderedDict[str, Use] = OrderedDict()
         self._anonymous = Holder(_OPEN, b"")
 
     @property
     def required(self) -> bool:
-        return bool(self._holders)
+        return bool(self._holders) or self._tokens is not None
 
     def authenticate(self, header: str | None) -> Holder:
-        """The holder of the key in an `Authorization` header. Raises `AuthenticationError`."""
-        if not self._holders:
+        """The holder of the key or token in an `Authorization` header. Raises `AuthenticationError`."""
+        if not self.required:
             return self._anonymous
         scheme, _, given = (header or "").partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
+        given = given.strip()
+        if scheme.lower() != "bearer" or not given:
             raise AuthenticationError("an API key is needed; send it as `Authorization: Bearer KEY`")
-        digest = digest_of(given.strip())
+        digest = digest_of(given)
         # All are compared, each in constant time: how long it takes says nothing about which one is near.
         matches = [holder for holder in self._holders if hmac.compare_digest(holder.digest, digest)]
-        if not matches:
-            raise AuthenticationError("the API key is not known; check it")
-        return matches[0]
+        if matches:
+            return matches[0]
+        if self._tokens is None:
+            raise AuthenticationError(REFUSED)
+        bearer = self._tokens.verify(given)
+        use = self._use_of(bearer.name)
+        return Holder(bearer.name, b"", bearer.rate, bearer.max_concurrent, bearer.models, use)
+
+    def _use_of(self, name: str) -> Use:
+        use = self._bearers.get(name)
+        if use is None:
+            if len(self._bearers) >= self._most_bearers:
+                self._forget_one()
+            use = self._bearers[name] = Use()
+        self._bearers.move_to_end(name)
+        return use
+
+    def _forget_one(self) -> None:
+        idle = next((name for name, use in self._bearers.items() if not use.running), None)
+        if idle is None:
+            raise RateLimitError("too many holders of tokens have requests running; try again", retry_after=1.0)
+        del self._bearers[idle]
 
     @contextmanager
     def using(self, holder: Holder, model: str) -> Iterator[None]:
@@ -109,33 +160,38 @@ class Keyring:
                 retry_after=1.0,
             )
         self._take(holder)
-        holder.running += 1
+        use = holder.use
+        use.running += 1
         try:
             yield
         finally:
-            holder.running -= 1
+            use.running -= 1
 
     def _take(self, holder: Holder) -> None:
         if holder.rate is None:
             return
-        now = self._clock()
-        holder.tokens = min(holder.burst, holder.tokens + (now - holder.filled) * holder.rate / 60)
-        holder.filled = now
-        if holder.tokens < 1:
-            wait = (1 - holder.tokens) * 60 / holder.rate
+        use, now = holder.use, self._clock()
+        gained = holder.burst if use.filled is None else (now - use.filled) * holder.rate / 60
+        use.left, use.filled = min(holder.burst, use.left + gained), now
+        if use.left < 1:
+            wait = (1 - use.left) * 60 / holder.rate
             raise RateLimitError(
                 f"this key may start {holder.rate:g} requests a minute; try again in {wait:.1f} s", retry_after=wait
             )
-        holder.tokens -= 1
+        use.left -= 1
 
 
-def load_keys(given: Sequence[str], file: Path | None) -> Keyring:
-    """Keys from the command line, the environment (joined by commas) and a YAML file."""
+def load_keys(given: Sequence[str], file: Path | None, tokens: TokenVerifier | None = None) -> Keyring:
+    """Keys from the command line, the environment (joined by commas) and a YAML file, with web tokens beside them."""
     listed = [*given, *(key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip())]
     holders = [Holder(f"key-{i + 1}", digest_of(key)) for i, key in enumerate(listed)]
     if file is not None:
-        holders += [_holder(config) for config in _read(file).keys]
-    return Keyring(holders)
+        taken = {holder.name for holder in holders}
+        for index, config in enumerate(_read(file).keys):
+            if config.name in taken:  # they would see each other's requests
+                raise ConfigError(f"{file}: keys.{index}.name: {config.name!r} is the name of a listed key; rename it")
+            holders.append(_holder(config))
+    return Keyring(holders, tokens=tokens)
 
 
 def _holder(config: KeyConfig) -> Holder:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from omnistage.cli.common import err, print_error
 from omnistage.errors import ConfigError, InternalError, OmniError
@@ -21,6 +21,7 @@ from omnistage.server.exchange import Connection
 from omnistage.server.service import Service, names_of
 
 _WRITING_SECONDS = 5
+_KEEP_ALIVE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):
@@ -94,9 +95,13 @@ def run(
         raise SystemExit(2)
 
 
-def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
+def server_config(app: FastAPI, **options: Any) -> uvicorn.Config:
     """uvicorn's settings for our application; the connection is of a kind that it can cut."""
-    return uvicorn.Config(app, http=Connection, log_level="warning", lifespan="off", **options)
+    # Sound in base64 hardly gets smaller, and compressing it would keep the event loop from everybody else.
+    sockets = {"ws_max_size": app.state.max_body_bytes, "ws_per_message_deflate": False}
+    # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
+    given = {"timeout_keep_alive": _KEEP_ALIVE_SECONDS, **sockets, **options}
+    return uvicorn.Config(app, http=Connection, log_level="warning", lifespan="off", **given)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from omnistage.params import DiffusionParams, SamplingParams, StructuredOutput
-from omnistage.server.tools import ToolFields
+from omnistage.params import DiffusionParams, SamplingParams
 from omnistage.server.wire import WireModel as WireModel
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -19,37 +18,19 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
+class VoiceId(WireModel):
+    id: str
+
+
 class AudioOptions(WireModel):
     """How a spoken answer is wanted."""
 
-    voice: str | None = None
+    voice: str | VoiceId | None = None
     format: Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"] = "wav"
 
-
-class JsonSchema(WireModel):
-    name: str = "answer"
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(WireModel):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema | None = None
-
-    def structured(self) -> StructuredOutput | None:
-        if self.type == "json_object":
-            return StructuredOutput(json_object=True)
-        if self.type == "json_schema":
-            schema = self.json_schema.schema_ if self.json_schema is not None else None
-            return StructuredOutput(json_schema=schema if schema is not None else {})
-        return None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema is missing; give the schema, or use type json_object")
-        return self
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
 
 
 _SAMPLING = (
@@ -100,54 +81,10 @@ class SamplingFields(WireModel):
         values: dict[str, object] = {name: getattr(self, name) for name in _SAMPLING}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if self.seed is not None:
+            values["seed"] = self.seed % 2**63  # OpenAI's may be negative
         given = {name: value for name, value in {**values, **more}.items() if value is not None}
         return SamplingParams.parse(given) if given else None
-
-
-class ChatRequest(SamplingFields, ToolFields):
-    """`POST /v1/chat/completions`. `messages` are checked where their media are decoded."""
-
-    messages: tuple[dict[str, Any], ...]
-    modalities: tuple[Literal["text", "audio", "image", "video"], ...] | None = None
-    audio: AudioOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    # OpenAI's, without effect here
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    # Ours
-    use_audio_in_video: bool = False
-    drawing: DiffusionParams | None = Field(default=None, description="For models that draw.")
-
-    def sampling(self) -> SamplingParams | None:
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        structured = self.response_format.structured() if self.response_format is not None else None
-        toolbox = self.toolbox()
-        if toolbox is not None and toolbox.forced:
-            structured = toolbox.structured()
-        return self._sampling(max_tokens=most, logprobs=logprobs, structured=structured)
-
-    @model_validator(mode="after")
-    def _logprobs_first(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_alone(self) -> Self:
-        toolbox = self.toolbox()
-        if toolbox is None:
-            return self
-        if "audio" in (self.modalities or ()):
-            raise ValueError("tools: a call would be spoken aloud; leave audio out of modalities")
-        if toolbox.forced and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("response_format and a forced tool_choice exclude each other; leave one out")
-        return self
 
 
 class CompletionRequest(SamplingFields):

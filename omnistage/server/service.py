@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -11,17 +12,21 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fastapi import Request
 
-from omnistage.errors import DeadlineExceededError, OmniError, ShutdownError
+from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
-from omnistage.server.audit import CURRENT, DISCONNECTED, Record
-from omnistage.server.errors import CancelledRequestError, LoadingError, NotFoundError
+from omnistage.server.audit import CURRENT, DISCONNECTED, FILTERED, Record, ended_by
+from omnistage.server.errors import CancelledRequestError, ContentFilterError, LoadingError, NotFoundError
+from omnistage.server.filtering import start_filtered
+from omnistage.server.filters import ContentFilter, FilterContext
 from omnistage.server.jobs import JobStore, VideoJobs
 from omnistage.server.keys import Holder, Keyring
 from omnistage.server.metrics import Measures
+from omnistage.server.spoken import SpokenAnswers
 from omnistage.server.store import FileStore
 from omnistage.types import (
     FinishReason,
@@ -33,8 +38,14 @@ from omnistage.types import (
     short_repr,
 )
 
+if TYPE_CHECKING:
+    from omnistage.server.tracing import Tracing
+
 _OWNERS = 10_000
 """Requests whose keys are remembered: more than the engines remember traces of."""
+_GOODBYE_SECONDS = 5.0
+K = TypeVar("K")
+_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,11 @@ class ServedModel:
         return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
 
 
+class Drainable(Protocol):
+    def drain(self) -> None:
+        """Begin nothing more, and end once what runs has ended."""
+
+
 class Service:
     """Models by name. `ready` is false while they load and once the service drains.
 
@@ -67,13 +83,22 @@ class Service:
         models: Mapping[str, ServedModel] | None = None,
         keyring: Keyring | None = None,
         state: Path | None = None,
+        content_filter: ContentFilter | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._content_filter = content_filter
+        self.tracing = tracing
         self.models: dict[str, ServedModel] = dict(models or {})
         self.keyring = keyring or Keyring()
         self.loading = not self.models
         self.draining = False
         self.measures = Measures()
+        self.spoken = SpokenAnswers()
+        self.sessions: dict[Drainable, asyncio.Task[None]] = {}
+        """Connections that outlive a request, and the tasks that serve them."""
         self._owners: dict[str, str] = {}
+        self._tagged: dict[tuple[str, str], str] = {}
+        """Requests by their holder and the name that it gave them."""
         if state is None:
             state = Path(tempfile.mkdtemp(prefix="omnistage-"))
             weakref.finalize(self, shutil.rmtree, state, ignore_errors=True)
@@ -102,6 +127,10 @@ class Service:
             known = ", ".join(self.models)
             raise NotFoundError(f"there is no model {short_repr(name)}; models: {known}", param="model")
         return found
+
+    def tagged(self, holder: Holder, tag: str) -> str | None:
+        """The id of the latest request that a holder gave this name."""
+        return self._tagged.get((holder.name, tag))
 
     def trace(self, request_id: str, holder: Holder | None = None) -> Trace | None:
         """What ran when. With a holder: only of its own requests."""
@@ -134,16 +163,48 @@ class Service:
         an abort by someone else.
         """
         with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
-            stream = await model.omni.start(prompt, params, options, request_id)
+            tag = _checked_tag(record.tag)
+            stream = await self._started(record, holder, model, prompt, params, options, request_id)
             record.requests.append(stream.request_id)
-            self._owners[stream.request_id] = holder.name
-            if len(self._owners) > _OWNERS:
-                del self._owners[next(iter(self._owners))]
+            _remember(self._owners, stream.request_id, holder.name)
+            if tag is not None:
+                _remember(self._tagged, (holder.name, tag), stream.request_id)
             watched = WatchedStream(stream, record, self, model.name)
             try:
                 yield watched
             finally:
                 watched.close()
+                self._traced(model, stream.request_id)
+
+    async def _started(
+        self,
+        record: Record,
+        holder: Holder,
+        model: ServedModel,
+        prompt: Prompt,
+        params: ParamsLike,
+        options: RequestOptions,
+        request_id: str | None,
+    ) -> OutputStream:
+        """A request that is admitted, behind the content filter where there is one."""
+        if self._content_filter is None:
+            return await model.omni.start(prompt, params, options, request_id)
+        own = self._content_filter.open(FilterContext(holder.name, model.name))
+        try:
+            return await start_filtered(own, model.omni, prompt, params, options, request_id)
+        except ContentFilterError:
+            record.ended = FILTERED
+            self.measures.filtered.labels(model.name, "prompt").inc()
+            raise
+
+    def _traced(self, model: ServedModel, request_id: str) -> None:
+        """Measure, and where it is asked for show, what the stages did for a request that is over."""
+        trace = model.omni.trace(request_id)
+        if trace is None:
+            return
+        self.measures.ran(model.name, trace)
+        if self.tracing is not None:
+            self.tracing.stages(model.name, trace)
 
     @contextlib.contextmanager
     def _recorded(self, holder: Holder, model: str) -> Iterator[Record]:
@@ -157,7 +218,8 @@ class Service:
         try:
             yield record
         except BaseException as error:
-            record.ended = "error" if isinstance(error, Exception) else DISCONNECTED
+            failed = "error" if isinstance(error, Exception) else DISCONNECTED
+            record.ended = FILTERED if isinstance(error, ContentFilterError) else failed
             raise
         finally:
             record.close()
@@ -165,8 +227,12 @@ class Service:
     async def drain(self, timeout: float) -> None:
         """Take no more requests, let those that run finish for `timeout` seconds, abort the rest."""
         self.draining = True
+        for session in tuple(self.sessions):
+            session.drain()
         await asyncio.gather(*(model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values()))
         await self.jobs.close()
+        if self.sessions:  # they have only to say goodbye
+            await asyncio.wait(tuple(self.sessions.values()), timeout=_GOODBYE_SECONDS)
 
 
 class WatchedStream(OutputStream):
@@ -188,7 +254,7 @@ class WatchedStream(OutputStream):
         if item.final is not None:
             item.final.error = item.final.error or self._without_result(item.final)
             if item.final.error is not None:
-                self._record.ended = str(item.final.finish_reason)
+                self._record.ended = ended_by(item.final.finish_reason)
                 if not self._begun:  # nothing has been sent, so it can still have its status
                     raise item.final.error
         self._begun = True
@@ -205,8 +271,8 @@ class WatchedStream(OutputStream):
         if item.audio is not None and self._first_audio:
             self._first_audio = False
             measures.first_audio.labels(self._model).observe(seconds)
-        if item.final is not None and item.final.usage.audio_seconds:
-            measures.real_time_factor.labels(self._model).observe(seconds / item.final.usage.audio_seconds)
+        if item.final is not None:
+            measures.answer(self._model, item.final, seconds)
 
     def _without_result(self, final: OmniRequestOutput) -> OmniError | None:
         """Why a request that was ended has nothing to give; None for one that has something, or was not ended."""
@@ -218,6 +284,20 @@ class WatchedStream(OutputStream):
         if self._service.draining:
             return ShutdownError("the service is stopping; send the request again")
         return CancelledRequestError("the request was cancelled")
+
+
+def _checked_tag(tag: str | None) -> str | None:
+    if tag is not None and not _TAG.fullmatch(tag):
+        raise InvalidRequestError("the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _")
+    return tag
+
+
+def _remember(names: dict[K, str], key: K, name: str) -> None:
+    """Add a name, forgetting the oldest beyond a bound."""
+    names.pop(key, None)
+    names[key] = name
+    if len(names) > _OWNERS:
+        del names[next(iter(names))]
 
 
 async def collect(stream: AsyncIterator[OutputChunk], _request: Request) -> list[OutputChunk]:

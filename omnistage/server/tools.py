@@ -1,22 +1,22 @@
-"""Tools: offered to the model in a system message, and read back from what it writes.
+"""Tools: what a request says about them, what constrains the answer, and calls read back from what the model writes.
 
-The tools do not go through the checkpoint's own chat template. They are written into the system message in the form
-that Hermes and Qwen models were trained on (`<tools>`, `<tool_call>`), which every model of ours can read, whatever
-its template. Earlier calls in `messages` are written as that same text. With `tool_choice` "required" or a named
-function the output is constrained by a JSON schema, so that there is exactly one call and its arguments fit; with
-"auto" the model is free, and `<tool_call>` blocks in its text become calls.
+Tools reach the model through its chat template (`omnistage/models/chat_template.py`). Calls are written in the form of
+Hermes and Qwen models, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. A forced choice, strict schemas, a
+narrowed set of tools and `parallel_tool_calls: false` are held to by structured output; otherwise the model is free,
+and what it writes in that form becomes calls.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from omnistage.errors import InvalidRequestError
 from omnistage.omni import OutputStream
@@ -25,7 +25,10 @@ from omnistage.server.wire import WireModel
 from omnistage.types import short_repr
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_MOST_WHITESPACE = 32
+"""In a row, inside a call's arguments: a model that is held to JSON can otherwise go on with spaces for ever."""
 MAX_TOOLS = 128
 
 # ----------------------------------------------------------------------------------------------------- wire
@@ -35,7 +38,7 @@ class Function(WireModel):
     name: str = Field(pattern=_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema; null: no arguments.")
-    strict: bool | None = None
+    strict: bool | None = Field(default=None, description="True: arguments always fit the schema.")
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -45,6 +48,10 @@ class Function(WireModel):
 class Tool(WireModel):
     type: Literal["function"] = "function"
     function: Function
+
+    def spec(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 class FunctionName(WireModel):
@@ -56,205 +63,224 @@ class NamedChoice(WireModel):
     function: FunctionName
 
 
+class AllowedTools(WireModel):
+    mode: Literal["auto", "required"]
+    tools: tuple[NamedChoice, ...] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedChoice(WireModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ToolFields(WireModel):
     """What a request may say about tools."""
 
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="Without effect: a forced call is one call.")
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _known_choice(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
+            raise ValueError("its type must be function or allowed_tools: there are no other tools here")
+        return value
 
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use in this answer."""
-        if not self.tools or self.tool_choice == "none":
+        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
+        if not self.tools or choice == "none":
             return None
-        if isinstance(self.tool_choice, NamedChoice):
-            return Toolbox(self.tools, True, self.tool_choice.function.name)
-        return Toolbox(self.tools, self.tool_choice == "required")
+        if isinstance(choice, NamedChoice):
+            return Toolbox(self.tools, True, frozenset({choice.function.name}), parallel=False)
+        if isinstance(choice, AllowedChoice):
+            names = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
+            return Toolbox(self.tools, choice.allowed_tools.mode == "required", names, parallel)
+        return Toolbox(self.tools, choice == "required", parallel=parallel)
 
-    @model_validator(mode="after")
-    def _choice_fits(self) -> Self:
+    def check_tools(self) -> None:
+        """Raise `InvalidRequestError` where these fields do not go together."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise ValueError("tools: two have the same name; rename one")
-        if self.tool_choice not in (None, "none", "auto") and not names:
-            raise ValueError("tool_choice needs tools; give some, or leave it out")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            named = short_repr(self.tool_choice.function.name)
-            raise ValueError(f"tool_choice: there is no tool {named}; tools: {', '.join(names)[:200]}")
-        return self
+            raise InvalidRequestError("two have the same name; rename one", param="tools")
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not names:
+            raise InvalidRequestError("needs tools; give some, or leave it out", param="tool_choice")
+        chosen: tuple[NamedChoice, ...] = (choice,) if isinstance(choice, NamedChoice) else ()
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else chosen
+        for one in chosen:
+            if one.function.name not in names:
+                named = short_repr(one.function.name)
+                raise InvalidRequestError(
+                    f"there is no tool {named}; tools: {', '.join(names)[:200]}", param="tool_choice"
+                )
 
 
-# --------------------------------------------------------------------------------------------------- prompt
+# ----------------------------------------------------------------------------------------------- constraints
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one request. `forced`: the answer must be a call; `name`: of this one."""
+    """The tools of one request. `forced`: the answer must be calls; `allowed`: of these only, None of all."""
 
     tools: tuple[Tool, ...]
     forced: bool = False
-    name: str | None = None
+    allowed: frozenset[str] | None = None
+    parallel: bool = True
 
-    def structured(self) -> StructuredOutput | None:
-        """What a forced call is constrained to: the arguments of a named function, or a call of any."""
-        if not self.forced:
-            return None
-        if self.name is not None:
-            schema = next(t.function.schema_of_arguments for t in self.tools if t.function.name == self.name)
-            return StructuredOutput(json_schema=schema)
-        definitions = {
-            str(i): _moved(tool.function.schema_of_arguments, f"#/$defs/{i}") for i, tool in enumerate(self.tools)
-        }
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for i, tool in enumerate(self.tools)
-        ]
-        return StructuredOutput(json_schema={"anyOf": calls, "$defs": definitions})
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions that may be called."""
+        return self.allowed if self.allowed is not None else frozenset(tool.function.name for tool in self.tools)
 
-    def instructions(self) -> str:
-        listed = "\n".join(json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False) for tool in self.tools)
-        return (
-            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-            f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>"
-            f"\n\n{self._how()}"
-        )
+    def specs(self) -> list[dict[str, Any]]:
+        return [tool.spec() for tool in self.tools]
 
-    def _how(self) -> str:
-        call = '{"name": <function-name>, "arguments": <args-json-object>}'
-        if self.name is not None:
-            return f"Now call {self.name}: answer with the JSON object of its arguments, and nothing else."
+    def structured(self, answer: StructuredOutput | None = None) -> StructuredOutput | None:
+        """What holds the text to this choice. `answer` is what holds a text without calls; None: it is free."""
+        tags = [self._tag(tool.function) for tool in self.tools if tool.function.name in self.names]
+        only = {"tags": tags, "stop_after_first": not self.parallel}
+        calls: dict[str, object] = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **only}
         if self.forced:
-            return f"Now call one function: answer with this JSON object, and nothing else:\n{call}"
-        return (
-            "For each function call, return a json object with function name and arguments within "
-            f"{_OPEN}{_CLOSE} XML tags:\n{_OPEN}\n{call}\n{_CLOSE}"
-        )
+            return StructuredOutput(structural_tag=calls)
+        if answer is not None:
+            schema = answer.json_schema if answer.json_schema is not None else {"type": "object"}
+            either = [{"type": "json_schema", "json_schema": schema}, calls]
+            return StructuredOutput(structural_tag={"type": "or", "elements": either})
+        strict = any(tool.function.strict for tool in self.tools)
+        if not strict and self.parallel and self.allowed is None:
+            return None
+        return StructuredOutput(structural_tag={"type": "triggered_tags", "triggers": [_OPEN], **only})
 
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself hold once it lies at `root` of another."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"{root}{reference[1:]}"
-    return moved
-
-
-def conversation(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> tuple[list[Mapping[str, Any]], int]:
-    """`messages` with calls written as text and the tools offered, and how many messages now precede the first."""
-    written = [_written(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if toolbox is None or not written:
-        return written, 0
-    text, first = toolbox.instructions(), written[0]
-    if isinstance(first, Mapping) and first.get("role") in ("system", "developer"):
-        content = first.get("content")
-        if isinstance(content, str) and content:
-            return [{**first, "content": f"{content}\n\n{text}"}, *written[1:]], 0
-        if isinstance(content, list) and content:
-            return [{**first, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}, *written[1:]], 0
-        return written, 0  # an empty one is refused where messages are checked
-    return [{"role": "system", "content": text}, *written], 1
-
-
-def _written(message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    calls = message.get("tool_calls")
-    if calls is None or calls == []:
-        return message
-    if message.get("role") != "assistant":
-        raise InvalidRequestError("is for assistant messages only; leave it out", param=f"{path}.tool_calls")
-    if not isinstance(calls, list):
-        raise InvalidRequestError("must be a list of calls", param=f"{path}.tool_calls")
-    texts = [_call_text(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    content = message.get("content")
-    if isinstance(content, list):
-        return {**rest, "content": [*content, {"type": "text", "text": "\n" + "\n".join(texts)}]}
-    if content is not None and not isinstance(content, str):
-        raise InvalidRequestError("must be a string, a list of parts or null", param=f"{path}.content")
-    return {**rest, "content": "\n".join([content, *texts] if content else texts)}
-
-
-def _call_text(call: object, path: str) -> str:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise InvalidRequestError('must be a call: {"function": {"name": text, "arguments": text}}', param=path)
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = arguments  # a model wrote it and was cut off, perhaps: it is shown what it wrote
-    return f"{_OPEN}\n{json.dumps({'name': name, 'arguments': value}, ensure_ascii=False)}\n{_CLOSE}"
+    def _tag(self, function: Function) -> dict[str, object]:
+        held = self.forced or bool(function.strict)
+        content = {
+            "type": "json_schema",
+            "json_schema": function.schema_of_arguments if held else {"type": "object"},
+            "max_whitespace_cnt": _MOST_WHITESPACE,
+        }
+        begin = f'{_OPEN}\n{{"name": "{function.name}", "arguments": '
+        return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{_CLOSE}"}
 
 
 # --------------------------------------------------------------------------------------------------- answer
 
+Delta = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _ObjectEnd:
+    """Finds where a JSON object ends in text that comes in pieces."""
+
+    depth: int = 0
+    in_string: bool = False
+    escaped: bool = False
+
+    def find(self, text: str) -> int | None:
+        """The place behind the object's last character; None: it goes on."""
+        for place, character in enumerate(text):
+            if self.in_string:
+                if self.escaped:
+                    self.escaped = False
+                elif character == "\\":
+                    self.escaped = True
+                elif character == '"':
+                    self.in_string = False
+            elif character == '"':
+                self.in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return place + 1
+        return None
+
 
 @dataclass(slots=True)
 class CallReader:
-    """Reads the text of one answer as it comes: what is content and what is calls, as OpenAI's deltas."""
+    """Reads the text of one answer as it comes: what is content and what is calls, as OpenAI's deltas.
+
+    A call's arguments stream as they are written. A call that is cut off among them stays a call, with what there was.
+    """
 
     toolbox: Toolbox
     calls: int = 0
-    _held: str = field(default="")
+    _state: Callable[[list[Delta]], bool] | None = None
+    _held: str = ""
+    _end_of_object: _ObjectEnd = field(default_factory=_ObjectEnd)
 
-    def push(self, text: str) -> list[dict[str, Any]]:
+    def push(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
-        if self.toolbox.name is not None:
-            # All of the text is arguments: they stream as they come.
-            begin = [self._call(self.toolbox.name, "")] if not self.calls else []
-            more = {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
-            return [*begin, more] if text else begin
         self._held += text
-        return [] if self.toolbox.forced else self._blocks()
+        made: list[Delta] = []
+        while (self._state or self._in_text)(made):
+            pass
+        return made
 
-    def end(self) -> list[dict[str, Any]]:
+    def end(self) -> list[Delta]:
         """The deltas of what is left when the answer is over."""
         held, self._held = self._held, ""
-        if self.toolbox.forced and (call := self._parsed(held)) is not None:
-            return [call]
-        # A call that was cut off midway is no call: the text is there for whoever wants it.
-        return [{"content": held}] if held else []
+        if self._state == self._in_call:
+            # Some models end with the call, without closing it. A head without arguments is no call.
+            return [self._parsed(held) or {"content": f"{_OPEN}{held}"}]
+        return [{"content": held}] if held and self._state is None else []
 
-    def _blocks(self) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        while True:
-            before, opened, after = self._held.partition(_OPEN)
-            if not opened:
-                keep = _overlap(self._held, _OPEN)
-                ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-                if ready and not (self.calls and ready.isspace()):
-                    made.append({"content": ready})
-                return made
-            if before and not before.isspace():
-                made.append({"content": before})
-            inside, closed, rest = after.partition(_CLOSE)
-            if not closed:
-                self._held = f"{opened}{after}"
-                return made
-            call = self._parsed(inside)
-            made.append(call if call is not None else {"content": f"{opened}{inside}{closed}"})
-            self._held = rest
+    # Each state takes what it can from the held text and says whether another is to go on with the rest.
 
-    def _parsed(self, text: str) -> dict[str, Any] | None:
+    def _in_text(self, made: list[Delta]) -> bool:
+        before, opened, after = self._held.partition(_OPEN)
+        keep = 0 if opened else _overlap(before, _OPEN)
+        ready, self._held = before[: len(before) - keep], after if opened else before[len(before) - keep :]
+        if ready and not (ready.isspace() and (opened or self.calls)):
+            made.append({"content": ready})
+        if opened:
+            self._state = self._in_call
+        return bool(opened)
+
+    def _in_call(self, made: list[Delta]) -> bool:
+        head = _HEAD.match(self._held)
+        if head is not None and head[1] in self.toolbox.names:
+            made.append(self._call(head[1], ""))
+            self._held = self._held[head.end() :]
+            self._end_of_object, self._state = _ObjectEnd(), self._in_arguments
+            return True
+        inside, closed, rest = self._held.partition(_CLOSE)
+        if not closed:
+            return False
+        made.append(self._parsed(inside) or {"content": f"{_OPEN}{inside}{closed}"})
+        self._held, self._state = rest, None
+        return True
+
+    def _in_arguments(self, made: list[Delta]) -> bool:
+        end = self._end_of_object.find(self._held)
+        piece, self._held = self._held[:end], self._held[end:] if end is not None else ""
+        if piece:
+            made.append({"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece}}]})
+        if end is not None:
+            self._state = self._behind_arguments
+        return end is not None
+
+    def _behind_arguments(self, _made: list[Delta]) -> bool:
+        _, closed, rest = self._held.partition(_CLOSE)
+        if closed:
+            self._held, self._state = rest, None
+        return bool(closed)
+
+    def _parsed(self, text: str) -> Delta | None:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict) or value.get("name") not in {tool.function.name for tool in self.toolbox.tools}:
+        if not isinstance(value, dict) or value.get("name") not in self.toolbox.names:
             return None
-        return self._call(value["name"], json.dumps(value.get("arguments") or {}, ensure_ascii=False))
+        arguments = value.get("arguments", value.get("parameters"))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {}, ensure_ascii=False)
+        return self._call(value["name"], arguments)
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+    def _call(self, name: str, arguments: str) -> Delta:
         self.calls += 1
         function = {"name": name, "arguments": arguments}
         call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -285,7 +311,7 @@ def read_whole(text: str, toolbox: Toolbox) -> tuple[str | None, list[dict[str, 
 
 @asynccontextmanager
 async def renamed(
-    running: AbstractAsyncContextManager[OutputStream], rename: Callable[[str], str]
+    running: AbstractAsyncContextManager[OutputStream], rename: Callable[[str], str] | Mapping[str, str]
 ) -> AsyncIterator[OutputStream]:
     """A running request whose errors name fields as the client knows them."""
     try:
@@ -293,18 +319,5 @@ async def renamed(
             yield stream
     except InvalidRequestError as error:
         if error.param is not None:
-            error.param = rename(error.param)
+            error.param = rename.get(error.param, error.param) if isinstance(rename, Mapping) else rename(error.param)
         raise
-
-
-def shifted(by: int) -> Callable[[str], str]:
-    """Paths into `messages` without the first `by`, which we added."""
-
-    def rename(path: str) -> str:
-        head, bracket, rest = path.partition("[")
-        number, closing, tail = rest.partition("]")
-        if head != "messages" or not bracket or not closing or not number.isdigit():
-            return path
-        return f"messages[{int(number) - by}]{tail}"
-
-    return rename

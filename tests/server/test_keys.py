@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import socket
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from omnistage.errors import ConfigError
 from omnistage.omni import AsyncOmni
@@ -218,6 +221,72 @@ def test_the_audit_log_tells_who_and_how_much_not_what(guarded: Running, caplog:
     assert (lines[1]["who"], lines[1]["status"], lines[1]["ended"]) == (None, 401, "refused")
     for hidden in ("secret", "private", KEY):
         assert hidden not in caplog.text
+
+
+MARKER = "xq7marker"
+
+
+def test_no_endpoint_writes_content_into_the_logs(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    headers = {"Authorization": f"Bearer {KEY}", "User-Agent": MARKER, "X-Client-Request-Id": MARKER}
+    picture = io.BytesIO()
+    Image.new("RGB", (64, 64), (9, 9, 9)).save(picture, "PNG")
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(16_000))
+    messages = [{"role": "user", "name": MARKER, "content": MARKER}]
+    tool = {"type": "function", "function": {"name": MARKER, "description": MARKER}}
+    small: dict[str, Any] = {"size": "64x64", "steps": 1}
+    posts: list[tuple[str, dict[str, Any], int]] = [
+        ("chat/completions", {"model": "lm", "messages": messages, "max_tokens": 2, "user": MARKER}, 200),
+        ("chat/completions", {"model": "lm", "messages": messages, "max_tokens": 2, "stream": True}, 200),
+        ("chat/completions", {"model": "lm", "messages": messages, "max_tokens": 2, "tools": [tool]}, 200),
+        ("chat/completions", {"model": "lm", "messages": [{"role": MARKER, "content": MARKER}]}, 400),
+        ("chat/completions", {"model": MARKER, "messages": messages}, 404),
+        ("chat/completions", {"model": "lm", "messages": messages, MARKER: MARKER}, 400),
+        ("completions", {"model": "lm", "prompt": MARKER, "max_tokens": 2, "stop": [MARKER]}, 200),
+        ("responses", {"model": "lm", "input": MARKER, "instructions": MARKER, "max_output_tokens": 2}, 200),
+        ("audio/speech", {"model": "omni", "input": MARKER, "voice": MARKER}, 400),
+        ("images/generations", {"model": "draw", "prompt": MARKER, "negative_prompt": MARKER, **small}, 200),
+        ("videos", {"model": "draw", "prompt": MARKER}, 400),
+    ]
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=60) as client:
+        for path, body, status in posts:
+            answer = client.post(f"/v1/{path}", json=body)
+            assert answer.status_code == status, (path, answer.text)
+        forms: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            ("images/edits", {"model": "draw", "prompt": MARKER, **small}, {"image": (MARKER, picture.getvalue())}),
+            (
+                "audio/transcriptions",
+                {"model": "omni", "prompt": MARKER, "timeout": "0.2"},
+                {"file": (MARKER, sound.getvalue())},
+            ),
+        ]
+        for path, data, files in forms:
+            assert client.post(f"/v1/{path}", data=data, files=files).status_code in (200, 400, 408), path
+        for path in ("models", "requests", "videos", "nothing"):
+            assert client.get(f"/v1/{path}/{MARKER}-1?{MARKER}={MARKER}").status_code == 404
+        assert client.delete(f"/v1/requests/{MARKER}-2").status_code == 404
+        assert client.post("/v1/completions", content=f"{{{MARKER}".encode()).status_code == 400
+        client.request(MARKER.upper(), "/v1/models")
+        client.get("/v1/models", headers={"Authorization": f"Bearer {MARKER}"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "omnistage.audit"]
+    assert len(lines) == len(posts) + len(forms) + 8
+    assert {json.loads(line)["who"] for line in lines} == {"ann", None}
+    # Everything that the package logs, not only there.
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("omnistage")]
+    assert not [line for line in ours if MARKER in line.lower()]
+
+
+def test_media_come_from_nowhere_unless_they_are_allowed_to(guarded: Running) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for url in ("https://media.example.org/a.png", "file:///etc/hostname", "/etc/hostname"):
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "see"}]
+        body = {"model": "omni", "messages": [{"role": "user", "content": parts}]}
+        answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert "data:" in answer.json()["error"]["message"]  # what to send instead
 
 
 def test_times_and_errors_are_measured(server: Running) -> None:

@@ -166,7 +166,7 @@ def test_json_is_json(client: openai.OpenAI) -> None:
         ({"input": []}, 400, "input"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "a"}]}, 400, "input[1].role"),
         ({"instructions": "x", "input": [{"role": "user", "content": ""}]}, 400, "input[0].content"),
-        ({"input": [{"type": "function_call_output", "output": "1"}]}, 400, "input[0].type"),
+        ({"input": [{"type": "computer_call_output", "output": "1"}]}, 400, "input[0].type"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),

@@ -116,6 +116,8 @@ def test_a_request_that_outlasts_the_drain_is_ended(folder: Path) -> None:
     arguments = (str(folder), "--port", "0", "--drain-seconds", "0", "--dtype", "float32", "--device", "cpu")
     with running(*arguments) as command:
         url = command.line(r"ready: (http://127\.0\.0\.1:\d+)/v1").group(1)
+        # Without keys it answers to this machine's own names only.
+        assert httpx.get(f"{url}/v1/models", headers={"Host": "pages.example"}).status_code == 403
         body = {**LONG, "model": "lm", "max_tokens": 1900}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from omnistage.errors import InvalidRequestError
-from omnistage.server.tools import CallReader, Function, Tool, Toolbox, conversation, read_whole, shifted
-from tests.server.conftest import Running
+from omnistage.omni import AsyncOmni
+from omnistage.server.service import Service
+from omnistage.server.tools import CallReader, Function, Tool, Toolbox, ToolFields, read_whole
+from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 
 USER = [{"role": "user", "content": "Weather in Rome?"}]
 DIGITS = {
@@ -31,13 +37,15 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": DIGITS}},
     {"type": "function", "function": {"name": "weather", "parameters": REFERRING}},
 ]
+WRONG_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "a", "parameters": {"type": "nope"}}}
+DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(400), {})
+DEEP_CALL: dict[str, Any] = {"id": "1", "function": {"name": "a", "arguments": '{"a":' * 900 + "1" + "}" * 900}}
 GIVEN: dict[str, Any] = {"model": "lm", "messages": USER, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
 VALUES = {"count": ("n", (1, 2, 3)), "weather": ("unit", ("C", "F"))}
 
 
-def box(*, forced: bool = False, name: str | None = None) -> Toolbox:
-    tools = tuple(Tool(function=Function(**tool["function"])) for tool in TOOLS)
-    return Toolbox(tools, forced, name)
+def box(*, forced: bool = False) -> Toolbox:
+    return Toolbox(tuple(Tool(function=Function(**tool["function"])) for tool in TOOLS), forced)
 
 
 def joined(events: list[Any]) -> tuple[str, list[dict[str, str]], str | None]:
@@ -108,6 +116,46 @@ def test_tools_are_read_by_the_model_and_none_leaves_them_out(client: openai.Ope
     assert streamed == (auto.choices[0].message.content, [], auto.choices[0].finish_reason)
 
 
+def test_tools_go_through_the_models_own_template(tmp_path: Path) -> None:
+    from tests.unit.test_chat_template import TOOL_TEMPLATE
+
+    folder = make("causal_lm", tmp_path / "lm")
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
+    stock = AutoTokenizer.from_pretrained(folder)
+    omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=SERVE_LIMITS, progress=False)
+    service = Service()
+    service.add("lm", omni)
+    service.loading = False
+    with serving(service) as running, running.client() as client:
+        answer = client.chat.completions.create(**{**GIVEN, "max_tokens": 4})
+        prompt = stock.apply_chat_template(USER, tools=TOOLS, add_generation_prompt=True)["input_ids"]
+        assert answer.usage.prompt_tokens == len(prompt)
+        if importlib.util.find_spec("xgrammar") is not None:
+            call = finished(client, tool_choice="required")[0].choices[0].message.tool_calls[0]
+            assert call.function.name in VALUES
+    asyncio.run(omni.shutdown(drain=False))
+
+
+def test_the_clients_own_reader_puts_streamed_calls_together(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for seed in range(8):
+        given = {**GIVEN, "temperature": 1, "seed": seed, "tools": tools, "tool_choice": "required"}
+        try:
+            with client.chat.completions.stream(**given) as stream:
+                kinds = {event.type for event in stream}
+                choice = stream.get_final_completion().choices[0]
+        except openai.LengthFinishReasonError:
+            continue
+        assert "tool_calls.function.arguments.delta" in kinds
+        assert choice.finish_reason == "tool_calls"
+        for call in choice.message.tool_calls:
+            key, allowed = VALUES[call.function.name]
+            assert call.function.parsed_arguments[key] in allowed
+        return
+    raise AssertionError("no seed gives a whole call")
+
+
 def test_a_conversation_with_calls_and_results_goes_on(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}
     messages: list[Any] = [
@@ -117,6 +165,51 @@ def test_a_conversation_with_calls_and_results_goes_on(client: openai.OpenAI) ->
     ]
     answer = client.chat.completions.create(**{**GIVEN, "messages": messages, "max_tokens": 4})
     assert answer.choices[0].message.role == "assistant"
+    without = client.chat.completions.create(**{**GIVEN, "max_tokens": 4})
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens + 20
+
+
+def test_several_calls_may_be_required_and_one_may_be_the_most(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    many = 0
+    for seed in range(12):
+        given = {**GIVEN, "temperature": 1, "seed": seed, "tool_choice": "required", "max_tokens": 300}
+        choice = client.chat.completions.create(**given).choices[0]
+        one = client.chat.completions.create(**given, parallel_tool_calls=False).choices[0]
+        many = max(many, len(choice.message.tool_calls or ()))
+        assert len(one.message.tool_calls or ()) <= 1
+        if many > 1 and one.finish_reason == "tool_calls":
+            return
+    raise AssertionError("no seed gives two calls where two are allowed")
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    answer, _ = finished(client, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
+    assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"weather"}
+
+
+def test_a_strict_tool_is_held_to_its_schema_while_text_stays_free(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    choice = client.chat.completions.create(**{**GIVEN, "tools": tools, "max_tokens": 6}).choices[0]
+    assert choice.message.content
+    assert choice.message.tool_calls is None
+
+
+def test_an_answer_is_json_or_calls(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": DIGITS}}
+    for seed in range(8):
+        given = {**GIVEN, "temperature": 1, "seed": seed, "response_format": asked}
+        choice = client.chat.completions.create(**given).choices[0]
+        if choice.finish_reason == "stop":
+            assert json.loads(choice.message.content)["n"] in (1, 2, 3)
+            return
+        if choice.finish_reason == "tool_calls":
+            return
+    raise AssertionError("no seed gives a whole answer")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +224,11 @@ def test_a_conversation_with_calls_and_results_goes_on(client: openai.OpenAI) ->
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [*USER, {"role": "user", "content": ""}]}, "messages[1].content"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "a"}}}, "tool_choice: its type"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, ""),
+        ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]}, ""),
+        ({"tools": [WRONG_TOOL], "tool_choice": "required"}, "tools: "),
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, Any], named: str) -> None:
@@ -155,8 +253,11 @@ def test_calls_are_read_from_text_however_it_is_cut() -> None:
         deltas = [d for i in range(0, len(text), size) for d in reader.push(text[i : i + size])] + reader.end()
         assert "".join(d.get("content", "") for d in deltas).strip() == "Let me see."
         found = [piece for d in deltas for piece in d.get("tool_calls", ())]
-        assert [piece["function"]["name"] for piece in found] == ["count", "weather"]
-        assert [piece["index"] for piece in found] == [0, 1]
+        assert [piece["function"]["name"] for piece in found if "id" in piece] == ["count", "weather"]
+        arguments = ["", ""]
+        for piece in found:
+            arguments[piece["index"]] += piece["function"]["arguments"]
+        assert arguments == ['{"n": 1}', '{"unit": "C"}']
 
 
 @pytest.mark.parametrize(
@@ -174,34 +275,69 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert read_whole(text, box()) == (text, [])
 
 
-def test_a_call_that_was_cut_off_stays_text() -> None:
-    assert read_whole('{"name": "cou', box(forced=True)) == ('{"name": "cou', [])
+def test_a_call_that_is_cut_off_keeps_what_there_was() -> None:
+    text = '<tool_call>\n{"name": "count", "arguments": {"n": '
+    content, calls = read_whole(text, box(forced=True))
+    assert content is None
+    assert [call["function"] for call in calls] == [{"name": "count", "arguments": '{"n": '}]
+    for short in ("<tool_c", '<tool_call>{"name": "cou'):
+        assert read_whole(short, box(forced=True)) == (short, [])
 
 
-def test_the_tools_join_a_system_message_or_make_one() -> None:
-    made, added = conversation([{"role": "system", "content": "Be brief."}, *USER], box())
-    assert added == 0
-    assert made[0]["content"].startswith("Be brief.\n\n# Tools")
-    parts = [{"type": "text", "text": "Be brief."}]
-    made, added = conversation([{"role": "developer", "content": parts}, *USER], box())
-    assert (added, len(made[0]["content"])) == (0, 2)
-    made, added = conversation(USER, box())
-    assert (added, made[0]["role"], made[1:]) == (1, "system", USER)
-    assert conversation(USER, None) == (USER, 0)
-    assert shifted(1)("messages[3].content[0]") == "messages[2].content[0]"
-    assert shifted(1)("modalities") == "modalities"
+def test_arguments_come_as_they_are_written() -> None:
+    reader = CallReader(box())
+    pieces = [
+        '<tool_call>\n{"name": "count", "arguments": ',
+        '{"n"',
+        ': "}',
+        '</tool_call>\\"',
+        '"}',
+        "}\n</tool_call>",
+    ]
+    made = [reader.push(piece) for piece in pieces]
+    assert made[0] == []
+    began, first = made[1]
+    assert began["tool_calls"][0]["function"] == {"name": "count", "arguments": ""}
+    assert began["tool_calls"][0]["id"].startswith("call_")
+    assert first["tool_calls"] == [{"index": 0, "function": {"arguments": '{"n"'}}]
+    arguments = "".join(p["function"]["arguments"] for deltas in made for d in deltas for p in d["tool_calls"])
+    assert json.loads(arguments) == {"n": '}</tool_call>"'}
+    assert made[-1] == []
+    assert reader.end() == []
 
 
-def test_earlier_calls_become_text() -> None:
-    call = {"id": "1", "function": {"name": "count", "arguments": "{oops"}}
-    (message,), _ = conversation([{"role": "assistant", "content": "So:", "tool_calls": [call]}], None)
-    assert message == {
-        "role": "assistant",
-        "content": 'So:\n<tool_call>\n{"name": "count", "arguments": "{oops"}\n</tool_call>',
-    }
-    parts = [{"type": "text", "text": "So:"}]
-    (message,), _ = conversation([{"role": "assistant", "content": parts, "tool_calls": [call]}], None)
-    assert len(message["content"]) == 2
-    for wrong in ({"tool_calls": "x"}, {"tool_calls": [call], "content": 5}):
-        with pytest.raises(InvalidRequestError):
-            conversation([{"role": "assistant", **wrong}], None)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"arguments": {"n": 1}, "name": "count"}</tool_call>',
+        '<tool_call>{"name": "count", "arguments": "{\\"n\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "count", "parameters": {"n": 1}}</tool_call>',
+        '<tool_call>{"name": "count", "arguments": {"n": 1}, "id": 3}</tool_call>',
+        '<tool_call>{"name": "count", "parameters": {"n": 1}}',
+    ],
+)
+def test_other_spellings_of_a_call_are_read(text: str) -> None:
+    content, (call,) = read_whole(text, box())
+    assert content is None
+    assert call["function"]["name"] == "count"
+    assert json.loads(call["function"]["arguments"]) == {"n": 1}
+
+
+def test_the_constraint_follows_the_choice() -> None:
+    def tag(**given: Any) -> Any:
+        box = ToolFields(tools=TOOLS, **given).toolbox()
+        made = box.structured() if box is not None else None
+        return made.structural_tag if made is not None else None
+
+    assert tag() is None
+    assert tag(tool_choice="none") is None
+    assert tag(parallel_tool_calls=False)["stop_after_first"] is True
+    assert tag(parallel_tool_calls=False)["type"] == "triggered_tags"
+    assert tag(tool_choice="required")["type"] == "tags_with_separator"
+    named = tag(tool_choice={"type": "function", "function": {"name": "count"}})
+    assert [t["content"]["json_schema"] for t in named["tags"]] == [DIGITS]
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    box = ToolFields(tools=[strict, TOOLS[1]]).toolbox()
+    assert box is not None
+    schemas = [t["content"]["json_schema"] for t in box.structured().structural_tag["tags"]]
+    assert schemas == [DIGITS, {"type": "object"}]  # what is not strict is the model's own affair

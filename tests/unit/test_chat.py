@@ -14,7 +14,7 @@ import soundfile
 from PIL import Image
 
 from omnistage import chat
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart, parse_messages
+from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, ToolCall, VideoPart, parse_messages
 from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import AudioClip, MediaLimits, VideoClip
 
@@ -94,13 +94,35 @@ class TestText:
         assert parse_messages([{"role": role, "content": "x"}], LIMITS)[0].role == expected
 
     @pytest.mark.parametrize("content", ["", None])
-    def test_only_an_assistant_may_say_nothing(self, content: Any) -> None:
+    def test_a_question_may_not_be_empty(self, content: Any) -> None:
         (message,) = parse_messages([{"role": "assistant", "content": content, "tool_calls": []}], LIMITS)
         assert message.parts == (TextPart(""),)
-        for role in ("user", "system", "tool"):
+        for role in ("user", "system"):
             with pytest.raises(InvalidRequestError) as caught:
                 parse_messages([{"role": role, "content": content}], LIMITS)
             assert caught.value.param == "messages[0].content"
+
+    @pytest.mark.parametrize(
+        ("arguments", "kept"),
+        [
+            ('{"n": 1}', {"n": 1}),
+            ('{"n": ', '{"n": '),
+            ("[1]", "[1]"),
+            (r'{"n": "\ud800"}', r'{"n": "\ud800"}'),
+            ('{"a":' * 80 + "1" + "}" * 80, '{"a":' * 80 + "1" + "}" * 80),
+            ("[" * 100_000, "[" * 100_000),
+        ],
+        ids=["object", "cut off", "list", "surrogate", "deep", "very deep"],
+    )
+    def test_arguments_of_calls_are_objects_or_what_was_written(self, arguments: str, kept: object) -> None:
+        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+        (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}], LIMITS)
+        assert message.tool_calls == (ToolCall("f", kept, "c"),)
+
+    def test_a_tool_may_give_nothing_but_must_say_so(self) -> None:
+        assert parse_messages([{"role": "tool", "content": ""}], LIMITS)[0].parts == (TextPart(""),)
+        with pytest.raises(InvalidRequestError):
+            parse_messages([{"role": "tool", "content": None}], LIMITS)
 
     def test_order_is_kept_among_parts_and_messages(self) -> None:
         messages = [
@@ -217,8 +239,8 @@ class TestMistakes:
             ([{"role": "user", "content": ""}], CONTENT, "is empty"),
             (
                 [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
-                "messages[0].tool_calls",
-                "write it as text",
+                "messages[0].tool_calls[0]",
+                "must be a call",
             ),
             (user("hi"), f"{CONTENT}[0]", 'object with a "type", got str'),
             (user({"text": "x"}), f"{CONTENT}[0].type", "must be one of text, .* got nothing"),

@@ -102,6 +102,17 @@ def test_an_ebnf_grammar_is_followed() -> None:
     assert text in {"yes", "no", "maybe"}
 
 
+def test_structural_tags_are_followed() -> None:
+    content = {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 2}
+    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
+    once = {"separator": "", "at_least_one": True, "stop_after_first": True}
+    text, ended = generate({"structural_tag": {"type": "tags_with_separator", "tags": [tag], **once}})
+    assert ended
+    found = re.fullmatch(r"<call>(.*)</call>", text, re.DOTALL)
+    assert found is not None
+    assert json.loads(found[1]).keys() == {"name", "age"}
+
+
 def test_any_json_is_json() -> None:
     text, ended = generate({"json_object": True}, seed=3)
     assert ended
@@ -177,6 +188,7 @@ def test_a_token_that_breaks_the_grammar_is_an_error(monkeypatch: pytest.MonkeyP
         ({"regex": "\ud800"}, "Unicode"),
         ({"grammar": "root ::= other"}, "other"),
         ({"grammar": ""}, "root"),
+        ({"structural_tag": {"type": "nope"}}, "nope"),
     ],
 )
 def test_a_wrong_constraint_is_refused_with_the_reason(structured: Mapping[str, object], says: str) -> None:

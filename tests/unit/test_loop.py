@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 
@@ -290,6 +292,19 @@ def test_discarded_deadlines_do_not_pile_up() -> None:
     for number in range(10_000):
         timer.discard(timer.add(1e9, number))
     assert len(timer._heap) < 32
+
+
+def test_a_discarded_deadline_holds_its_owner_no_longer() -> None:
+    class Owner:
+        pass
+
+    timer: DeadlineTimer[Owner] = DeadlineTimer(lambda owner: None, clock=FakeClock())
+    owner = Owner()
+    gone = weakref.ref(owner)
+    timer.discard(timer.add(1e9, owner))
+    del owner
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_timer_thread_wakes_for_an_earlier_deadline() -> None:

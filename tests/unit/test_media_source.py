@@ -249,7 +249,7 @@ def server() -> Iterator[str]:
     httpd.server_close()
 
 
-OPEN = MediaLimits(allow_urls=True, allow_private_urls=True, max_bytes=100_000)
+OPEN = MediaLimits(allow_urls=True, allow_http_urls=True, allow_private_urls=True, max_bytes=100_000)
 
 
 class TestUrls:
@@ -283,7 +283,7 @@ class TestUrls:
 
     def test_loopback_is_refused_by_default(self, server: str) -> None:
         with pytest.raises(InvalidRequestError, match="not public"):
-            load_bytes(f"{server}/ok", MediaLimits(allow_urls=True))
+            load_bytes(f"{server}/ok", MediaLimits(allow_urls=True, allow_http_urls=True))
 
     def test_a_name_with_one_private_address_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         infos = [
@@ -291,12 +291,12 @@ class TestUrls:
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
         with pytest.raises(InvalidRequestError, match="not public"):
-            load_bytes("http://two-faced.example/x", MediaLimits(allow_urls=True))
+            load_bytes("http://two-faced.example/x", MediaLimits(allow_urls=True, allow_http_urls=True))
 
     def test_a_redirect_to_a_private_address_is_refused(self, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fetch, "is_public_address", lambda address: address == "127.0.0.1")
         with pytest.raises(InvalidRequestError, match="not public"):
-            load_bytes(f"{server}/to/http://127.0.0.2:1/", MediaLimits(allow_urls=True))
+            load_bytes(f"{server}/to/http://127.0.0.2:1/", MediaLimits(allow_urls=True, allow_http_urls=True))
 
     @pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/x"])
     def test_a_redirect_to_another_scheme_is_refused(self, server: str, target: str) -> None:

@@ -61,7 +61,10 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
     Raises `InvalidRequestError` (`LimitExceededError` past 64 KiB) with the field as `param`.
     """
     if structured.json_schema is not None:
-        return "json_schema", _schema_text(structured.json_schema)
+        return "json_schema", _schema_text(structured.json_schema, "json_schema")
+    if structured.structural_tag is not None:
+        tag: dict[str, object] = {"type": "structural_tag", "format": structured.structural_tag}
+        return "structural_tag", _schema_text(tag, "structural_tag")
     if structured.regex is not None:
         return "regex", _within_limit(structured.regex, "regex")
     if structured.grammar is not None:
@@ -80,32 +83,30 @@ def _within_limit(text: str, kind: str) -> str:
     return text
 
 
-def _schema_text(schema: dict[str, object] | str) -> str:
-    param = "structured.json_schema"
+def _schema_text(schema: dict[str, object] | str, kind: str) -> str:
+    param = f"structured.{kind}"
     too_deep = InvalidRequestError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it", param=param)
     try:
         # Keys keep their order: it is the order in which the model must write the properties.
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-        parsed = json.loads(_within_limit(text, "json_schema"))
+        parsed = json.loads(_within_limit(text, kind))
     except RecursionError as error:
         raise too_deep from error
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"not valid JSON: {error}", param=param) from error
     level: list[object] = [parsed]
     for _ in range(MAX_SCHEMA_DEPTH):
-        level = [child for node in level for child in _children(node)]
+        level = [child for node in level for child in _children(node, param)]
         if not level:
             return text
     raise too_deep
 
 
-def _children(node: object) -> Iterable[object]:
+def _children(node: object, param: str) -> Iterable[object]:
     if isinstance(node, dict):
         target = node.get("$ref")
         if isinstance(target, str) and not (target == "#" or target.startswith("#/")):
-            raise InvalidRequestError(
-                "a $ref must point into the schema itself ('#' or '#/...')", param="structured.json_schema"
-            )
+            raise InvalidRequestError("a $ref must point into the schema itself ('#' or '#/...')", param=param)
         return node.values()
     return node if isinstance(node, list) else ()
 
@@ -163,6 +164,8 @@ class GrammarCompiler:
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         if kind == "json_schema":
             return self._compiler.compile_json_schema(text)
+        if kind == "structural_tag":
+            return self._compiler.compile_structural_tag(text)
         if kind == "regex":
             return self._compiler.compile_regex(text)
         if kind == "grammar":
@@ -196,7 +199,7 @@ class GrammarCompiler:
         # xgrammar takes a special token for its spelling and would offer it inside a string.
         banned = self._special
         kind, text = source_of(structured)
-        if kind == "json_schema" and _LENGTH_KEYWORD.search(text):
+        if kind in ("json_schema", "structural_tag") and _LENGTH_KEYWORD.search(text):
             # It also lets raw control characters into strings of bounded length, which no JSON parser takes
             # (mlc-ai/xgrammar#800). JSON never needs one: between values a space will do for a tab.
             banned |= self._control

@@ -54,13 +54,13 @@ class _StopString:
         return self._fallback[self.matched] if self.matched == len(self.text) else self.matched
 
 
-class _TokenBytes:
+class TokenBytes:
     """The bytes of each token of a tokenizer whose tokens are bytes: there text is simply their sum, as UTF-8.
 
     Looking bytes up is some ten times faster than decoding the last tokens again, which other tokenizers need.
     """
 
-    _known: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, _TokenBytes | None]] = WeakKeyDictionary()
+    _known: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, TokenBytes | None]] = WeakKeyDictionary()
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -68,7 +68,7 @@ class _TokenBytes:
         self._table: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> _TokenBytes | None:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
         """Made once for a tokenizer; None where its tokens are not bytes."""
         if tokenizer not in cls._known:
             backend = _backend(tokenizer)
@@ -124,7 +124,7 @@ class TextStream:
         self._held = ""
         self._pushed = 0
         self._finished = False
-        self._bytes = _TokenBytes.of(tokenizer)
+        self._bytes = TokenBytes.of(tokenizer)
         if self._bytes is not None:
             self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return

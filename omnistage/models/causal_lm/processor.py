@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omnistage.chat import ChatMessage, TextPart
 from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
 from omnistage.hf import transformers
+from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.loading import positive, read_auto_config
 from omnistage.models.prompts import PromptTokenizer, tokens_input
 from omnistage.types import ARInput, Modality, OmniTokensPrompt
@@ -26,15 +27,16 @@ class CausalLMProcessor:
         self._prompts = PromptTokenizer(tokenizer)
         self._vocab_size = vocab_size
         self._embed_size = embed_size
+        self._template = ChatTemplate(self._render)
 
     @classmethod
     def load(cls, folder: Path) -> CausalLMProcessor:
         config = read_auto_config(folder).get_text_config()
         return cls(load_tokenizer(folder), positive(config, "vocab_size"), positive(config, "hidden_size"))
 
-    def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
-        tokenizer, guarded = self._prompts.tokenizer, self._prompts.guarded()
-        if not tokenizer.chat_template:
+    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
+        guarded = self._prompts.guarded()
+        if not self._prompts.tokenizer.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         turns = []
         for message in messages:
@@ -43,12 +45,12 @@ class CausalLMProcessor:
                     raise UnsupportedModalityError(f"this model reads text only, not {type(part).__name__}")
             # Joined before it is guarded: a special token may be spelled over two parts.
             content = guarded.guard("".join(part.text for part in message.parts if isinstance(part, TextPart)))
-            turns.append({"role": message.role, "content": content})
-        try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
-            raise InvalidRequestError(template_refusal(error), param="messages") from error
-        return ARInput(self._prompts.encode(str(text), guarded))
+            turns.append(turn_of(message, content))
+        return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded), guarded))
+
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None) -> str:
+        tokenizer = self._prompts.tokenizer
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True))
 
     def text(self, prompt: str) -> ARInput:
         ids = self._prompts.encode_plain(prompt)
@@ -61,12 +63,6 @@ class CausalLMProcessor:
 
     def voices(self) -> Sequence[str]:
         return ()
-
-
-def template_refusal(error: Exception) -> str:
-    """What to answer when a chat template did not come through."""
-    reason = str(error) or type(error).__name__
-    return f"the chat template refuses these messages: {reason}"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

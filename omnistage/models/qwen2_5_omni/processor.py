@@ -16,7 +16,7 @@ from omnistage.compat import prepare_torchvision
 from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.hf import transformers
 from omnistage.media.hashing import content_key
-from omnistage.models.causal_lm.processor import template_refusal
+from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 from omnistage.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 
@@ -49,6 +49,7 @@ class Qwen25OmniProcessor:
         self._thinker = config.thinker_config
         self._voices = tuple(voices)
         self._lock = threading.Lock()
+        self._template = ChatTemplate(self._render, parts=True)
 
     @classmethod
     def load(cls, folder: Path) -> Qwen25OmniProcessor:
@@ -70,25 +71,24 @@ class Qwen25OmniProcessor:
 
     # --------------------------------------------------------------------------------------------- inputs
 
-    def chat(self, messages: Sequence[ChatMessage]) -> ARInput:
+    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         if not self._processor.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         media, guarded = _Media(), self._prompts.guarded()
-        turns = [
-            {"role": m.role, "content": [_template_part(p, media, guarded) for p in _joined(m.parts)]} for m in messages
-        ]
+        turns = [turn_of(m, [_template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:
             raise InvalidRequestError(
                 "use_audio_in_video needs a sound track in every video of the chat, or in none", param="messages"
             )
-        try:
-            text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
-            raise InvalidRequestError(template_refusal(error), param="messages") from error
-        rendered = str(text[0] if isinstance(text, list) else text)
+        rendered = self._template.text(turns, tools, guarded)
         if not (media.images or media.audios or media.videos):
             return ARInput(self._prompts.encode(rendered, guarded))
         return self._with_media(rendered, media, guarded)
+
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None) -> str:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        text = self._processor.apply_chat_template(turns, tools=tools, **options)
+        return str(text[0] if isinstance(text, list) else text)
 
     def text(self, prompt: str) -> ARInput:
         ids = self._prompts.encode_plain(prompt)

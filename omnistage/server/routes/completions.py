@@ -14,7 +14,9 @@ from fastapi.responses import JSONResponse
 from omnistage.errors import InvalidRequestError, LimitExceededError
 from omnistage.params import SamplingParams, StageParams
 from omnistage.pipeline.intake import Prompt, RequestOptions
+from omnistage.server.answers import Completion
 from omnistage.server.context import caller, service_of
+from omnistage.server.documented import answers
 from omnistage.server.errors import body_of
 from omnistage.server.routes.chat import finish_of, usage_of
 from omnistage.server.schemas import CompletionRequest
@@ -26,7 +28,7 @@ router = APIRouter()
 _MOST_PROMPTS = 64
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=answers(Completion, events=Completion))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     service = service_of(request)

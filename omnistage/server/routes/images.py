@@ -25,15 +25,19 @@ from omnistage.errors import (
 from omnistage.media.image_output import ImageOutput
 from omnistage.params import DiffusionParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.answers import PictureEvent, Pictures
 from omnistage.server.context import caller, service_of
+from omnistage.server.documented import answers
 from omnistage.server.errors import NotFoundError, body_of
 from omnistage.server.schemas import ImageRequest
 from omnistage.server.service import ServedModel, Service, collect
 from omnistage.server.sse import event, stream_response
+from omnistage.server.store import CONTENT_TYPES
 from omnistage.types import FinishReason, ImageChunk, Modality, OmniRequestOutput, OutputChunk
 
 router = APIRouter()
 
+_KINDS = tuple(CONTENT_TYPES.values())
 _FIELDS = {"images": "image", "width": "size", "height": "size"}
 # Where neither the request nor the model's YAML says how many steps there are, as few as a distilled model takes.
 _FEW_STEPS = 4
@@ -54,13 +58,13 @@ class ImageEditForm(ImageRequest):
     mask: UploadFile | None = None
 
 
-@router.post("/v1/images/generations", response_model=None)
+@router.post("/v1/images/generations", response_model=None, responses=answers(Pictures, events=PictureEvent))
 async def generations(body: ImageRequest, request: Request) -> Response:
     """Draw a prompt."""
     return await _draw(body, {"prompt": body.prompt}, request, "image_generation")
 
 
-@router.post("/v1/images/edits", response_model=None)
+@router.post("/v1/images/edits", response_model=None, responses=answers(Pictures, events=PictureEvent))
 async def edits(form: Annotated[ImageEditForm, Form(media_type="multipart/form-data")], request: Request) -> Response:
     """Change pictures as a prompt says."""
     files = [*form.image, *form.image_list]
@@ -72,7 +76,7 @@ async def edits(form: Annotated[ImageEditForm, Form(media_type="multipart/form-d
     return await _draw(form, prompt, request, "image_edit")
 
 
-@router.get("/files/{name}", response_class=Response, name="get_file")
+@router.get("/files/{name}", response_class=Response, responses=answers(files=_KINDS), name="get_file")
 async def get_file(name: str, request: Request) -> Response:
     """A picture that was asked for with `response_format: url`."""
     caller(request)

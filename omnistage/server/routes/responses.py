@@ -1,4 +1,4 @@
-"""`/v1/responses`: text and speech, whole or as OpenAI's typed events. Nothing is stored, and there are no tools."""
+"""`/v1/responses`: text, calls of tools and speech, whole or as OpenAI's typed events. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from pydantic import Field, model_validator
 from omnistage.errors import InvalidRequestError, OmniError, StageError
 from omnistage.params import SamplingParams, StageParams, StructuredOutput
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.answers import ResponseEvent, ResponseObject
 from omnistage.server.context import caller, service_of
+from omnistage.server.documented import answers
 from omnistage.server.encode import encode_audio, pcm16
 from omnistage.server.errors import body_of
+from omnistage.server.response_tools import ResponseToolFields, ToolOutput, laid_out, whole_output
 from omnistage.server.schemas import AudioOptions, Finite
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
@@ -27,7 +30,11 @@ from omnistage.server.wire import WireModel
 from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk, Usage
 
 router = APIRouter()
-_CUT_SHORT = (FinishReason.LENGTH, FinishReason.DEADLINE)
+_CUT_SHORT = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.DEADLINE: "timeout",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
 
 
 class TextFormat(WireModel):
@@ -55,7 +62,7 @@ class TextOptions(WireModel):
     format: TextFormat = TextFormat()
 
 
-class ResponsesRequest(WireModel):
+class ResponsesRequest(ResponseToolFields):
     """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
 
     model: str
@@ -80,25 +87,30 @@ class ResponsesRequest(WireModel):
     def messages(self) -> list[Mapping[str, Any]]:
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *(_message(item, index) for index, item in enumerate(given))]
+        return [*first, *laid_out(given)[0]]
 
     def path(self, path: str) -> str:
-        """A path into `messages()` as one into this request."""
+        """A path into `messages()`, or one that the engines gave, as one into this request."""
+        if path.startswith("structured"):
+            return "tools" if path == "structured.structural_tag" else "text.format"
         found = re.fullmatch(r"messages(?:\[(\d+)\])?(.*)", path)
         if found is None:
             return path
         index = int(found[1] or 0) - bool(self.instructions)
         if index < 0:
             return "instructions"
-        return "input" if isinstance(self.input, str) or found[1] is None else f"input[{index}]{found[2]}"
+        if isinstance(self.input, str) or found[1] is None:
+            return "input"
+        return f"input[{laid_out(self.input)[1][index]}]{found[2]}"
 
     def sampling(self) -> SamplingParams | None:
+        structured, toolbox = self.text.format.structured(), self.toolbox()
         values: dict[str, object] = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
-            "structured": self.text.format.structured(),
+            "structured": toolbox.structured(structured) if toolbox is not None else structured,
         }
         given = {name: value for name, value in values.items() if value is not None}
         try:
@@ -117,21 +129,21 @@ class ResponsesRequest(WireModel):
         return self
 
 
-def _message(item: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    kind = item.get("type", "message")
-    if kind != "message":
-        raise InvalidRequestError("only items of type message are taken here", param=f"input[{index}].type")
-    return {key: value for key, value in item.items() if key in ("role", "content")}
-
-
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=None, responses=answers(ResponseObject, events=ResponseEvent))
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a conversation."""
     service = service_of(request)
     holder = caller(request)
     model = service.model(body.model)
+    toolbox = body.toolbox()
+    if toolbox is not None and "audio" in (body.modalities or ()):
+        raise InvalidRequestError("a call would be spoken aloud; leave audio out of modalities", param="tools")
     options = RequestOptions(
-        body.modalities, body.audio.voice if body.audio is not None else None, body.priority, body.timeout
+        body.modalities,
+        body.audio.voice_name if body.audio is not None else None,
+        body.priority,
+        body.timeout,
+        tools=toolbox.specs() if toolbox is not None else (),
     )
     running = renamed(service.running(holder, model, body.messages(), _params(body, model), options), body.path)
     if body.stream:
@@ -167,6 +179,7 @@ class Answer:
         own = request_id.removeprefix("req-")
         self.id, self.item_id = f"resp_{own}", f"msg_{own}"
         self._body = body
+        self.toolbox = body.toolbox()
         self._created = int(time.time())
 
     def state(self, status: str, **more: object) -> dict[str, Any]:
@@ -182,13 +195,11 @@ class Answer:
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
             "output": [],
-            "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
             "temperature": body.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": "none",
-            "tools": [],
+            **body.told(),
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -196,14 +207,18 @@ class Answer:
             **more,
         }
 
-    def ended(self, final: OmniRequestOutput) -> dict[str, Any]:
-        cut = final.finish_reason in _CUT_SHORT
-        status = "incomplete" if cut else "completed"
-        reason = "max_output_tokens" if final.finish_reason is FinishReason.LENGTH else "timeout"
+    def ended(self, final: OmniRequestOutput, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """With `output`, the items that a stream has sent already."""
+        reason = None if final.finish_reason is None else _CUT_SHORT.get(final.finish_reason)
+        status = "incomplete" if reason is not None else "completed"
+        if output is None:
+            output = [self.item(status, self.parts(final))]
+            if self.toolbox is not None:
+                output = whole_output(self.item_id.removeprefix("msg_"), self.toolbox, final.text, status)
         return self.state(
             status,
-            incomplete_details={"reason": reason} if cut else None,
-            output=[self.item(status, self.parts(final))],
+            incomplete_details=None if reason is None else {"reason": reason},
+            output=output,
             usage=_usage(final.usage),
         )
 
@@ -231,7 +246,7 @@ def text_part(text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0, "audio_seconds": usage.audio_seconds},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -244,12 +259,20 @@ class Writer:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._sent = 0
+        self._tools: ToolOutput | None = None
+        if answer.toolbox is not None:
+            self._tools = ToolOutput(answer.item_id.removeprefix("msg_"), answer.toolbox, self._event)
 
     def _begin(self) -> list[dict[str, Any]]:
         response = self._answer.state("in_progress")
-        return [
+        begun = [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
+        ]
+        if self._tools is not None:  # what the first item is, is not known yet
+            return begun
+        return [
+            *begun,
             self._event("response.output_item.added", output_index=0, item=self._answer.item("in_progress", [])),
             self._part_event("response.content_part.added", 0, part=text_part("")),
         ]
@@ -261,6 +284,8 @@ class Writer:
     def _events(self, item: OutputChunk) -> list[dict[str, Any]]:
         if item.final is not None:
             return self._last(item.final)
+        if item.text and self._tools is not None:
+            return self._tools.push(item.text)
         if item.text:
             return [self._part_event("response.output_text.delta", 0, delta=item.text, logprobs=[])]
         if item.audio is not None:
@@ -271,6 +296,10 @@ class Writer:
     def _last(self, final: OmniRequestOutput) -> list[dict[str, Any]]:
         if final.error is not None:
             return [self._event("response.failed", response=self._answer.failed(final.error))]
+        if self._tools is not None:
+            made = self._tools.end("incomplete" if final.finish_reason in _CUT_SHORT else "completed")
+            ended = self._answer.ended(final, self._tools.items)
+            return [*made, self._event(f"response.{ended['status']}", response=ended)]
         ended = self._answer.ended(final)
         item = ended["output"][0]
         text, *sound = item["content"]

@@ -8,19 +8,22 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalityError
+from omnistage.params import StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.context import caller, service_of
+from omnistage.server.documented import answers
 from omnistage.server.encode import CONTENT_TYPES, encode_audio, pcm16
 from omnistage.server.schemas import SpeechRequest
-from omnistage.server.service import collect
+from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import stream_response
 from omnistage.types import Modality
 
 router = APIRouter()
+_FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
 _READ_ALOUD = "Say exactly this, and nothing else: "
 
 
-@router.post("/v1/audio/speech", response_model=None)
+@router.post("/v1/audio/speech", response_class=Response, responses=answers(files=_FILES))
 async def speech(body: SpeechRequest, request: Request) -> Response:
     """Speak a text. A chat model is asked to say it; what it then says is its own."""
     service = service_of(request)
@@ -31,7 +34,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     options = RequestOptions(["audio"], body.voice, 0, body.timeout)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
     messages = [{"role": "user", "content": f"{content}{body.input}"}]
-    running = service.running(holder, model, messages, None, options)
+    running = service.running(holder, model, messages, _params(body, model), options)
     media_type = CONTENT_TYPES[body.response_format]
     if body.response_format == "pcm":
 
@@ -51,3 +54,12 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     if final.audio is None:
         raise InvalidRequestError("the model said nothing to this text; try another", param="input")
     return Response(encode_audio(final.audio, body.response_format), media_type=media_type)
+
+
+def _params(body: SpeechRequest, model: ServedModel) -> dict[str, StageParams]:
+    """The seed, on every stage that draws lots: what is said, how it is spoken, how it sounds."""
+    if body.seed is None:
+        return {}
+    stages = model.omni.orchestrator.stages
+    kinds = {name: stage.params_type for name, stage in stages.items() if "seed" in stage.params_type.model_fields}
+    return {name: kind.parse({"seed": body.seed}) for name, kind in kinds.items()}

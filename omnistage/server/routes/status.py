@@ -8,15 +8,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from omnistage.params import DiffusionParams, SamplingParams, StageParams
+from omnistage.server.answers import Cancelled, ModelCard, ModelList, Readiness, TraceAnswer
 from omnistage.server.context import caller, service_of
+from omnistage.server.documented import answers
 from omnistage.server.errors import NotFoundError
-from omnistage.server.service import ServedModel, names_of
-from omnistage.types import short_repr
+from omnistage.server.keys import Holder
+from omnistage.server.service import ServedModel, Service, names_of
+from omnistage.types import Trace, short_repr
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that this key may use."""
     holder = caller(request)
@@ -28,7 +32,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=answers(ModelCard))
 async def get_model(name: str, request: Request) -> dict[str, Any]:
     holder = caller(request)
     if holder.models is not None and name not in holder.models:
@@ -45,7 +49,21 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "owned_by": "omnistage",
         "modalities": {"input": taken, "output": names_of(model.modalities)},
         "voices": list(model.omni.processor.voices()),
+        "stages": list(model.omni.orchestrator.graph.order),
+        "defaults": _defaults(model),
     }
+
+
+def _defaults(model: ServedModel) -> dict[str, Any]:
+    """What is used where a request says nothing, under the names that requests have for it."""
+    found = {}
+    kinds: tuple[tuple[str, type[StageParams]], ...] = (("sampling", SamplingParams), ("drawing", DiffusionParams))
+    for name, kind in kinds:
+        stage = model.stage_taking(kind)
+        if stage is not None:
+            params = model.omni.orchestrator.default_params(stage)
+            found[name] = params.model_dump(mode="json", exclude_none=True)
+    return found
 
 
 @router.get("/health", include_in_schema=True)
@@ -54,7 +72,7 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.get("/ready", responses={**answers(Readiness), 503: {"model": Readiness}})
 async def ready(request: Request) -> JSONResponse:
     """Whether requests are taken."""
     service = service_of(request)
@@ -70,24 +88,36 @@ async def metrics(request: Request) -> Response:
     return Response(render(service_of(request)), media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/requests/{request_id}")
+@router.get("/v1/requests/{request_id}", responses=answers(TraceAnswer))
 async def get_request(request_id: str, request: Request) -> dict[str, Any]:
     """What ran when, for a running or recent request."""
-    trace = service_of(request).trace(_engine_id(request_id), caller(request))
+    trace = known_trace(service_of(request), request_id, caller(request))
     if trace is None:
-        raise NotFoundError(f"there is no request {short_repr(request_id)}, or it is long gone")
+        raise unknown_request(request_id)
     return asdict(trace)
 
 
-@router.delete("/v1/requests/{request_id}")
+@router.delete("/v1/requests/{request_id}", responses=answers(Cancelled))
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """End a running request."""
-    if not service_of(request).abort(_engine_id(request_id), caller(request)):
+    service, holder = service_of(request), caller(request)
+    if not service.abort(_engine_id(service, request_id, holder), holder):
         raise NotFoundError(f"no request {short_repr(request_id)} is running")
     return {"id": request_id, "object": "request", "cancelled": True}
 
 
-def _engine_id(given: str) -> str:
-    """The engine's id of a request, from it or from the id of an answer."""
+def known_trace(service: Service, given: str, holder: Holder) -> Trace | None:
+    """The trace of a holder's request by any of its names; None where it has no such request."""
+    return service.trace(_engine_id(service, given, holder), holder)
+
+
+def unknown_request(given: str) -> NotFoundError:
+    return NotFoundError(f"there is no request {short_repr(given)}, or it is long gone")
+
+
+def _engine_id(service: Service, given: str, holder: Holder) -> str:
+    """The engine's id of a request, from it, from the id of an answer or from the client's own name for it."""
+    if (tagged := service.tagged(holder, given)) is not None:
+        return tagged
     head, _, tail = given.replace("resp_", "resp-", 1).partition("-")
     return f"req-{tail}" if head in ("chatcmpl", "cmpl", "img", "resp", "speech") else given

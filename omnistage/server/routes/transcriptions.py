@@ -13,19 +13,25 @@ from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalit
 from omnistage.media.audio import decode_audio
 from omnistage.params import SamplingParams
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.answers import Transcription, TranscriptionEvent
 from omnistage.server.context import caller, service_of
-from omnistage.server.errors import body_of
+from omnistage.server.documented import answers
+from omnistage.server.errors import ContentFilterError, body_of
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
-from omnistage.types import Modality, OutputChunk, Usage
+from omnistage.types import FinishReason, Modality, OutputChunk, Usage
 
 router = APIRouter()
 _ASK = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
 
 
-@router.post("/v1/audio/transcriptions", response_model=None)
+@router.post(
+    "/v1/audio/transcriptions",
+    response_model=None,
+    responses=answers(Transcription, events=TranscriptionEvent, files=("text/plain",)),
+)
 async def transcriptions(
     request: Request,
     file: Annotated[UploadFile, File(description="A sound file, or a video with sound.")],
@@ -71,6 +77,8 @@ async def transcriptions(
         final = (await collect(answers, request))[-1].final
     if final is None or final.error is not None:
         raise final.error if final is not None and final.error is not None else StageError("no answer came")
+    if final.finish_reason is FinishReason.CONTENT_FILTER:
+        raise _filtered()
     text = final.text.strip()
     if response_format == "text":
         return PlainTextResponse(f"{text}\n")
@@ -84,6 +92,11 @@ async def transcriptions(
 async def _seconds(data: bytes, model: ServedModel) -> float:
     """How long a sound lasts that the model has heard: decoded again, as its header may not say."""
     return (await asyncio.to_thread(decode_audio, data, model.omni.media_limits)).seconds
+
+
+def _filtered() -> ContentFilterError:
+    """There is no other way to say that a transcription is not whole."""
+    return ContentFilterError("the content filter ended this transcription")
 
 
 def _question(language: str | None, prompt: str | None) -> str:
@@ -109,4 +122,6 @@ def _events(item: OutputChunk) -> list[dict[str, Any]]:
         return [{"type": "transcript.text.delta", "delta": item.text}] if item.text else []
     if item.final.error is not None:
         return [body_of(item.final.error)]
-    return [{"type": "transcript.text.done", "text": item.final.text, "usage": _usage(item.final.usage)}]
+    if item.final.finish_reason is FinishReason.CONTENT_FILTER:
+        return [body_of(_filtered())]
+    return [{"type": "transcript.text.done", "text": item.final.text.strip(), "usage": _usage(item.final.usage)}]

@@ -11,14 +11,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, ValidationError
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
+from starlette.types import Message, Receive, Scope, Send
 
 from omnistage.errors import InvalidRequestError, OmniError, UnsupportedModalityError
 from omnistage.params import DiffusionParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.answers import DeletedVideo, ErrorBody, Video, VideoList
 from omnistage.server.audit import CURRENT
 from omnistage.server.context import caller, service_of
-from omnistage.server.errors import NotFoundError
+from omnistage.server.documented import answers
+from omnistage.server.errors import NotFoundError, RangeError, response_of
 from omnistage.server.jobs import Job, new_job
 from omnistage.server.keys import Holder
 from omnistage.server.routes.images import renamed
@@ -92,7 +95,15 @@ _BODY = {
 }
 
 
-@router.post("/v1/videos", response_model=None, openapi_extra=_BODY)
+_MP4 = answers(files=("video/mp4",))
+_CONTENT = {
+    **_MP4,
+    206: {**_MP4[200], "description": "The part that the header Range asks for."},
+    416: {"model": ErrorBody, "description": "The file has no such part."},
+}
+
+
+@router.post("/v1/videos", response_model=None, responses=answers(Video), openapi_extra=_BODY)
 async def create_video(request: Request) -> Response:
     """Begin a video. What is wrong with the request is said now; the rest is found by asking for the job."""
     service = service_of(request)
@@ -117,7 +128,7 @@ async def create_video(request: Request) -> Response:
     return JSONResponse(_described(job), headers={"openai-poll-after-ms": _POLL_AFTER_MS})
 
 
-@router.get("/v1/videos")
+@router.get("/v1/videos", responses=answers(VideoList))
 async def list_videos(
     request: Request,
     after: Annotated[str | None, Query(max_length=100)] = None,
@@ -140,14 +151,14 @@ async def list_videos(
     }
 
 
-@router.get("/v1/videos/{video_id}", response_model=None)
+@router.get("/v1/videos/{video_id}", response_model=None, responses=answers(Video))
 async def get_video(video_id: str, request: Request) -> Response:
     """How far a job is."""
     job = await _job(video_id, request)
     return JSONResponse(_described(job), headers={"openai-poll-after-ms": _POLL_AFTER_MS})
 
 
-@router.get("/v1/videos/{video_id}/content", response_class=FileResponse)
+@router.get("/v1/videos/{video_id}/content", response_class=FileResponse, responses=_CONTENT)
 async def get_content(video_id: str, request: Request, variant: Literal["video"] = "video") -> Response:
     """A completed job's video, as MP4."""
     job = await _job(video_id, request)
@@ -160,10 +171,10 @@ async def get_content(video_id: str, request: Request, variant: Literal["video"]
     except FileNotFoundError as error:  # dropped or deleted just now
         raise gone from error
     headers = {"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"}
-    return FileResponse(path, media_type="video/mp4", stat_result=stat, filename=f"{job.id}.mp4", headers=headers)
+    return _VideoFile(path, media_type="video/mp4", stat_result=stat, filename=f"{job.id}.mp4", headers=headers)
 
 
-@router.delete("/v1/videos/{video_id}")
+@router.delete("/v1/videos/{video_id}", responses=answers(DeletedVideo))
 async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
     """Forget a job and its video; one that runs ends."""
     job = await _job(video_id, request)
@@ -172,6 +183,28 @@ async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------- private
+
+
+class _VideoFile(FileResponse):
+    """Starlette's, but that a wrong Range is refused in OpenAI's form."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal: JSONResponse | None = None
+
+        async def passed_on(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] in (400, 416):
+                wrong = RangeError if message["status"] == 416 else InvalidRequestError
+                refusal = response_of(wrong("the header Range names no part of this file; correct it", param="Range"))
+                refusal.headers.update(
+                    {k: v for k, v in Headers(raw=message["headers"]).items() if k == "content-range"}
+                )
+            if refusal is None:
+                await send(message)
+
+        await super().__call__(scope, receive, passed_on)
+        if refusal is not None:
+            await refusal(scope, receive, send)
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+"""A checkpoint's chat template, with tools: by the template's own means where it has them, else by ours.
+
+A template that offers `tools` and writes calls in the form that Hermes and Qwen models were trained on
+(`<tool_call>{"name": ..., "arguments": ...}</tool_call>`) is given the tools, the calls and their results as they are.
+Any other gets that same form in plain messages: the tools in the system message, calls and results as text. So an
+answer's calls are written in one form whatever the model, and it is the one that is read back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from omnistage.chat import ChatMessage
+from omnistage.errors import InvalidRequestError
+from omnistage.models.prompts import GuardedText
+
+Turn = dict[str, Any]
+"""A message as templates take it."""
+ToolSpec = Mapping[str, Any]
+"""`{"type": "function", "function": {"name", "description", "parameters"}}`, as templates take it."""
+_CALL = re.compile(r"""<tool_call>\s*\{"name": "probe_call", "arguments": \{"probe": 1\}\}\s*</tool_call>""")
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def turn_of(message: ChatMessage, content: Any) -> Turn:
+    """A message as templates take it; only what it has."""
+    calls = [
+        {
+            **({"id": call.id} if call.id is not None else {}),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+    more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
+
+
+class ChatTemplate:
+    """Turns to text. `render(turns, tools)` applies the checkpoint's template; it may raise anything.
+
+    `parts` says whether the template wants content as a list of parts rather than as text.
+    """
+
+    def __init__(self, render: Callable[[list[Turn], list[ToolSpec] | None], str], *, parts: bool = False) -> None:
+        self._render = render
+        self._parts = parts
+
+    def text(self, turns: Sequence[Turn], tools: Sequence[ToolSpec], guarded: GuardedText) -> str:
+        """The prompt of `turns`, whose content is guarded already; what else users wrote is guarded here.
+
+        Raises `InvalidRequestError` with what the template has against them.
+        """
+        try:
+            offered = [_guarded(tool, guarded) for tool in tools]
+            ready = [{key: _guarded(v, guarded) if key != "content" else v for key, v in t.items()} for t in turns]
+            spoken_of = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
+            if spoken_of and not self.takes_tools:
+                ready, offered = self._written(ready, offered), []
+            return str(self._render(ready, offered or None))
+        except RecursionError as error:
+            raise InvalidRequestError("tools or calls are nested too deeply; flatten them", param="tools") from error
+        except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
+            raise InvalidRequestError(template_refusal(error), param="messages") from error
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template offers tools and writes calls and results, in the form that is read back."""
+        ask: list[Turn] = [{"role": "user", "content": self._content("a")}]
+        call = {"id": "probe0001", "type": "function"}
+        function = {"name": "probe_call", "arguments": {"probe": 1}}
+        exchange: list[Turn] = [
+            *ask,
+            {"role": "assistant", "content": self._content(""), "tool_calls": [{**call, "function": function}]},
+            {
+                "role": "tool",
+                "content": self._content("probe_result"),
+                "tool_call_id": "probe0001",
+                "name": "probe_call",
+            },
+        ]
+        try:
+            offers = "probe_tool" in str(self._render(ask, [_PROBE_TOOL]))
+            written = str(self._render(exchange, [_PROBE_TOOL]))
+        except Exception:  # a template that does not know of tools may raise anything when it meets them
+            return False
+        return offers and _CALL.search(written) is not None and "probe_result" in written
+
+    # ------------------------------------------------------------------------------------------- our own form
+
+    def _written(self, turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> list[Turn]:
+        written: list[Turn] = []
+        for turn in turns:
+            content = turn["content"]
+            if turn["role"] == "tool":
+                content = self._around("<tool_response>\n", content, "\n</tool_response>")
+                if written and written[-1].get("results"):  # several results make one turn
+                    written[-1]["content"] = self._join(self._around("", written[-1]["content"], "\n"), content)
+                else:
+                    written.append({"role": "user", "content": content, "results": True})
+                continue
+            own = {key: value for key, value in turn.items() if key != "tool_calls"}
+            texts = [_call_text(call["function"]) for call in turn.get("tool_calls", ())]
+            if texts:
+                own["content"] = self._around("", content, ("" if _is_empty(content) else "\n") + "\n".join(texts))
+            written.append(own)
+        for turn in written:
+            turn.pop("results", None)
+        return self._offered(written, instructions(tools)) if tools else written
+
+    def _offered(self, turns: list[Turn], text: str) -> list[Turn]:
+        if turns and turns[0]["role"] == "system":
+            return [{**turns[0], "content": self._around("", turns[0]["content"], f"\n\n{text}")}, *turns[1:]]
+        return [{"role": "system", "content": self._content(text)}, *turns]
+
+    def _content(self, text: str) -> Any:
+        if not self._parts:
+            return text
+        return [{"type": "text", "text": text}] if text else []
+
+    def _around(self, before: str, content: Any, after: str) -> Any:
+        return self._join(self._join(self._content(before), content), self._content(after))
+
+    @staticmethod
+    def _join(left: Any, right: Any) -> Any:
+        return left + right
+
+
+def instructions(tools: Sequence[ToolSpec]) -> str:
+    """What a model is told of its tools where its template has no words for it."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>"
+        "\n\nFor each function call, return a json object with function name and arguments within "
+        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}'
+        "\n</tool_call>"
+    )
+
+
+def _is_empty(content: Any) -> bool:
+    if isinstance(content, str):
+        return not content
+    return all(part.get("text") == "" for part in content)
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _guarded(value: Any, guarded: GuardedText) -> Any:
+    """`value` with the special tokens in all of its texts, keys too, set aside."""
+    if isinstance(value, str):
+        return guarded.guard(value)
+    if isinstance(value, Mapping):
+        return {guarded.guard(key): _guarded(item, guarded) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_guarded(item, guarded) for item in value]
+    return value
+
+
+def template_refusal(error: Exception) -> str:
+    """What to answer when a chat template did not come through."""
+    reason = str(error) or type(error).__name__
+    return f"the chat template refuses these messages: {reason}"

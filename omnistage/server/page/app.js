@@ -1,0 +1,259 @@
+// The page: ties the parts together. One request runs at a time; its signal ends everything that belongs to it.
+
+import { ApiError, readiness } from "./api.js";
+import { Attachments, setUpAttachments } from "./attachments.js";
+import { Answer, showQuestion } from "./chat.js";
+import { $, count, el, icon, seconds } from "./dom.js";
+import { Gauges } from "./gauges.js";
+import { onKey, setUpKey } from "./key.js";
+import { describe, examplesFor, loadModels, outputs, showModels, showOutputs, showVoice } from "./models.js";
+import { Params } from "./params.js";
+import { Player, unlockAudio } from "./player.js";
+import { buildRequest, userMessage } from "./request.js";
+import { run, watchTrace } from "./run.js";
+import { setUpSnippets } from "./snippets.js";
+import { Timeline } from "./timeline.js";
+import { setUpMicrophone } from "./microphone.js";
+import { setUpPanel, setUpTheme } from "./panel.js";
+
+const RETRY = 1000; // milliseconds between two looks at a service that is not ready
+
+let models = [];
+let history = []; // the conversation as the service takes it
+let last = null; // the latest request, for snippets
+let running = null; // the AbortController of the request that runs
+let watched = null; // whose stages the timeline shows
+let player = null;
+
+const timeline = new Timeline();
+const params = new Params();
+const attachments = new Attachments(notice);
+const gauges = new Gauges(
+  (reachable) => (reachable ? state("ready", "Ready") : connect()),
+  (limits) => (attachments.limit = limits.max_body_bytes),
+);
+const model = () => models.find(({ id }) => id === $("model").value);
+
+function notice(text = "") {
+  $("notice").textContent = text;
+  $("notice").hidden = text === "";
+}
+
+function state(name, text) {
+  if ($("status").dataset.state === name && $("status-text").textContent === text) return;
+  $("status").dataset.state = name;
+  $("status-text").textContent = text;
+}
+
+// ------------------------------------------------------------------------------------------------- connecting
+
+let connecting = false;
+
+/** Wait until the service is ready, then show its models. */
+async function connect() {
+  if (connecting) return;
+  connecting = true;
+  try {
+    for (let now = await readiness(); now !== "ready"; now = await readiness()) {
+      const words = { loading: "Models are loading", draining: "Shutting down", offline: "No connection" };
+      state(now === "offline" ? "bad" : "wait", words[now] ?? now);
+      await new Promise((resolve) => setTimeout(resolve, RETRY));
+    }
+    models = await loadModels();
+    showModels(models);
+    state("ready", "Ready");
+    notice(models.length === 0 ? "There is no model that this key may use." : "");
+    if (models.length > 0) choose();
+  } catch (error) {
+    state("bad", error instanceof ApiError && error.status === 401 ? "Needs a key" : "No connection");
+    if (!(error instanceof ApiError)) setTimeout(connect, RETRY);
+  } finally {
+    connecting = false;
+  }
+}
+
+/** Show what the chosen model can do. */
+function choose() {
+  const chosen = model();
+  showOutputs(chosen);
+  params.show(chosen);
+  attachments.accept(chosen.input);
+  gauges.watch(chosen);
+  $("speech-card").hidden = !chosen.speaks || player === null || player.received === 0;
+  $("mic").hidden = !chosen.input.includes("audio");
+  $("prompt").placeholder = chosen.chats ? "Message" : `Describe a ${chosen.films ? "video" : "picture"}`;
+  $("empty-text").textContent = describe(chosen);
+  $("examples").replaceChildren(...examplesFor(chosen).map(example));
+}
+
+function example({ icon: name, text, action }) {
+  const button = el("button", { type: "button", class: "example" }, icon(name), el("span", {}, text));
+  button.addEventListener("click", () => {
+    if (action === "record") {
+      $("mic").click();
+      return;
+    }
+    $("prompt").value = text;
+    fitPrompt();
+    $("prompt").focus();
+    if (action === "attach") $("attach").click();
+  });
+  return el("li", {}, button);
+}
+
+// ---------------------------------------------------------------------------------------------------- sending
+
+function draftRequest(draft) {
+  const chosen = model();
+  const kept = chosen.chats ? history : [];
+  const wanted = chosen.output.length > 1 ? outputs() : chosen.output;
+  return buildRequest({ model: chosen, history: kept, draft, params: params.values(), outputs: wanted, voice: $("voice").value });
+}
+
+function send() {
+  const text = $("prompt").value.trim();
+  if (running !== null || model() === undefined) return;
+  if (!text && (attachments.items.length === 0 || !model().chats)) return;
+  if (!params.valid()) return;
+  notice();
+  const draft = { text, attachments: attachments.take() };
+  last = draftRequest(draft);
+  $("prompt").value = "";
+  fitPrompt();
+  $("empty").hidden = true;
+  showQuestion(text, draft.attachments);
+  if (outputs().includes("audio") && model().speaks) unlockAudio();
+  answer(last, model(), userMessage(text, draft.attachments));
+}
+
+async function answer(request, chosen, question) {
+  const control = begin();
+  const traced = request.kind !== "video"; // a job that outlives its request has no trace
+  const made = new Answer(chosen, traced ? (one) => one.trace && timeline.show(one.trace) : null);
+  const tag = `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("")}`;
+  const watching = follow(tag, made, request);
+  player?.stop();
+  player = new Player((one) => showSpeech(one, made, running !== control));
+  const own = player;
+  let failure = null;
+  try {
+    for await (const event of run(request, { signal: control.signal, tag })) {
+      if (event.type === "audio") own.push(event.data, event.rate);
+      made.take(event);
+    }
+  } catch (error) {
+    if (!control.signal.aborted) failure = error;
+  }
+  end(control);
+  if (own.received > 0) showSpeech(own, made, true);
+  made.finish(control.signal.aborted ? "stopped" : "done", failure && told(failure));
+  if (chosen.chats && (made.text || failure === null)) history.push(question, { role: "assistant", content: made.text });
+  if (failure) watching.abort();
+}
+
+const told = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
+
+/** Draw the request's stages as they run; what it looked like stays with the answer. */
+function follow(tag, made, request) {
+  const control = new AbortController();
+  watched = control;
+  timeline.begin();
+  if (request.kind === "video") {
+    timeline.end("A video is a job of its own; its progress is in the conversation.");
+    return control;
+  }
+  const seen = (trace) => {
+    if (watched !== control) return; // the next request has the timeline now
+    timeline.update(trace);
+    made.trace = timeline.snapshot;
+  };
+  watchTrace(tag, control.signal, seen).catch(() => watched === control && timeline.end());
+  return control;
+}
+
+function begin() {
+  running = new AbortController();
+  $("send").hidden = true;
+  $("stop").hidden = false;
+  gauges.wake(true);
+  return running;
+}
+
+function end(control) {
+  if (running !== control) return;
+  running = null;
+  const focused = document.activeElement === $("stop");
+  $("stop").hidden = true;
+  $("send").hidden = false;
+  if (focused) $("prompt").focus();
+  gauges.wake(false);
+}
+
+function stop() {
+  player?.stop();
+  running?.abort();
+}
+
+function showSpeech(one, made, over) {
+  $("speech-card").hidden = false;
+  const meter = $("speech-meter").dataset;
+  Object.assign(meter, { received: one.received, scheduled: one.scheduled, underruns: one.underruns, rate: one.rate });
+  $("speech-scheduled").textContent = `${count(one.scheduled)} samples`;
+  $("speech-seconds").textContent = seconds(one.seconds);
+  $("speech-gaps").textContent = String(one.underruns);
+  $("speech-state").textContent = one.playing ? "playing" : "";
+  made.showSpeech(one, over);
+}
+
+function newChat() {
+  stop();
+  history = [];
+  last = null;
+  attachments.take();
+  $("messages").replaceChildren();
+  $("empty").hidden = false;
+  notice();
+  $("prompt").focus();
+}
+
+// --------------------------------------------------------------------------------------------------- the page
+
+function fitPrompt() {
+  const prompt = $("prompt");
+  prompt.style.height = "auto";
+  prompt.style.height = `${Math.min(prompt.scrollHeight, 220)}px`;
+}
+
+function currentRequest() {
+  if (model() === undefined) return null;
+  const text = $("prompt").value.trim();
+  if (!text && attachments.items.length === 0 && last !== null) return last;
+  return draftRequest({ text: text || "Hello", attachments: attachments.items });
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("input", fitPrompt);
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && document.querySelector("dialog[open]") === null) stop();
+});
+$("stop").addEventListener("click", stop);
+$("new-chat").addEventListener("click", newChat);
+$("model").addEventListener("change", choose);
+$("outputs").addEventListener("change", showVoice);
+
+setUpKey();
+onKey(connect);
+setUpTheme();
+setUpPanel();
+setUpAttachments(attachments);
+setUpMicrophone(attachments, notice);
+setUpSnippets(currentRequest);
+connect();

@@ -1,0 +1,147 @@
+// What goes along with a message: pictures, sounds, videos and text files, from the button, the clipboard or a drop.
+
+import { toBase64 } from "./api.js";
+import { $, announce, bytes, el, icon, iconButton } from "./dom.js";
+
+const LARGEST_TEXT = 200_000; // bytes; more would fill a model's context by itself
+const SOUND_FORMATS = ["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm"];
+const TEXT_NAMES = /\.(txt|md|csv|tsv|json|ya?ml|toml|xml|html|css|js|ts|py|rs|go|c|h|cpp|java|sh|log)$/i;
+
+/** A file's bytes inside a request. As JSON it is what the service takes; in snippets it is the file's name. */
+export class FileData {
+  constructor(name, mime, base64, asUrl) {
+    Object.assign(this, { name, mime, base64, asUrl });
+  }
+
+  toJSON() {
+    return this.asUrl ? `data:${this.mime};base64,${this.base64}` : this.base64;
+  }
+}
+
+/** What a file is to a model, "text" for what is read as text; null for what no model takes. */
+function kindOf(file) {
+  const head = file.type.split("/")[0];
+  if (["image", "audio", "video"].includes(head)) return head;
+  return head === "text" || file.type === "application/json" || TEXT_NAMES.test(file.name) ? "text" : null;
+}
+
+/** A part of a chat message's content. */
+export function partOf({ kind, file, text, base64 }) {
+  if (kind === "text") return { type: "text", text: `File ${file.name}:\n\`\`\`\n${text}\n\`\`\`` };
+  if (kind === "image") return { type: "image_url", image_url: { url: new FileData(file.name, file.type, base64, true) } };
+  if (kind === "video") return { type: "video_url", video_url: { url: new FileData(file.name, file.type, base64, true) } };
+  const ending = file.name.split(".").pop().toLowerCase();
+  const known = SOUND_FORMATS.includes(ending) ? { format: ending } : {};
+  return { type: "input_audio", input_audio: { data: new FileData(file.name, file.type, base64, false), ...known } };
+}
+
+/** How an attachment is shown, in the composer and in the message that was sent. */
+export function preview({ kind, file, url }) {
+  if (kind === "image") return el("img", { src: url, alt: file.name });
+  if (kind === "video") return el("video", { src: url, controls: true, preload: "metadata", "aria-label": file.name });
+  if (kind === "audio") return el("audio", { src: url, controls: true, preload: "metadata", "aria-label": file.name });
+  return el("span", { class: "file" }, icon("file"), file.name);
+}
+
+export class Attachments {
+  /** `refuse(message)` tells the user why a file was not taken. */
+  constructor(refuse) {
+    this.refuse = refuse;
+    this.items = [];
+    this.accepted = new Set(["text"]);
+    this.limit = 64 * 2 ** 20;
+  }
+
+  /** The model's input modalities. What is attached already stays: the service says what it cannot use. */
+  accept(modalities) {
+    this.accepted = new Set([...modalities, "text"]);
+    const types = [...this.accepted].map((kind) => `${kind}/*`);
+    $("file").accept = [...types, ".json,.md,.csv,.log,.yaml,.yml,.py,.js"].join(",");
+  }
+
+  get size() {
+    return this.items.reduce((sum, item) => sum + item.file.size, 0);
+  }
+
+  async add(files) {
+    for (const file of files) await this.addOne(file);
+  }
+
+  async addOne(file) {
+    const kind = kindOf(file);
+    const name = file.name || "The file";
+    if (kind === null || !this.accepted.has(kind)) {
+      this.refuse(`${name} was not attached: this model takes ${[...this.accepted].sort().join(", ")}.`);
+      return;
+    }
+    // base64 is a third longer, and the rest of the body needs some room too.
+    if ((this.size + file.size) * 1.34 + 65_536 > this.limit) {
+      this.refuse(`${name} was not attached: requests may have ${bytes(this.limit)}, and files grow by a third.`);
+      return;
+    }
+    if (kind === "text" && file.size > LARGEST_TEXT) {
+      this.refuse(`${name} was not attached: text files may have ${bytes(LARGEST_TEXT)}.`);
+      return;
+    }
+    const content = kind === "text" ? { text: await file.text() } : { base64: await toBase64(file) };
+    this.items.push({ kind, file, url: URL.createObjectURL(file), ...content });
+    this.draw();
+    announce(`${name} attached`);
+  }
+
+  /** The attachments of the message that is being sent; the list is empty afterwards. */
+  take() {
+    const taken = this.items;
+    this.items = [];
+    this.draw();
+    return taken;
+  }
+
+  draw() {
+    const list = $("attachments");
+    list.hidden = this.items.length === 0;
+    list.replaceChildren(
+      ...this.items.map((item) => {
+        const remove = iconButton("close", `Remove ${item.file.name}`, () => {
+          URL.revokeObjectURL(item.url);
+          this.items = this.items.filter((other) => other !== item);
+          this.draw();
+          $("prompt").focus();
+        });
+        const label = el("span", { class: "muted" }, bytes(item.file.size));
+        return el("li", { class: "attachment", data: { kind: item.kind } }, preview(item), label, remove);
+      }),
+    );
+  }
+}
+
+/** Files from the button, the clipboard and the desktop, all to one place. */
+export function setUpAttachments(attachments) {
+  $("attach").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", async () => {
+    await attachments.add([...$("file").files]);
+    $("file").value = "";
+    $("prompt").focus();
+  });
+  document.addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (files.length === 0) return;
+    event.preventDefault();
+    attachments.add(files);
+  });
+  let inside = 0; // enter and leave come for every element on the way
+  const over = (change) => {
+    inside = Math.max(0, inside + change);
+    $("drop").classList.toggle("on", inside > 0);
+  };
+  const carriesFiles = (event) => event.dataTransfer?.types.includes("Files");
+  document.addEventListener("dragenter", (event) => carriesFiles(event) && over(1));
+  document.addEventListener("dragleave", (event) => carriesFiles(event) && over(-1));
+  document.addEventListener("dragover", (event) => carriesFiles(event) && event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    if (!carriesFiles(event)) return;
+    event.preventDefault();
+    over(-inside);
+    attachments.add([...event.dataTransfer.files]);
+  });
+}

@@ -1,0 +1,93 @@
+// Queue, batches and memory of the service, asked for now and then: often while something runs.
+
+import { ApiError, getJson } from "./api.js";
+import { $, bytes, count, el } from "./dom.js";
+
+const BUSY = 500;
+const IDLE = 4000;
+
+export class Gauges {
+  /** `onState(reachable)` tells whether the service answered; `onLimits` what it allows. */
+  constructor(onState, onLimits) {
+    this.onState = onState;
+    this.onLimits = onLimits;
+    this.model = null;
+    this.busy = false;
+    this.meters = new Map();
+    document.addEventListener("visibilitychange", () => this.wake());
+  }
+
+  watch(model) {
+    this.model = model;
+    this.meters.clear();
+    $("gauges").replaceChildren();
+    this.wake();
+  }
+
+  /** Look again at once, and as often as suits from then on. */
+  wake(busy = this.busy) {
+    this.busy = busy;
+    clearTimeout(this.timer);
+    if (this.model !== null && !document.hidden) this.look();
+  }
+
+  async look() {
+    try {
+      const stats = await getJson("v1/stats");
+      this.onLimits(stats.limits);
+      this.draw(stats);
+      this.onState(true);
+    } catch (error) {
+      if (error instanceof ApiError) return; // it was told what is wrong, and asks again when it is woken
+      this.onState(false);
+    }
+    clearTimeout(this.timer);
+    if (!document.hidden) this.timer = setTimeout(() => this.look(), this.busy ? BUSY : IDLE);
+  }
+
+  draw({ models, memory }) {
+    const model = models[this.model.id];
+    if (model === undefined) return;
+    $("gauges-total").textContent = `${count(model.admitted)} taken`;
+    this.meter("queue", "In flight", model.inflight, model.max_inflight, `${model.inflight} of ${model.max_inflight}`);
+    for (const [name, stage] of Object.entries(model.stages)) this.stage(name, stage);
+    if (memory.process !== null) {
+      this.meter("memory", "Memory", memory.process, memory.host, `${bytes(memory.process)} of ${bytes(memory.host)}`);
+    }
+    if (memory.device !== null) {
+      this.meter("device", "GPU memory", memory.device, memory.device_total, `${bytes(memory.device)} of ${bytes(memory.device_total)}`);
+    }
+  }
+
+  stage(name, { running, waiting, starved, extra }) {
+    const now = [`${running} running`];
+    if (waiting) now.push(`${waiting} waiting`);
+    if (starved) now.push(`${starved} starved`);
+    if (extra.blocks) {
+      const used = extra.blocks - extra.blocks_free;
+      this.meter(`stage-${name}`, name, used, extra.blocks, `${now.join(", ")} · ${count(used)} of ${count(extra.blocks)} blocks`);
+    } else {
+      this.meter(`stage-${name}`, name, running, Math.max(running + waiting, 1), now.join(", "));
+    }
+  }
+
+  /** A bar with a name and its value in words; drawn once, then only moved. */
+  meter(id, label, value, most, words) {
+    let gauge = this.meters.get(id);
+    if (gauge === undefined) {
+      const fill = el("i");
+      const text = el("span", { class: "number muted" });
+      const bar = el("div", { class: "meter", role: "meter", "aria-label": label, "aria-valuemin": "0" }, fill);
+      gauge = { fill, text, bar };
+      this.meters.set(id, gauge);
+      $("gauges").append(el("div", { class: "gauge", data: { gauge: id } }, el("span", { class: "gauge-name" }, label), text, bar));
+    }
+    const share = most > 0 ? Math.min(1, value / most) : 0;
+    gauge.text.textContent = words;
+    gauge.fill.style.width = `${value > 0 ? Math.max(share * 100, 1.5) : 0}%`;
+    gauge.bar.classList.toggle("high", share > 0.85);
+    gauge.bar.setAttribute("aria-valuenow", value);
+    gauge.bar.setAttribute("aria-valuemax", most);
+    gauge.bar.setAttribute("aria-valuetext", words);
+  }
+}

@@ -1,0 +1,74 @@
+// The microphone's button: press to begin, press again to attach what was said.
+
+import { $, announce } from "./dom.js";
+import { Recorder, microphoneProblem } from "./recorder.js";
+
+const QUIET = 0.02; // a level that is more than noise is above it
+
+export function setUpMicrophone(attachments, notice) {
+  let recorder = null;
+  let busy = false;
+
+  const show = (on) => {
+    $("recording").hidden = !on;
+    $("mic").setAttribute("aria-pressed", String(on));
+    $("mic-name").textContent = on ? "Stop recording and attach it" : "Record with the microphone";
+    announce(on ? "Recording" : "Recording ended");
+  };
+
+  const begin = async () => {
+    const levels = [];
+    recorder = new Recorder(
+      (level, elapsed) => {
+        levels.push(level);
+        drawLevels(levels);
+        $("recording").dataset.heard = String(levels.some((one) => one > QUIET));
+        $("record-time").textContent = `${elapsed.toFixed(1)} s`;
+      },
+      () => toggle(),
+    );
+    try {
+      await recorder.start();
+      show(true);
+    } catch (error) {
+      recorder = null;
+      notice(microphoneProblem(error));
+    }
+  };
+
+  const finish = async () => {
+    const wav = await recorder.stop();
+    recorder = null;
+    show(false);
+    if (wav === null) {
+      notice("Nothing was recorded. Try again and speak for a moment.");
+      return;
+    }
+    await attachments.add([new File([wav], "recording.wav", { type: "audio/wav" })]);
+    $("prompt").focus();
+  };
+
+  const toggle = async () => {
+    if (busy) return; // a browser that is still asking is not asked again
+    busy = true;
+    notice();
+    try {
+      await (recorder === null ? begin() : finish());
+    } finally {
+      busy = false;
+    }
+  };
+  $("mic").addEventListener("click", toggle);
+}
+
+function drawLevels(levels) {
+  const canvas = $("level");
+  const pen = canvas.getContext("2d");
+  pen.clearRect(0, 0, canvas.width, canvas.height);
+  pen.fillStyle = getComputedStyle(canvas).color;
+  const shown = levels.slice(-canvas.width / 4);
+  shown.forEach((level, i) => {
+    const height = Math.max(2, level * canvas.height);
+    pen.fillRect(i * 4, (canvas.height - height) / 2, 2, height);
+  });
+}

@@ -1,0 +1,98 @@
+// Gapless speech: pieces are scheduled end to end on the audio clock, in whole frames, a little ahead of time.
+
+import { toFloat, wavFile } from "./wav.js";
+
+const LEAD = 0.15; // seconds of sound held back at first, so that a late piece is not heard
+const MOST_LEAD = 0.6;
+const USUAL_RATE = 24_000;
+
+let context = null;
+
+/** Called where the user has just pressed something: browsers let sound begin only from there. */
+export function unlockAudio(rate = USUAL_RATE) {
+  if (context === null || context.state === "closed") {
+    // At the model's own rate pieces meet sample by sample; at another each would be resampled on its own.
+    context = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
+  }
+  if (context.state === "suspended") context.resume().catch(() => {});
+}
+
+export class Player {
+  /** `changed(player)` is called after every piece and when the sound is over. */
+  constructor(changed) {
+    this.changed = changed;
+    this.rate = 0;
+    this.received = 0; // samples that came
+    this.scheduled = 0; // samples that were given a time
+    this.underruns = 0; // pieces that came too late to join on
+    this.playing = false;
+    this.pieces = [];
+    this.sources = new Set();
+    this.frame = 0; // the audio clock's frame at which the next piece begins
+    this.lead = LEAD;
+  }
+
+  /** Take the next piece: bytes of 16-bit samples. */
+  push(data, rate) {
+    this.rate = rate;
+    this.pieces.push(data);
+    const samples = toFloat(data);
+    this.received += samples.length;
+    if (samples.length > 0 && !this.stopped) this.schedule(samples);
+    this.changed(this);
+  }
+
+  schedule(samples) {
+    if (context === null || (context.sampleRate !== this.rate && this.scheduled === 0)) {
+      context?.close();
+      context = null;
+      unlockAudio(this.rate);
+    }
+    const clock = context.sampleRate;
+    const now = Math.ceil(context.currentTime * clock);
+    if (this.frame <= now) {
+      if (this.scheduled > 0) {
+        this.underruns += 1;
+        this.lead = Math.min(this.lead * 2, MOST_LEAD);
+      }
+      this.frame = now + Math.round(this.lead * clock);
+    }
+    const buffer = context.createBuffer(1, samples.length, this.rate);
+    buffer.copyToChannel(samples, 0);
+    const source = new AudioBufferSourceNode(context, { buffer });
+    source.connect(context.destination);
+    source.start(this.frame / clock);
+    this.frame += Math.round((samples.length * clock) / this.rate);
+    this.scheduled += samples.length;
+    this.playing = true;
+    this.sources.add(source);
+    source.addEventListener("ended", () => this.ended(source));
+  }
+
+  ended(source) {
+    this.sources.delete(source);
+    if (this.sources.size === 0) {
+      this.playing = false;
+      this.changed(this);
+    }
+  }
+
+  /** Silence at once; what comes later is kept for replay but not played. */
+  stop() {
+    this.stopped = true;
+    for (const source of this.sources) source.stop();
+  }
+
+  /** Whether sound is still to come; a browser that plays nothing without a gesture keeps its clock standing. */
+  get audible() {
+    return this.playing && context?.state === "running";
+  }
+
+  get seconds() {
+    return this.rate ? this.received / this.rate : 0;
+  }
+
+  wav() {
+    return wavFile(this.pieces, this.rate);
+  }
+}

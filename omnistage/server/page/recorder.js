@@ -1,0 +1,94 @@
+// The microphone: samples through an audio worklet, made into a WAV file of 16 kHz, which is what models hear.
+
+import { address } from "./api.js";
+import { toPcm16, wavFile } from "./wav.js";
+
+const RATE = 16_000;
+const LONGEST = 600; // seconds
+
+/** Why a microphone could not be opened, in words for the person in front of it. */
+export function microphoneProblem(error) {
+  switch (error?.name) {
+    case "NotAllowedError":
+      return "The microphone is blocked. Allow it for this page in the browser's address bar.";
+    case "NotFoundError":
+      return "No microphone was found. Connect one, or attach a sound file.";
+    case "NotReadableError":
+      return "The microphone is in use by another program.";
+    default:
+      return error?.message || "The microphone does not work here.";
+  }
+}
+
+export class Recorder {
+  /** `onLevel(level, seconds)` is called for every block, with a level between 0 and 1. */
+  constructor(onLevel, onFull) {
+    this.onLevel = onLevel;
+    this.onFull = onFull;
+    this.blocks = [];
+    this.length = 0;
+  }
+
+  async start() {
+    if (!window.isSecureContext || !navigator.mediaDevices) {
+      throw new Error("Browsers open the microphone only over https or on localhost. Attach a sound file instead.");
+    }
+    this.stream = await navigator.mediaDevices.getUserMedia({
+      audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true },
+    });
+    try {
+      this.context = new AudioContext();
+      await this.context.audioWorklet.addModule(address("page/recorder-worklet.js"));
+      this.node = new AudioWorkletNode(this.context, "capture", { numberOfOutputs: 0 });
+      this.node.port.onmessage = ({ data }) => this.take(data);
+      this.context.createMediaStreamSource(this.stream).connect(this.node);
+    } catch (error) {
+      this.close();
+      throw error;
+    }
+  }
+
+  take(block) {
+    if (block === null) {
+      this.finish?.();
+      return;
+    }
+    this.blocks.push(block);
+    this.length += block.length;
+    let sum = 0;
+    for (const sample of block) sum += sample * sample;
+    const elapsed = this.length / this.context.sampleRate;
+    this.onLevel(Math.min(1, Math.sqrt(sum / block.length) * 4), elapsed);
+    if (elapsed >= LONGEST) this.onFull();
+  }
+
+  /** The recording as a WAV file, or null where nothing was heard at all. */
+  async stop() {
+    const last = new Promise((resolve) => (this.finish = resolve));
+    this.node.port.postMessage("stop");
+    await last;
+    const rate = this.context.sampleRate;
+    this.close();
+    if (this.length === 0) return null;
+    return wavFile([toPcm16(await this.resampled(rate))], RATE);
+  }
+
+  async resampled(rate) {
+    const offline = new OfflineAudioContext(1, Math.ceil((this.length * RATE) / rate), RATE);
+    const buffer = offline.createBuffer(1, this.length, rate);
+    let at = 0;
+    for (const block of this.blocks) {
+      buffer.copyToChannel(block, 0, at);
+      at += block.length;
+    }
+    const source = new AudioBufferSourceNode(offline, { buffer });
+    source.connect(offline.destination);
+    source.start();
+    return (await offline.startRendering()).getChannelData(0);
+  }
+
+  close() {
+    for (const track of this.stream?.getTracks() ?? []) track.stop();
+    if (this.context && this.context.state !== "closed") this.context.close();
+  }
+}

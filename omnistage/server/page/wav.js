@@ -1,0 +1,36 @@
+// Sound as 16-bit samples and as WAV files.
+
+/** Float samples between -1 and 1 as signed 16-bit. */
+export function toPcm16(samples) {
+  const made = new Int16Array(samples.length);
+  for (let i = 0; i < samples.length; i += 1) made[i] = Math.max(-1, Math.min(1, samples[i])) * 32767;
+  return made;
+}
+
+/** Signed 16-bit little-endian bytes as float samples. */
+export function toFloat(data) {
+  const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
+  const made = new Float32Array(data.byteLength >> 1);
+  for (let i = 0; i < made.length; i += 1) made[i] = view.getInt16(2 * i, true) / 32768;
+  return made;
+}
+
+/** A WAV file of one channel; `pieces` are byte arrays of 16-bit little-endian samples. */
+export function wavFile(pieces, rate) {
+  const size = pieces.reduce((sum, piece) => sum + piece.byteLength, 0);
+  const head = new DataView(new ArrayBuffer(44));
+  const text = (at, value) => [...value].forEach((letter, i) => head.setUint8(at + i, letter.charCodeAt(0)));
+  text(0, "RIFF");
+  head.setUint32(4, 36 + size, true);
+  text(8, "WAVEfmt ");
+  head.setUint32(16, 16, true);
+  head.setUint16(20, 1, true); // PCM
+  head.setUint16(22, 1, true); // one channel
+  head.setUint32(24, rate, true);
+  head.setUint32(28, rate * 2, true);
+  head.setUint16(32, 2, true);
+  head.setUint16(34, 16, true);
+  text(36, "data");
+  head.setUint32(40, size, true);
+  return new Blob([head, ...pieces], { type: "audio/wav" });
+}

@@ -1,0 +1,1 @@
+"""OpenAI's realtime protocol: one conversation over one WebSocket, spoken or typed."""

@@ -1,0 +1,73 @@
+"""Sound on the wire: the formats of the realtime protocol, and streams from one rate to another."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Literal
+
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from omnistage.errors import InvalidRequestError
+from omnistage.server.encode import pcm16
+
+FormatName = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
+RATES: dict[str, int] = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}
+_SUBTYPES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
+
+
+def from_base64(text: str, param: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError("is not valid base64; encode the bytes again", param=param) from None
+
+
+def decode(data: bytes, format: FormatName, param: str) -> NDArray[np.int16]:
+    """The samples of headerless sound, `int16 [n]` at the format's rate."""
+    if format == "audio/pcm":
+        if len(data) % 2:
+            raise InvalidRequestError(
+                f"has an odd number of bytes ({len(data)}); send whole 16-bit samples", param=param
+            )
+        return np.frombuffer(data, dtype="<i2").astype(np.int16)
+    if not data:
+        return np.zeros(0, np.int16)
+    samples, _ = soundfile.read(
+        io.BytesIO(data),
+        samplerate=RATES[format],
+        channels=1,
+        format="RAW",
+        subtype=_SUBTYPES[format],
+        dtype="int16",
+    )
+    return np.asarray(samples, dtype=np.int16)
+
+
+def encode(samples: NDArray[np.float32], format: FormatName) -> bytes:
+    """Samples at the format's rate as headerless bytes."""
+    if format == "audio/pcm":
+        return pcm16(samples)
+    encoded = io.BytesIO()
+    clipped = np.clip(samples, -1.0, 1.0)
+    soundfile.write(encoded, clipped, RATES[format], format="RAW", subtype=_SUBTYPES[format])
+    return encoded.getvalue()
+
+
+class RateChanger:
+    """A stream of samples from one rate to another; what goes in comes out a little later, and aligned."""
+
+    def __init__(self, source: int, target: int, quality: str = "HQ") -> None:
+        self._stream = None
+        if source != target:
+            self._stream = soxr.ResampleStream(source, target, 1, dtype="float32", quality=quality)
+
+    def push(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+        """What these samples complete; with `last` all that is left, and nothing may follow."""
+        if self._stream is None:
+            return samples
+        return np.asarray(self._stream.resample_chunk(samples, last=last), dtype=np.float32)

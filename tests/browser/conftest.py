@@ -1,0 +1,129 @@
+"""A real browser on a real server over small real models. Where there is no Chromium these tests skip and say so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+
+from omnistage.omni import AsyncOmni
+from tests.server.conftest import SERVE_LIMITS, Running, make
+from tests.server.conftest import _one_thread as _one_thread
+from tests.server.conftest import server as server
+from tests.server.conftest import service as service
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
+    "--autoplay-policy=no-user-gesture-required",
+)
+# What the browser is told to play, and when: kept beside the page's own count.
+WATCH_SOUND = """
+window.started = [];
+const start = AudioBufferSourceNode.prototype.start;
+AudioBufferSourceNode.prototype.start = function (when, ...rest) {
+  if (this.context instanceof AudioContext) {
+    window.started.push({ when, samples: this.buffer.length, rate: this.buffer.sampleRate });
+  }
+  return start.call(this, when, ...rest);
+};
+"""
+
+
+def chromium() -> str | None:
+    """The browser to test in: the one that is named, or one that is installed."""
+    named = os.environ.get("OMNISTAGE_CHROMIUM")
+    return named or next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AsyncOmni]]:
+    """One small model of each kind; what is spoken is short, and comes in more than one piece."""
+    place = tmp_path_factory.mktemp("page")
+    made = {}
+    for name, family in (("omni", "qwen2_5_omni"), ("lm", "causal_lm"), ("draw", "stable_diffusion_3")):
+        limits = (*SERVE_LIMITS, "talker.max_tokens=40") if name == "omni" else SERVE_LIMITS
+        made[name] = AsyncOmni(
+            make(family, place / name), device="cpu", dtype="float32", overrides=limits, progress=False
+        )
+    yield made
+    for omni in made.values():
+        asyncio.run(omni.shutdown(drain=False))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = chromium()
+    if path is None:
+        pytest.skip(f"no Chromium ({', '.join(NAMES)}): install one or set OMNISTAGE_CHROMIUM")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, headless=True, args=list(ARGUMENTS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    made = browser.new_context(viewport={"width": 1280, "height": 860}, permissions=["microphone"])
+    made.set_default_timeout(60_000)
+    made.add_init_script(WATCH_SOUND)
+    yield made
+    made.close()
+
+
+@dataclass
+class Watched:
+    """What a page asked for and complained about."""
+
+    requests: list[Request] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    expected: tuple[str, ...] = ()
+    """Complaints that a test is about."""
+
+    def sent(self, path: str) -> Request:
+        """The latest request to a path of the service."""
+        return [request for request in self.requests if urlsplit(request.url).path == path][-1]
+
+
+@pytest.fixture
+def watched(context: BrowserContext, server: Running) -> Iterator[Watched]:
+    """Every test's page: it asks nobody but the service, and nothing goes wrong in it."""
+    seen = Watched()
+
+    def console(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            seen.problems.append(message.text)
+
+    context.on("request", lambda request: seen.requests.append(request))
+    context.on("console", console)
+    context.on("weberror", lambda error: seen.problems.append(str(error.error)))
+    yield seen
+    hosts = {urlsplit(request.url).netloc for request in seen.requests if request.url.startswith("http")}
+    assert hosts == {urlsplit(server.url).netloc}
+    unexpected = [text for text in seen.problems if not any(known in text for known in seen.expected)]
+    assert unexpected == []
+
+
+@pytest.fixture
+def page(context: BrowserContext, server: Running, watched: Watched) -> Iterator[Page]:
+    """The page, with the models shown."""
+    made = context.new_page()
+    made.goto(f"{server.url}/")
+    made.locator("#status[data-state=ready]").wait_for()
+    yield made
+    made.close()  # before the server ends: the page keeps asking it for its gauges
