@@ -44,7 +44,8 @@ def create_app(
 
     With `local_names`, even none, it answers only to this machine's own names and these.
     """
-    app = FastAPI(title="Omnistage", version=__version__, docs_url="/docs", redoc_url=None)
+    # No Swagger page: FastAPI's takes its scripts from another host.
+    app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
     app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
