@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from omnistage.errors import InternalError, InvalidRequestError, OmniError
 from omnistage.pipeline.loop import log_defect
 from omnistage.server.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
-from omnistage.server.errors import CLIENT_CLOSED, response_of
+from omnistage.server.errors import CLIENT_CLOSED, BodyTimeoutError, response_of
 from omnistage.server.metrics import Measures
 
 _PIECE = 64 * 2**10
@@ -24,26 +24,56 @@ _TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transpo
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which lets the application cut it: closing waits for a reader that may never read."""
+    """uvicorn's, which lets the application cut it: closing waits for a reader that may never read.
+
+    Whoever begins a request has `head_seconds` to say what it is; how long a body may take is the application's rule.
+    """
+
+    head_seconds = 30.0
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
         super().data_received(data)
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # else one that was reset stays in memory until its timer rings
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """Have a timer while a head is awaited, from its first byte on and not from its last."""
+        taken_over = self.transport.get_protocol() is not self  # by a WebSocket
+        awaited = not taken_over and not self.transport.is_closing() and self.conn.their_state is h11.IDLE
+        if self._head is not None and not awaited:
+            self._head.cancel()
+            self._head = None
+        elif self._head is None and awaited:
+            self._head = self.loop.call_later(self.head_seconds, self._head_overdue)
+
+    def _head_overdue(self) -> None:
+        self._head = None
+        self._refuse(BodyTimeoutError("the request did not come; send it at one go"))
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in OpenAI's form; where an answer has begun it can only be broken off."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.scope["state"][_MALFORMED] = True  # for the record of the request whose body this was
+        self._refuse(InvalidRequestError("this is not valid HTTP; check what sends it"))
+
+    def _refuse(self, error: OmniError) -> None:
+        """Answer without the application, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        answer = response_of(InvalidRequestError("this is not valid HTTP; check what sends it"))
-        headers = [*answer.raw_headers, (b"connection", b"close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(bytes(answer.body)), h11.EndOfMessage()):
+        answer = response_of(error)
+        head = h11.Response(status_code=error.status, headers=[*answer.raw_headers, (b"connection", b"close")])
+        for event in (head, h11.Data(bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -66,6 +66,16 @@ class ServedModel:
         stages = self.omni.orchestrator.stages
         return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
 
+    def seeded(self, seed: int | None, chosen: Mapping[str, StageParams]) -> dict[str, StageParams]:
+        """These parameters, and the seed on every other stage that draws lots: how it is spoken, how it sounds."""
+        if seed is None:
+            return dict(chosen)
+        kinds = {name: stage.params_type for name, stage in self.omni.orchestrator.stages.items()}
+        # What draws takes one set of parameters for all of its stages, with a seed of its own.
+        lots = {name: kind for name, kind in kinds.items() if "seed" in kind.model_fields and not kind.shared}
+        seeded = {name: kind.parse({"seed": seed % 2**63}) for name, kind in lots.items()}  # OpenAI's may be negative
+        return {**seeded, **chosen}
+
 
 class Drainable(Protocol):
     def drain(self) -> None:

@@ -368,3 +368,21 @@ def test_fields_that_do_not_go_together_name_themselves() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         body.check()
     assert caught.value.param == "top_logprobs"
+
+
+def test_a_seed_seeds_the_speech_too(client: openai.OpenAI) -> None:
+    def spoken(seed: int) -> str:
+        answer = client.chat.completions.create(
+            model="omni",
+            messages=[{"role": "user", "content": "Hello"}],
+            modalities=["text", "audio"],
+            audio={"voice": "Ethan", "format": "wav"},
+            max_tokens=4,
+            seed=seed,
+        )
+        assert answer.choices[0].message.audio is not None
+        return answer.choices[0].message.audio.data
+
+    first = spoken(-7)  # OpenAI's may be negative
+    assert spoken(-7) == first
+    assert spoken(8) != first

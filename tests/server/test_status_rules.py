@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.app import create_app
+from omnistage.server.exchange import Connection
 from omnistage.server.jobs import new_job
 from omnistage.server.keys import Holder, Keyring, digest_of
 from omnistage.server.routes.videos import _owner
@@ -264,6 +266,42 @@ def test_a_stalled_body_is_408_in_the_same_form(service: Service) -> None:
             status, _, body = read_answer(connection)
             assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
             connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "])
+def test_whoever_does_not_say_what_it_wants_is_cut_off(
+    server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        status, _, body = read_answer(connection)
+    assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
+
+
+def test_a_second_request_on_a_connection_has_to_come_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        connection.sendall(whole)
+        assert status_of(connection) == 200
+        connection.sendall(whole[:10])
+        rest = b""
+        while piece := connection.recv(4096):
+            rest += piece
+        assert b"HTTP/1.1 408" in rest
+
+
+def test_the_time_for_a_head_does_not_count_for_what_comes_after(
+    server: Running, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.05)
+    connection = raw(server, json.dumps(SHORT).encode())
+    threading.Timer(0.3, held.go.set).start()  # the answer takes longer than a head may
+    assert status_of(connection) == 200
+    connection.close()
 
 
 def test_a_key_with_too_much_running_is_told_when_to_come_again(models: dict[str, AsyncOmni], held: Held) -> None:

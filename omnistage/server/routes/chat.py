@@ -78,7 +78,7 @@ def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:
 
 
 def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
-    """What the request sets, each on the first stage that takes it."""
+    """What the request sets, each on the first stage that takes it; the seed on all."""
     chosen: dict[str, StageParams] = {}
     sampling = body.sampling()
     if sampling is not None:
@@ -95,4 +95,4 @@ def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
         chosen[stage] = body.drawing
     if body.tools and "text" not in model.modalities:
         raise InvalidRequestError("this model gives no text and calls no tools; leave them out", param="tools")
-    return chosen
+    return model.seeded(body.seed, chosen)

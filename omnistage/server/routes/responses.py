@@ -169,7 +169,7 @@ def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams
     if stage is None or "text" not in model.modalities:
         raise InvalidRequestError("this model gives no text; use the images endpoint", param="model")
     sampling = body.sampling()
-    return {} if sampling is None else {stage: sampling}
+    return model.seeded(body.seed, {} if sampling is None else {stage: sampling})
 
 
 class Answer:

@@ -8,13 +8,12 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalityError
-from omnistage.params import StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
 from omnistage.server.encode import CONTENT_TYPES, encode_audio, pcm16
 from omnistage.server.schemas import SpeechRequest
-from omnistage.server.service import ServedModel, collect
+from omnistage.server.service import collect
 from omnistage.server.sse import stream_response
 from omnistage.types import Modality
 
@@ -34,7 +33,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     options = RequestOptions(["audio"], body.voice, 0, body.timeout)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
     messages = [{"role": "user", "content": f"{content}{body.input}"}]
-    running = service.running(holder, model, messages, _params(body, model), options)
+    running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
     media_type = CONTENT_TYPES[body.response_format]
     if body.response_format == "pcm":
 
@@ -54,12 +53,3 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     if final.audio is None:
         raise InvalidRequestError("the model said nothing to this text; try another", param="input")
     return Response(encode_audio(final.audio, body.response_format), media_type=media_type)
-
-
-def _params(body: SpeechRequest, model: ServedModel) -> dict[str, StageParams]:
-    """The seed, on every stage that draws lots: what is said, how it is spoken, how it sounds."""
-    if body.seed is None:
-        return {}
-    stages = model.omni.orchestrator.stages
-    kinds = {name: stage.params_type for name, stage in stages.items() if "seed" in stage.params_type.model_fields}
-    return {name: kind.parse({"seed": body.seed}) for name, kind in kinds.items()}
