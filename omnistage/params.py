@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from omnistage.errors import InvalidRequestError
 
@@ -66,14 +67,47 @@ class StageParams(BaseModel):
 def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestError:
     """Our error for the first problem that pydantic found."""
     first = error.errors(include_url=False)[0]
-    path = ".".join(part if isinstance(part, str) else short_repr(part) for part in first["loc"])[:SHOWN_CHARS]
-    param = f"{prefix}.{path}" if prefix and path else (prefix or path)
-    message = first["msg"].removeprefix("Value error, ")
+    *steps, last = [*first["loc"], *misfits(first)] or [""]
+    # What is unknown is a key, even where it is a number; other numbers count the items of a list.
+    last = short_repr(last) if isinstance(last, int) and first["type"] in ("extra_forbidden", "invalid_key") else last
+    path = field_path([*steps, last])[:SHOWN_CHARS]
+    joint = "" if not path or path.startswith("[") else "."
+    message = said(first)
     if first["type"] == "extra_forbidden":
         message = "there is no such parameter; see the class for those there are"
-    elif first["type"] != "value_error":
-        message = f"{message} (got {short_repr(first.get('input'))})"
-    return InvalidRequestError(message, param=param or None)
+    return InvalidRequestError(message, param=(f"{prefix}{joint}{path}" if prefix else path) or None)
+
+
+def field_path(steps: Iterable[str | int]) -> str:
+    """The way to a field as clients read it: `tools[0].function.name`."""
+    return "".join(f".{step}" if isinstance(step, str) else f"[{short_repr(step)}]" for step in steps).removeprefix(".")
+
+
+def said(problem: Mapping[str, Any]) -> str:
+    """What is wrong, of one of pydantic's problems."""
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] in ("value_error", _MISFIT):
+        return message
+    if problem["type"] == "missing":
+        return "is missing; give it"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):  # pydantic's has our classes' names
+        return "must be an object with named fields"
+    if problem["type"] == "tuple_type":
+        return "must be a list"
+    return f"{message} (got {short_repr(problem.get('input'))})"
+
+
+_MISFIT = "misfit"
+
+
+def misfit(field: str, message: str) -> PydanticCustomError:
+    """What a model's validator raises about one of its fields: pydantic itself would name the model only."""
+    return PydanticCustomError(_MISFIT, "{message}", {"message": message, "field": field})
+
+
+def misfits(problem: Mapping[str, Any]) -> tuple[str, ...]:
+    """The steps from what pydantic names to the field that `misfit` names."""
+    return tuple(str(problem["ctx"]["field"]).split(".")) if problem["type"] == _MISFIT else ()
 
 
 class StructuredOutput(BaseModel):
@@ -130,17 +164,34 @@ class SamplingParams(StageParams):
             return {**values, "stop": (values["stop"],)}
         return values
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if any(not text for text in self.stop):
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, least: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens", least)
+        if least > most:
+            raise ValueError(f"min_tokens ({least}) must not exceed max_tokens ({most})")
+        return least
+
+    @field_validator("stop")
+    @classmethod
+    def _can_be_found(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
             raise ValueError("an empty stop string can never be found; remove it")
-        if any(token < 0 for token in (*self.stop_token_ids, *self.suppress_token_ids)):
+        return stop
+
+    @field_validator("stop_token_ids", "suppress_token_ids")
+    @classmethod
+    def _can_be_ids(cls, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if any(token < 0 for token in ids):
             raise ValueError("token ids must not be negative")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+        return ids
+
+    @field_validator("allowed_token_ids")
+    @classmethod
+    def _allow_something(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if ids is not None and not ids:
             raise ValueError("allowed_token_ids is empty, so nothing could be sampled; leave it out or name ids")
-        return self
+        return ids
 
     @property
     def greedy(self) -> bool:
@@ -191,8 +242,9 @@ class DiffusionParams(StageParams):
         default=None, gt=0.0, le=1.0, description="Stop once a step changes the expected picture by less than this."
     )
 
-    @model_validator(mode="after")
-    def _prompt_is_text(self) -> Self:
-        if self.negative_prompt is not None and not is_utf8(self.negative_prompt):
+    @field_validator("negative_prompt")
+    @classmethod
+    def _is_text(cls, negative: str | None) -> str | None:
+        if negative is not None and not is_utf8(negative):
             raise ValueError("negative_prompt is not valid Unicode text")
-        return self
+        return negative

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,8 +294,7 @@ def _measure(
     if before is not None:
         compare(before, report, console)
     if folder is not None:
-        values = json.dumps(report.to_json(wanted.player_buffer), indent=1, allow_nan=False)
-        (folder / "bench_serve.json").write_text(values, encoding="utf-8")
+        (folder / "bench_serve.json").write_text(report.dumps(wanted.player_buffer), encoding="utf-8")
         console.print(f"wrote {folder / 'bench_serve.json'}", soft_wrap=True)
         if draw and run.outcomes:
             _plot(report, folder / "bench_serve.png")

@@ -123,12 +123,14 @@ def serve(
 
     Local paths in requests are refused and URLs are not fetched unless the options below allow it, whatever the
     model's configuration says; keys may also come in the environment variable OMNISTAGE_API_KEYS, joined by commas.
+    `--set KEY=VALUE` is for every model, `--set NAME:KEY=VALUE` for one.
 
     Examples:
 
     ```
     omnistage serve out/tiny
     omnistage serve --model chat=out/tiny --model draw=out/flux --port 9000 --api-key secret-key
+    omnistage serve --model chat=out/tiny --model draw=out/flux --set chat:talker.max_tokens=400
     ```
     """
     places = _places(model, name, models or [])
@@ -141,6 +143,7 @@ def serve(
     from omnistage.server.keys import load_keys
     from omnistage.server.service import Service
 
+    settings = _settings(overrides or [], list(places))
     media = _media(media_host or [], media_http, media_path or [])
     tokens = _tokens(jwt_key, jwt_secret_env, jwt_audience, jwt_issuer, jwt_requests_per_minute, jwt_max_concurrent)
     keyring = load_keys(api_key or (), api_keys, tokens)
@@ -153,9 +156,9 @@ def serve(
     def load(target: Service) -> None:
         from omnistage.omni import AsyncOmni
 
-        given = (*(overrides or ()), *media)
         for served, place in places.items():
             err().print(f"loading {served} from {place}", style="dim", soft_wrap=True, markup=False)
+            given = (*settings[served], *media)
             target.add(served, AsyncOmni(place, config=config, overrides=given, device=device, dtype=dtype))
 
     try:
@@ -173,6 +176,21 @@ def serve(
     finally:
         if tracing is not None:
             tracing.close()
+
+
+def _settings(overrides: list[str], names: list[str]) -> dict[str, list[str]]:
+    """The settings of each model: those for all, and those that begin with its name, as in `chat:key=value`."""
+    settings: dict[str, list[str]] = {name: [] for name in names}
+    for entry in overrides:
+        name, colon, rest = entry.partition(":")
+        if not colon or "=" in name:
+            for own in settings.values():
+                own.append(entry)
+        elif name in settings:
+            settings[name].append(rest)
+        else:
+            raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param="--set")
+    return settings
 
 
 def _local_names(host: str, guarded: bool, more: list[str]) -> list[str] | None:

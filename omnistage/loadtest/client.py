@@ -205,6 +205,8 @@ class EventReader:
     """Server-sent events out of pieces of bytes: the data of each, as JSON."""
 
     def __init__(self) -> None:
+        self.done = False
+        """Whether the mark was there with which OpenAI ends a stream."""
         self._held: list[bytes] = []
         self._data: list[bytes] = []
 
@@ -220,5 +222,7 @@ class EventReader:
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
                 data, self._data = b"\n".join(self._data), []
-                if data != b"[DONE]":
+                if data == b"[DONE]":
+                    self.done = True
+                else:
                     yield json.loads(data)

@@ -167,8 +167,8 @@ class Generator:
                 await self._read_events(answer.pieces(), outcome)
         if outcome.sounds and not outcome.audio_seconds:
             outcome.audio_seconds = sum(size for _, size in outcome.sounds) / (PCM_BYTES * self._plan.sample_rate)
-        if request.kind is Kind.IMAGE and not outcome.pictures and outcome.ok:
-            outcome.error = "no_picture"
+        if outcome.ok:
+            outcome.error = _missing(outcome)
 
     async def _read_events(self, pieces: AsyncIterator[tuple[float, bytes]], outcome: Outcome) -> None:
         reader = EventReader()
@@ -178,6 +178,18 @@ class Generator:
                     count_event(outcome, moment - self._start, event)
             except (ValueError, AttributeError, TypeError) as error:
                 raise BrokenAnswerError("an event is not what OpenAI's API says") from error
+        outcome.whole = outcome.whole or reader.done
+        if outcome.ok and outcome.kind is not Kind.IMAGE and not outcome.whole:
+            raise BrokenAnswerError("the stream ended with neither a finish_reason nor [DONE]")
+
+
+def _missing(outcome: Outcome) -> str | None:
+    """What was asked for and never came."""
+    if outcome.kind is Kind.IMAGE and not outcome.pictures:
+        return "no_picture"  # each picture says itself that it is whole
+    if outcome.kind in (Kind.SPEECH, Kind.TTS) and not outcome.sounds:
+        return "no_sound"
+    return None
 
 
 def _json(data: bytes) -> object:

@@ -34,6 +34,8 @@ class Outcome:
     """When each piece of text came."""
     sounds: list[tuple[float, int]] = field(default_factory=list)
     """When each piece of sound came, and its bytes."""
+    whole: bool = False
+    """Whether a stream of events has said that it is at its end: one that is cut may look like one that ends."""
     pictures: int = 0
     prompt_tokens: int = 0
     text_tokens: int = 0
@@ -102,6 +104,8 @@ def count_event(outcome: Outcome, moment: float, event: Mapping[str, Any]) -> No
         sound = delta.get("audio") or {}
         if delta.get("content") or sound.get("transcript") or delta.get("reasoning_content"):
             outcome.token_times.append(moment)
+        if choice.get("finish_reason"):
+            outcome.whole = True
         if data := sound.get("data"):
             outcome.sounds.append((moment, len(data) * 3 // 4 - data.count("=", len(data) - 2)))
     if usage := event.get("usage"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -166,6 +167,13 @@ class Report:
             "requests": [_row(outcome, buffer) for outcome in self.outcomes],
         }
 
+    def dumps(self, buffer: float) -> str:
+        """The same as text: a request a line, for each has as many moments as its answer had pieces."""
+        value = self.to_json(buffer)
+        rows = ",\n  ".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in value.pop("requests"))
+        head = json.dumps(value, indent=1, allow_nan=False).removesuffix("\n}")
+        return f'{head},\n "requests": [\n  {rows}\n ]\n}}\n'
+
 
 def build(run: Run, plan: Plan, settings: dict[str, Any], buffer: float, limits: Mapping[str, float] | None) -> Report:
     """The figures of a run."""
@@ -241,4 +249,7 @@ def _row(outcome: Outcome, buffer: float) -> dict[str, Any]:
         "pictures": outcome.pictures,
         "underrun_seconds": playback.waited,
         "underruns": playback.stalls,
+        # Seconds from sending: what all figures are made of.
+        "token_times": [round(moment - outcome.sent, 6) for moment in outcome.token_times],
+        "sounds": [[round(moment - outcome.sent, 6), size] for moment, size in outcome.sounds],
     }

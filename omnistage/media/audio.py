@@ -80,15 +80,14 @@ def decode_audio(
         _check_seconds(len(samples) / PCM16_RATE, seconds)
         return _collect(_blocks_of(samples), PCM16_RATE, target_rate, seconds)
     _check_seconds(_wav_header_seconds(data), seconds)
-    try:
-        file = soundfile.SoundFile(io.BytesIO(data))
-    except soundfile.LibsndfileError:
-        clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio")
-        if clip is None:
-            raise MediaError("the file has no audio track; send a sound file, or a video with sound") from None
-        return clip
-    with file:
-        return _decode_soundfile(file, target_rate, seconds)
+    file = _opened(data)
+    if file is not None:
+        with file:
+            return _decode_soundfile(file, target_rate, seconds)
+    clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio")
+    if clip is None:
+        raise MediaError("the file has no audio track; send a sound file, or a video with sound")
+    return clip
 
 
 def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: float, kind: str) -> AudioClip | None:
@@ -106,6 +105,18 @@ def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: flo
         rate = stream.codec_context.sample_rate
         _check_rate(rate, MediaError)
         return _collect(_decoded_blocks(container.decode(stream), rate), rate, target_rate, max_seconds)
+
+
+def _opened(data: bytes) -> soundfile.SoundFile | None:
+    """The file if soundfile can read it. FLAC from a stream says no length, and soundfile seeks to where it is not."""
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except soundfile.LibsndfileError:
+        return None
+    if file.format == "FLAC" and file.frames == np.iinfo(np.int64).max:
+        file.close()
+        return None
+    return file
 
 
 def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_seconds: float) -> AudioClip:

@@ -76,6 +76,15 @@ class InputProcessor(Protocol):
 
 
 @runtime_checkable
+class HearingProcessor(Protocol):
+    """An input processor whose model takes sounds of some lengths only."""
+
+    def clip_seconds(self) -> tuple[float, float]:
+        """The shortest and the longest sound that may be one part of a message."""
+        ...
+
+
+@runtime_checkable
 class DrawingProcessor(Protocol):
     """Turns a request to draw into the entry stage's input. Thread-safe."""
 

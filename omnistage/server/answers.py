@@ -214,6 +214,14 @@ class TranscriptionEvent(Closed):
     usage: dict[str, Any] | None = None
 
 
+class SpeechEvent(Closed):
+    """One event of streamed speech: `audio` is base64, the next piece of the file."""
+
+    type: Literal["speech.audio.delta", "speech.audio.done"]
+    audio: str | None = None
+    usage: dict[str, int] | None = None
+
+
 class Picture(Closed):
     """Base64 or an address, as `response_format` asked."""
 
@@ -231,7 +239,10 @@ class Pictures(Closed):
 
 
 class PictureEvent(Closed):
-    """One event of streamed pictures: `image_generation.` or `image_edit.`, then progress, partial_image, completed."""
+    """One event of streamed pictures: `image_generation.` or `image_edit.`, then `partial_image` or `completed`.
+
+    With `progress: true` there are those of the kind `progress` too, which have `step` and `steps`.
+    """
 
     type: str
     step: int | None = None

@@ -56,7 +56,7 @@ def create_app(
         app.include_router(module.router)
     # From the inside out: a request meets the last of these first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(Gate, service=service, origins=tuple(cors))
     if cors:
         # Outside of the gate: a browser asks whether it may send a key before it sends it.
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])

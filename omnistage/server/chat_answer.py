@@ -45,9 +45,14 @@ def finish_of(reason: FinishReason | None) -> str | None:
     return None if reason is None else _FINISH.get(reason, "stop")
 
 
+def spoken_tokens(usage: Usage) -> int:
+    """The tokens of speech: those of all stages but the words, where anything was spoken."""
+    return sum(usage.stage_tokens.values()) - usage.completion_tokens if usage.audio_seconds else 0
+
+
 def usage_of(usage: Usage) -> dict[str, Any]:
     """OpenAI's usage, with what we count besides. As there, the tokens of speech count as completion tokens."""
-    spoken = sum(usage.stage_tokens.values()) - usage.completion_tokens if usage.audio_seconds else 0
+    spoken = spoken_tokens(usage)
     media = {kind: usage.prompt_media.get(kind, 0) for kind in (Modality.AUDIO, Modality.IMAGE, Modality.VIDEO)}
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -71,6 +76,13 @@ def usage_of(usage: Usage) -> dict[str, Any]:
             "stage_tokens": usage.stage_tokens,
         },
     }
+
+
+def obfuscated(made: dict[str, Any]) -> dict[str, Any]:
+    """An event, padded: its length no longer tells the length of what it carries."""
+    bare = {**made, "obfuscation": ""}
+    missing = -len(json.dumps(bare, ensure_ascii=False, separators=(",", ":"))) % _EVEN
+    return {**bare, "obfuscation": secrets.token_hex(_EVEN)[:missing]}
 
 
 def _head(answer_id: str, body: ChatRequest, kind: str, created: int) -> dict[str, Any]:
@@ -223,8 +235,4 @@ class StreamWriter:
         options = self._body.stream_options
         if options is not None and options.include_usage:
             made["usage"] = None
-        if options is not None and options.include_obfuscation:
-            made["obfuscation"] = ""
-            missing = -len(json.dumps(made, ensure_ascii=False, separators=(",", ":"))) % _EVEN
-            made["obfuscation"] = secrets.token_hex(_EVEN)[:missing]
-        return made
+        return obfuscated(made) if options is not None and options.include_obfuscation else made

@@ -12,12 +12,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from omnistage.errors import InvalidRequestError
-from omnistage.params import DiffusionParams, SamplingParams, StructuredOutput
+from omnistage.params import DiffusionParams, SamplingParams, StructuredOutput, misfit
 from omnistage.server.schemas import AudioOptions, SamplingFields
 from omnistage.server.tools import ToolFields
 from omnistage.server.wire import WireModel
 
-Modalities = tuple[Literal["text", "audio", "image", "video"], ...]
+Modalities = tuple[Literal["text", "audio", "image"], ...]
+NO_VIDEOS = "videos are jobs; use /v1/videos"
 
 _REFUSED = {
     "functions": "is the older form of tools; send tools",
@@ -56,7 +57,7 @@ class ResponseFormat(WireModel):
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema is missing; give the schema, or use type json_object")
+            raise misfit("json_schema", "is missing; give the schema, or use type json_object")
         return self
 
 
@@ -97,6 +98,13 @@ class ChatRequest(SamplingFields, ToolFields):
     def _refuse(cls, value: Any, info: Any) -> Any:
         if value is not None:
             raise ValueError(_REFUSED[info.field_name])
+        return value
+
+    @field_validator("modalities", mode="before")
+    @classmethod
+    def _without_videos(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and "video" in value:
+            raise ValueError(NO_VIDEOS)
         return value
 
     @field_validator("reasoning_effort", "verbosity", "store", mode="before")

@@ -16,6 +16,7 @@ from omnistage.server.answers import (
     ErrorBody,
     PictureEvent,
     ResponseEvent,
+    SpeechEvent,
     TranscriptionEvent,
 )
 from omnistage.server.message_schema import MESSAGE_SCHEMAS
@@ -23,7 +24,7 @@ from omnistage.server.message_schema import MESSAGE_SCHEMAS
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _OWN_BOUNDS = frozenset({"seed"})
 """OpenAI's may be any number."""
-_STREAMED = (ChatChunk, Completion, ErrorBody, PictureEvent, ResponseEvent, TranscriptionEvent)
+_STREAMED = (ChatChunk, Completion, ErrorBody, PictureEvent, ResponseEvent, SpeechEvent, TranscriptionEvent)
 _REFERENCE = "#/components/schemas/{model}"
 _BEARER = {"type": "http", "scheme": "bearer", "description": "An API key, where the service asks for one."}
 _ERRORS = {
@@ -96,7 +97,7 @@ def _complete(operation: dict[str, Any], path: str, method: str) -> None:
     content = responses.get("200", {}).get("content", {})
     if len(content) > 1 and content.get("application/json") == {"schema": {}}:
         del content["application/json"]  # what FastAPI takes any route to give
-    guarded = path.startswith(("/v1/", "/files/"))
+    guarded = path.startswith("/v1/")
     if guarded:
         operation["security"] = [{"key": []}, {}]
     for status, text in _ERRORS.items():

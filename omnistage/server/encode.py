@@ -1,9 +1,11 @@
-"""Sound and pictures as clients ask for them, in bytes."""
+"""Sound as clients ask for it, in bytes: whole, or piece by piece while it is made."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,28 @@ CONTENT_TYPES = {
     "opus": "audio/ogg",
     "aac": "audio/aac",
 }
+_UNKNOWN = 0xFFFFFFFF
+"""The length in a WAV header whose writer does not know it yet."""
+_ANY_RATE = 48_000
+"""Hz, for encoders that do not take the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    name: str
+    container: str
+    sample_format: str
+    bit_rate: int | None = None
+    page_microseconds: int | None = None
+
+
+_CODECS = {
+    "flac": _Codec("flac", "flac", "s16"),
+    "mp3": _Codec("libmp3lame", "mp3", "fltp", bit_rate=128_000),
+    # Ogg would gather a second of sound in each of its pages.
+    "opus": _Codec("libopus", "ogg", "flt", page_microseconds=100_000),
+    "aac": _Codec("aac", "adts", "fltp"),
+}
 
 
 def pcm16(samples: NDArray[np.float32]) -> bytes:
@@ -28,12 +52,12 @@ def pcm16(samples: NDArray[np.float32]) -> bytes:
 
 def encode_audio(audio: AudioOutput, format: str) -> bytes:
     """A whole sound in one of `CONTENT_TYPES`."""
-    if format in ("pcm", "pcm16"):
-        return pcm16(audio.samples)
     if format == "wav":
         return encode_wav(audio.samples, audio.sample_rate)
-    if format in ("opus", "aac"):
-        return _encode_av(audio, format)
+    if format not in ("flac", "mp3"):
+        writer = sound_writer(format, audio.sample_rate)
+        return writer.write(audio.samples) + writer.finish()
+    # Where the whole is known, the file's head can say how long it is.
     import soundfile
 
     kind, subtype = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III")}[format]
@@ -44,20 +68,97 @@ def encode_audio(audio: AudioOutput, format: str) -> bytes:
     return encoded.getvalue()
 
 
-def _encode_av(audio: AudioOutput, format: str) -> bytes:
-    import av
+# --------------------------------------------------------------------------------------------- piece by piece
 
-    codec, container_format = {"opus": ("libopus", "ogg"), "aac": ("aac", "adts")}[format]
-    encoded = io.BytesIO()
-    with av.open(encoded, "w", format=container_format) as container:
-        rate = 48_000
-        stream: Any = container.add_stream(codec, rate=rate)
+
+class SoundWriter(Protocol):
+    """A file that grows with its sound. Not thread-safe."""
+
+    def write(self, samples: NDArray[np.float32]) -> bytes:
+        """Add mono samples `[n]`; what the file has gained by them, which may be nothing yet."""
+
+    def finish(self) -> bytes:
+        """The rest of the file."""
+
+
+def sound_writer(format: str, sample_rate: int) -> SoundWriter:
+    """A writer for one of `CONTENT_TYPES`. A file made so does not say how long it is."""
+    if format in ("pcm", "pcm16"):
+        return _PcmWriter(b"")
+    if format == "wav":
+        return _PcmWriter(_wav_head(sample_rate))
+    return _CodecWriter(_CODECS[format], sample_rate)
+
+
+def _wav_head(rate: int) -> bytes:
+    shape = struct.pack("<IHHIIHH", 16, 1, 1, rate, 2 * rate, 2, 16)  # plain samples, mono, 16 bits
+    return b"RIFF" + struct.pack("<I", _UNKNOWN) + b"WAVEfmt " + shape + b"data" + struct.pack("<I", _UNKNOWN)
+
+
+class _PcmWriter:
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+
+    def write(self, samples: NDArray[np.float32]) -> bytes:
+        head, self._head = self._head, b""
+        return head + pcm16(samples)
+
+    def finish(self) -> bytes:
+        return b""
+
+
+class _Growing:
+    """A file for PyAV that cannot seek: what has been taken out of it has been sent."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self._bytes += data
+        return len(data)
+
+    def take(self) -> bytes:
+        taken = bytes(self._bytes)
+        self._bytes.clear()
+        return taken
+
+
+class _CodecWriter:
+    """One encoder, open for the whole sound, and a container that lets go of every packet at once."""
+
+    def __init__(self, codec: _Codec, sample_rate: int) -> None:
+        import av
+
+        self._rate = sample_rate
+        self._whole_numbers = codec.sample_format == "s16"
+        self._file = _Growing()
+        options = {"flush_packets": "1"}
+        if codec.page_microseconds is not None:
+            options["page_duration"] = str(codec.page_microseconds)
+        self._container = av.open(self._file, "w", format=codec.container, options=options)
+        taken = av.Codec(codec.name, "w").audio_rates
+        rate = sample_rate if taken is None or sample_rate in taken else _ANY_RATE
+        stream: Any = self._container.add_stream(codec.name, rate=rate)
         stream.layout = "mono"
-        resampler = av.AudioResampler(format="fltp" if format == "aac" else "flt", layout="mono", rate=rate)
-        samples = np.ascontiguousarray(audio.samples, dtype=np.float32)[None]
-        frame = av.AudioFrame.from_ndarray(samples, format="flt", layout="mono")
-        frame.sample_rate = audio.sample_rate
-        for piece in (*resampler.resample(frame), *resampler.resample(None)):
-            container.mux(stream.encode(piece))
-        container.mux(stream.encode(None))
-    return encoded.getvalue()
+        stream.format = codec.sample_format
+        if codec.bit_rate is not None:
+            stream.bit_rate = codec.bit_rate
+        self._stream = stream
+
+    def write(self, samples: NDArray[np.float32]) -> bytes:
+        import av
+
+        if not len(samples):
+            return b""
+        # Whole numbers by our own rounding, so that what loses nothing is the same sound as the plain formats.
+        values = np.frombuffer(pcm16(samples), "<i2") if self._whole_numbers else np.clip(samples, -1.0, 1.0)
+        kind = "s16" if self._whole_numbers else "flt"
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(values)[None], format=kind, layout="mono")
+        frame.sample_rate = self._rate
+        self._container.mux(self._stream.encode(frame))
+        return self._file.take()
+
+    def finish(self) -> bytes:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        return self._file.take()

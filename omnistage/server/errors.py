@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
 from omnistage.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.params import field_path, misfits, said
 from omnistage.pipeline.loop import log_defect
-from omnistage.types import short_repr
 
 CLIENT_CLOSED = 499
 """nginx's number for a client that left, and ours for a request that was cancelled."""
-_RETRY_SECONDS = 5
+RETRY_SECONDS = 5
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -113,7 +114,7 @@ def response_of(error: OmniError) -> JSONResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
-        headers["Retry-After"] = str(_RETRY_SECONDS)
+        headers["Retry-After"] = str(RETRY_SECONDS)
     return JSONResponse(body_of(error), status_code=error.status, headers=headers)
 
 
@@ -125,8 +126,8 @@ def install(app: FastAPI) -> None:
         return response_of(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return response_of(_first_problem(error.errors(), error.body))
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return response_of(_first_problem(error.errors(), error.body, request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
@@ -140,33 +141,59 @@ def install(app: FastAPI) -> None:
         return response_of(InternalError("a defect"))
 
 
-def _first_problem(problems: Sequence[Mapping[str, Any]], body: object) -> InvalidRequestError:
+def announced(content_type: str | None) -> Literal["json", "form"] | None:
+    """What a body says that it is."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return "json"
+    return "form" if kind in ("multipart/form-data", "application/x-www-form-urlencoded") else None
+
+
+def _first_problem(
+    problems: Sequence[Mapping[str, Any]], body: object, content_type: str | None
+) -> InvalidRequestError:
     """400 with the field's path for the first thing that pydantic found."""
     first = problems[0]
-    path = ".".join(_path(first, body))
-    message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return InvalidRequestError("the body is not valid JSON; check it", param=None)
+    if isinstance(body, FormData) and not body and announced(content_type) != "form":
+        return InvalidRequestError("the body is not sent as a form; send Content-Type: multipart/form-data")
+    if first["loc"] == ("body",) and first["type"] not in _OF_FIELDS:
+        return InvalidRequestError(_whole_body(body, content_type))
+    message = said(first)
     if first["type"] == "extra_forbidden":
         message = "there is no such field; leave it out"
-    elif first["type"] == "missing":
-        message = "is missing; give it"
-    elif first["type"] != "value_error":
-        message = f"{message} (got {short_repr(first.get('input'))})"
-    return InvalidRequestError(message, param=path or None)
+    elif message.startswith("Expected UploadFile"):  # FastAPI's, with the names of our classes
+        message = "must be a file; send it as a part of multipart/form-data that has a file name"
+    return InvalidRequestError(message, param=field_path(_path(first, body)) or None)
 
 
-def _path(problem: Mapping[str, Any], body: object) -> list[str]:
+_OF_FIELDS = ("value_error", "misfit")
+"""Problems that are named at a whole body and are about some of its fields."""
+
+
+def _whole_body(body: object, content_type: str | None) -> str:
+    """What is wrong with a body that has no fields at all. Nothing of it is repeated: it may be anything."""
+    if body is None or body == b"":
+        return "the body is missing; send a JSON object, with Content-Type: application/json"
+    if announced(content_type) != "json":
+        return "the body is not sent as JSON; send Content-Type: application/json"
+    return "the body must be a JSON object; send one with the fields that this endpoint takes"
+
+
+def _path(problem: Mapping[str, Any], body: object) -> list[str | int]:
     """The steps that lead somewhere in the body: between them pydantic names the types that it has tried."""
     place, *parts = problem["loc"]
     if place != "body":
         return [str(part)[:80] for part in parts]
-    found: list[str] = []
+    found: list[str | int] = []
     here = body
     for index, part in enumerate(parts):
         there = (isinstance(here, Mapping) and part in here) or (isinstance(here, list) and isinstance(part, int))
         if there:
+            # A number that is a key is no place in a list.
+            found.append(part if isinstance(here, list) else str(part)[:80])
             here = here[part]  # type: ignore[index]
-        if there or (problem["type"] == "missing" and index == len(parts) - 1):
+        elif problem["type"] == "missing" and index == len(parts) - 1:
             found.append(str(part)[:80])
-    return found
+    return [*found, *misfits(problem)]

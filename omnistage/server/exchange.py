@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +33,7 @@ class Connection(H11Protocol):
 
     head_seconds = 30.0
     _head: asyncio.TimerHandle | None = None
+    _rest: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,7 +47,21 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # else one that was reset stays in memory until its timer rings
+        if self._rest is not None:
+            self._rest.cancel()
         self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._rest is not None:
+            self._rest.cancel()  # of a request before this one; else it keeps the connection until it is due
+        # It was refused; what still comes of it is thrown away.
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._rest = self._later(self._rest_overdue, self.cycle)
+
+    def _rest_overdue(self, refused: object) -> None:
+        if self.cycle is refused and self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
 
     def _watch_head(self) -> None:
         """Have a timer while a head is awaited, from its first byte on and not from its last."""
@@ -54,7 +71,11 @@ class Connection(H11Protocol):
             self._head.cancel()
             self._head = None
         elif self._head is None and awaited:
-            self._head = self.loop.call_later(self.head_seconds, self._head_overdue)
+            self._head = self._later(self._head_overdue)
+
+    def _later(self, callback: Callable[..., None], *given: object) -> asyncio.TimerHandle:
+        """A timer in an empty context: ours has the connection in it, and is kept until it is due, even cancelled."""
+        return self.loop.call_later(self.head_seconds, callback, *given, context=Context())
 
     def _head_overdue(self) -> None:
         self._head = None
@@ -106,13 +127,15 @@ class Exchange:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = scope.get("client")
-        record = Record(scope["method"], client[0] if client else None)
-        tag = dict(scope["headers"]).get(b"x-client-request-id")
+        record = Record(scope["method"], _address(scope))
+        headers = dict(scope["headers"])
+        tag = headers.get(b"x-client-request-id")
         record.tag = None if tag is None else tag.decode("latin-1")
         token = CURRENT.set(record)
+        # Whoever stands before us may go by the other of the two lengths, and take the rest for a request of its own.
+        twice = b"content-length" in headers and b"transfer-encoding" in headers
         try:
-            await self._run(scope, receive, send, record)
+            await self._run(scope, receive, send, record, _refuse_twice if twice else self._app)
         finally:
             CURRENT.reset(token)
             # The pattern of the route, not the path, and known methods: the client's text has no end of names.
@@ -121,7 +144,7 @@ class Exchange:
             if str(scope["path"]).startswith("/v1/"):
                 self._measures.answered(record, record.close())
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, record: Record, app: ASGIApp) -> None:
         state = _State()
         body_read = asyncio.Event()
 
@@ -135,7 +158,7 @@ class Exchange:
             return message
 
         guarded = self._guarded(send, record, state)
-        work = asyncio.ensure_future(_call(self._app, scope, counted, guarded))
+        work = asyncio.ensure_future(_call(app, scope, counted, guarded))
         watch = asyncio.ensure_future(_until_gone(receive, body_read))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +183,9 @@ class Exchange:
             if message["type"] == "http.response.start":
                 state.started = True
                 record.status = message["status"]
+                if record.requests:  # OpenAI's clients show it; here it can also be traced and cancelled
+                    named = (b"x-request-id", record.requests[-1].encode("ascii"))
+                    message = {**message, "headers": [*message.get("headers", ()), named]}
                 await self._timed(send, message, record)
                 return
             body = message.get("body", b"")
@@ -199,6 +225,21 @@ class Exchange:
 def method_of(scope: Scope) -> str:
     """A request's method, for names: whatever else a client writes there is one."""
     return str(scope["method"]) if scope["method"] in _METHODS else "OTHER"
+
+
+async def _refuse_twice(scope: Scope, receive: Receive, send: Send) -> None:
+    answer = response_of(InvalidRequestError("a body has one length: Content-Length or Transfer-Encoding, not both"))
+    answer.headers["Connection"] = "close"
+    await answer(scope, receive, send)
+
+
+def _address(scope: Scope) -> str | None:
+    """Where a request comes from; a proxy's word for it is taken only if it is an address."""
+    client = scope.get("client")
+    try:
+        return None if client is None else str(ip_address(client[0]))
+    except ValueError:
+        return None
 
 
 async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -20,9 +22,10 @@ from omnistage.types import FinishReason, Modality, OmniRequestOutput, OmniToken
 if TYPE_CHECKING:
     from omnistage.media.watch import Decoded
 
-_MEDIA_KEYS = frozenset(
-    ("image", "images", "mask", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url")
-)
+_MEDIA_KEYS = frozenset(("image", "images", "mask"))
+"""Of the mapping form of a prompt: they are seen when they are decoded."""
+_LITERAL = re.compile(r'"((?:[^"\\]++|\\.)*+)"?', re.DOTALL)
+"""A string in JSON, or as much as there is of it."""
 
 
 async def start_filtered(
@@ -60,7 +63,7 @@ async def start_filtered(
 def prompt_texts(prompt: Prompt, params: ParamsLike, options: RequestOptions) -> Iterator[PromptText]:
     """Everything that is written in a request. Raises for a prompt that nobody can read."""
     for tool in options.tools:
-        yield PromptText("".join(_strings(tool)).strip("\n"))
+        yield PromptText("\n".join(_strings(tool)))
     if isinstance(params, StageParams):
         params = {"": params}
     for part in (params or {}).values():
@@ -73,40 +76,52 @@ def prompt_texts(prompt: Prompt, params: ParamsLike, options: RequestOptions) ->
     elif isinstance(prompt, Mapping):
         if "prompt_token_ids" in prompt or "prompt_embeds" in prompt:
             raise ContentFilterError("tokens cannot be read by the content filter; send text", param="prompt")
-        yield PromptText("".join(_strings(prompt)).strip("\n"))
+        texts = [value for name, value in prompt.items() if name not in _MEDIA_KEYS]
+        yield PromptText("\n".join(_strings(texts)))
     elif isinstance(prompt, Sequence):
         for message in prompt:
             if isinstance(message, Mapping):
                 role = message.get("role")
-                # Joined: a word may be spelled over two parts.
-                yield PromptText("".join(_message(message)), role if isinstance(role, str) else None)
+                yield PromptText("\n".join(_message(message)), role if isinstance(role, str) else None)
 
 
 def _message(message: Mapping[str, object]) -> Iterator[str]:
-    content = message.get("content")
-    for part in content if isinstance(content, list | tuple) else (content,):
-        yield from _strings(part.get("text", "") if isinstance(part, Mapping) else part)
-    for key, value in message.items():
-        if key not in ("role", "content"):
-            yield from ("\n", *_strings(value, key))
+    # An answer that was refused may have its parts there instead.
+    for content in (message.get("content"), message.get("refusal")):
+        parts = content if isinstance(content, list | tuple) else (content,)
+        if text := "".join(map(_part, parts)):  # joined: a word may be spelled over two parts
+            yield text
+    yield from _strings({key: value for key, value in message.items() if key not in ("role", "content", "refusal")})
 
 
-def _strings(value: object, key: str = "") -> Iterator[str]:
-    """The texts inside, whatever the fields are called; media are seen when they are decoded."""
-    if isinstance(value, str):
-        yield value
-        if key == "arguments":  # of a tool call: JSON that is read again, with its escapes
-            try:
-                yield from ("\n", *_strings(json.loads(value)))
-            except (ValueError, RecursionError):
-                return
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            if name not in _MEDIA_KEYS:
-                yield from ("\n", *_strings(item, str(name)))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from ("\n", *_strings(item, key))
+def _part(part: object) -> str:
+    """The text that the model reads of a part, and none of what would stand between it and the next part's."""
+    if isinstance(part, Mapping):
+        part = part.get("refusal" if part.get("type") == "refusal" else "text")
+    return part if isinstance(part, str) else ""
+
+
+def _strings(value: object) -> Iterator[str]:
+    """The texts inside, names of fields too, in their order. Clients choose how deep it goes: nothing recurses."""
+    left = [("", value)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, str):
+            yield value
+            if key == "arguments":  # of a tool call: JSON that is read again, with its escapes
+                yield from _literals(value)
+        elif isinstance(value, Mapping):
+            for name, item in reversed(list(value.items())):
+                left += ((str(name), item), ("", str(name)))
+        elif isinstance(value, list | tuple):
+            left += [(key, item) for item in reversed(value)]
+
+
+def _literals(text: str) -> Iterator[str]:
+    """The strings of a JSON text as they read without their escapes, however deep they are; it may be broken off."""
+    for found in _LITERAL.finditer(text):
+        with suppress(ValueError):
+            yield json.loads(f'"{found[1]}"', strict=False)
 
 
 # ------------------------------------------------------------------------------------------------- answers

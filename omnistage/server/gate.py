@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omnistage.errors import OmniError
 from omnistage.server.audit import CURRENT
-from omnistage.server.errors import response_of
+from omnistage.server.errors import PermissionDeniedError, response_of
+from omnistage.server.origins import is_welcome
 from omnistage.server.service import Service
 
 _GUARDED = "/v1/"
 
 
-class Gate:
-    """ASGI middleware: a key for everything under `/v1/`, 503 for new work while the service loads or drains."""
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+
+class Gate:
+    """ASGI middleware: a key for everything under `/v1/`, 503 for new work while the service loads or drains.
+
+    Without keys, pages of other origins than `origins` and our own may not send anything.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, origins: Sequence[str] = ()) -> None:
         self._app = app
         self._service = service
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The same text that the router matches, so no spelling of a path gets past one and not the other.
         if scope["type"] != "http" or not str(scope["path"]).startswith(_GUARDED):
             await self._app(scope, receive, send)
             return
-        header = dict(scope["headers"]).get(b"authorization")
+        headers = Headers(scope=scope)
         try:
-            holder = self._service.keyring.authenticate(None if header is None else header.decode("latin-1"))
+            self._check_origin(scope["method"], headers)
+            holder = self._service.keyring.authenticate(headers.get("authorization"))
             record = CURRENT.get()
             if record is not None:
                 record.who = holder.name
@@ -37,3 +49,10 @@ class Gate:
             return
         scope.setdefault("state", {})["holder"] = holder
         await self._app(scope, receive, send)
+
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or method in _READING or self._service.keyring.required:
+            return
+        if not is_welcome(origin, headers.get("host", ""), self._origins):
+            raise PermissionDeniedError("pages of this origin may not call; allow it with --cors")

@@ -24,6 +24,9 @@ _OPEN = "anonymous"
 MOST_BEARERS = 10_000
 """Holders of web tokens whose use is remembered; beyond it, those that have been idle longest are forgotten."""
 
+_SHORTEST = 8
+"""Characters of a key."""
+
 
 class KeyConfig(BaseModel):
     """One line of a key file. Either the key itself or its SHA-256 (`hash`), which is the better habit."""
@@ -31,7 +34,7 @@ class KeyConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, max_length=100, description="Who it belongs to, for the audit log.")
-    key: str | None = Field(default=None, min_length=8, max_length=500)
+    key: str | None = Field(default=None, min_length=_SHORTEST, max_length=500)
     hash: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     requests_per_minute: float | None = Field(default=None, gt=0, le=1e6)
     max_concurrent: int | None = Field(default=None, ge=1, le=100_000)
@@ -64,10 +67,18 @@ class Use:
     """What a holder is using now."""
 
     running: int = 0
+    sending: int = 0
+    """Requests whose bodies are on their way."""
+    sessions: int = 0
+    """Conversations over a WebSocket."""
     left: float = 0.0
     """Requests that may start at once: a bucket that fills at the holder's rate."""
     filled: float | None = None
     """When it was last filled; None: it is full."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.sending or self.sessions)
 
 
 @dataclass(slots=True)
@@ -91,6 +102,38 @@ class Holder:
     def burst(self) -> float:
         """A minute's requests at once, and one at least: a key of less than one a minute still has its turn."""
         return max(self.rate or 0.0, 1.0)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Count a request while its body is on its way: it does not run yet, but takes memory.
+
+        Raises if as many of the holder's are as it may have running; those that run are not counted again.
+        """
+        use = self.use
+        if self.max_concurrent is not None and use.sending >= self.max_concurrent:
+            raise RateLimitError(
+                f"this key is sending {use.sending} requests, the most that it may have; wait for one to end",
+                retry_after=1.0,
+            )
+        use.sending += 1
+        try:
+            yield
+        finally:
+            use.sending -= 1
+
+    @contextmanager
+    def conversing(self, most: int | None) -> Iterator[None]:
+        """Count a session of the holder. Raises if it has `most` of them (None: any number) or its `max_concurrent`."""
+        use, most = self.use, most if self.max_concurrent is None else self.max_concurrent
+        if most is not None and use.sessions >= most:
+            raise RateLimitError(
+                f"this key has {use.sessions} sessions, the most that it may have; end one", retry_after=1.0
+            )
+        use.sessions += 1
+        try:
+            yield
+        finally:
+            use.sessions -= 1
 
 
 class Keyring:
@@ -144,7 +187,7 @@ class Keyring:
         return use
 
     def _forget_one(self) -> None:
-        idle = next((name for name, use in self._bearers.items() if not use.running), None)
+        idle = next((name for name, use in self._bearers.items() if use.idle), None)
         if idle is None:
             raise RateLimitError("too many holders of tokens have requests running; try again", retry_after=1.0)
         del self._bearers[idle]
@@ -184,6 +227,9 @@ class Keyring:
 def load_keys(given: Sequence[str], file: Path | None, tokens: TokenVerifier | None = None) -> Keyring:
     """Keys from the command line, the environment (joined by commas) and a YAML file, with web tokens beside them."""
     listed = [*given, *(key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip())]
+    for key in listed:
+        if len(key) < _SHORTEST:
+            raise ConfigError(f"a key of {len(key)} characters is easily guessed; use {_SHORTEST} at least, better 32")
     holders = [Holder(f"key-{i + 1}", digest_of(key)) for i, key in enumerate(listed)]
     if file is not None:
         taken = {holder.name for holder in holders}

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from omnistage.server.errors import PermissionDeniedError, response_of
+from omnistage.server.denial import deny
+from omnistage.server.errors import PermissionDeniedError
 from omnistage.types import short_repr
 
 _OWN_NAMES = frozenset({"localhost"})
@@ -46,10 +47,7 @@ class LocalNames:
             f"the service was called by the name {short_repr(called)}, which is not this machine's; without keys it "
             "answers to its own names only. Start it with --allow-host NAME, or with keys"
         )
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "called by a strange name"})
-        else:
-            await response_of(error)(scope, receive, send)
+        await deny(error, scope, receive, send)
 
 
 def _without_port(host: str) -> str:

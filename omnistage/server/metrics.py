@@ -34,6 +34,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 5, 10)
 _STAGE = ("model", "stage")
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Measures:
@@ -97,7 +98,8 @@ class Measures:
         self._images.labels(model).inc(usage.images)
         self._video.labels(model).inc(usage.video_seconds)
         self._steps.labels(model).inc(usage.steps)
-        if usage.audio_seconds:
+        if usage.audio_seconds and final.finish_reason in _WHOLE:
+            # An answer that was cut short has taken the time of its text for a little of its sound.
             self._real_time_factor.labels(model).observe(seconds / usage.audio_seconds)
         if final.finish_reason is FinishReason.CONTENT_FILTER:
             self.filtered.labels(model, "output").inc()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from omnistage.errors import InvalidRequestError
+from omnistage.params import misfit, short_repr
 from omnistage.server.tools import (
     MAX_TOOLS,
     AllowedChoice,
@@ -19,6 +20,7 @@ from omnistage.server.tools import (
     Tool,
     Toolbox,
     ToolFields,
+    known_choice,
 )
 from omnistage.server.wire import WireModel
 
@@ -28,6 +30,14 @@ Emit = Callable[..., dict[str, Any]]
 
 class FlatTool(Function):
     type: Literal["function"] = "function"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients(cls, values: Any) -> Any:
+        kind = values.get("type", "function") if isinstance(values, Mapping) else "function"
+        if kind != "function":  # before its other fields, which are another kind's
+            raise misfit("type", f"must be function, got {short_repr(kind)}: no tools are run here; leave it out")
+        return values
 
 
 class FlatChoice(WireModel):
@@ -47,6 +57,11 @@ class ResponseToolFields(WireModel):
     tools: tuple[FlatTool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _known_choice(cls, value: Any) -> Any:
+        return known_choice(value)
 
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use in this answer. Raises `InvalidRequestError` for fields that do not fit."""

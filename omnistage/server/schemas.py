@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from omnistage.params import DiffusionParams, SamplingParams
+from omnistage.params import DiffusionParams, SamplingParams, misfit
 from omnistage.server.wire import WireModel as WireModel
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -106,12 +106,26 @@ class SpeechRequest(WireModel):
 
     model: str
     input: str = Field(min_length=1, max_length=100_000)
-    voice: str | None = None
+    voice: str | VoiceId | None = None
     response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] = "mp3"
-    stream_format: Literal["audio"] | None = None
+    stream_format: Literal["sse", "audio"] | None = Field(default=None, description="Events, or the file's bytes.")
     instructions: str | None = None
+    # OpenAI's, of which only the value that changes nothing is taken
+    speed: Finite | None = Field(default=None, json_schema_extra={"minimum": 1, "maximum": 1})
+    # Ours
     seed: int | None = None
     timeout: Finite | None = None
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+
+    @field_validator("speed")
+    @classmethod
+    def _own_speed(cls, value: float | None) -> float | None:
+        if value not in (None, 1.0):
+            raise ValueError("the model speaks at its own speed; leave it out, and ask for another by instructions")
+        return value
 
 
 class ImageRequest(WireModel):
@@ -141,6 +155,7 @@ class ImageRequest(WireModel):
     seed: int | None = None
     strength: Finite | None = None
     scheduler: str | None = None
+    progress: bool = Field(default=False, description="A stream also says which step it is at.")
     priority: int = 0
     timeout: Finite | None = None
 
@@ -157,7 +172,7 @@ class ImageRequest(WireModel):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.output_format == "png" and self.output_compression not in (None, 100):
-            raise ValueError("output_compression is for jpeg and webp; png loses nothing, leave it out")
+            raise misfit("output_compression", "is for jpeg and webp; png loses nothing, leave it out")
         if self.stream and self.response_format == "url":
-            raise ValueError("a stream carries the pictures themselves; leave response_format out")
+            raise misfit("response_format", "a stream carries the pictures themselves; leave it out")
         return self

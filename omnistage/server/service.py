@@ -134,8 +134,9 @@ class Service:
         self.check_ready()
         found = self.models.get(name)
         if found is None:
-            known = ", ".join(self.models)
-            raise NotFoundError(f"there is no model {short_repr(name)}; models: {known}", param="model")
+            # Which there are is not for everybody: a key may be for some of them.
+            known = "/v1/models lists those there are" if self.keyring.required else f"models: {', '.join(self.models)}"
+            raise NotFoundError(f"there is no model {short_repr(name)}; {known}", param="model")
         return found
 
     def tagged(self, holder: Holder, tag: str) -> str | None:
@@ -169,8 +170,8 @@ class Service:
     ) -> AsyncIterator[OutputStream]:
         """A request of a key's holder; it is aborted if the block is left before its end.
 
-        What fails before the first item raises. So does an end without anything to show for it: a passed deadline,
-        an abort by someone else.
+        What fails before the first item raises; later the final item carries it. An abort by someone else is a
+        failure whatever was made by then, a passed deadline where nothing was.
         """
         with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
             tag = _checked_tag(record.tag)
@@ -262,7 +263,7 @@ class WatchedStream(OutputStream):
         self._measure(item)
         self._record.count(item)
         if item.final is not None:
-            item.final.error = item.final.error or self._without_result(item.final)
+            item.final.error = item.final.error or self._broken_off(item.final)
             if item.final.error is not None:
                 self._record.ended = ended_by(item.final.finish_reason)
                 if not self._begun:  # nothing has been sent, so it can still have its status
@@ -284,16 +285,19 @@ class WatchedStream(OutputStream):
         if item.final is not None:
             measures.answer(self._model, item.final, seconds)
 
-    def _without_result(self, final: OmniRequestOutput) -> OmniError | None:
-        """Why a request that was ended has nothing to give; None for one that has something, or was not ended."""
+    def _broken_off(self, final: OmniRequestOutput) -> OmniError | None:
+        """Why an answer is not whole, where nothing in it would say so; None for one that ended by itself.
+
+        A passed deadline is an error only where nothing was made: what there was is an answer cut short.
+        """
+        if final.finish_reason is FinishReason.ABORT:
+            if self._service.draining:
+                return ShutdownError("the service is stopping; send the request again")
+            return CancelledRequestError("the request was cancelled")
         something = any(answer.token_ids for answer in final.outputs) or final.audio or final.images or final.videos
-        if something or final.finish_reason not in (FinishReason.DEADLINE, FinishReason.ABORT):
-            return None
-        if final.finish_reason is FinishReason.DEADLINE:
+        if final.finish_reason is FinishReason.DEADLINE and not something:
             return DeadlineExceededError("the time was over before anything was made; allow more", param="timeout")
-        if self._service.draining:
-            return ShutdownError("the service is stopping; send the request again")
-        return CancelledRequestError("the request was cancelled")
+        return None
 
 
 def _checked_tag(tag: str | None) -> str | None:

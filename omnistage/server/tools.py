@@ -73,6 +73,13 @@ class AllowedChoice(WireModel):
     allowed_tools: AllowedTools
 
 
+def known_choice(value: Any) -> Any:
+    """A `tool_choice` as it comes, before it is read. Raises for those of tools that a service runs itself."""
+    if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
+        raise ValueError("its type must be function or allowed_tools: there are no other tools here")
+    return value
+
+
 class ToolFields(WireModel):
     """What a request may say about tools."""
 
@@ -83,9 +90,7 @@ class ToolFields(WireModel):
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _known_choice(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
-            raise ValueError("its type must be function or allowed_tools: there are no other tools here")
-        return value
+        return known_choice(value)
 
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use in this answer."""

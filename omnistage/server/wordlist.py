@@ -16,6 +16,7 @@ from omnistage.server.filters import (
     Pass,
     PassingFilter,
     PromptText,
+    Redact,
     Refuse,
     RequestFilter,
     Verdict,
@@ -23,18 +24,46 @@ from omnistage.server.filters import (
 
 _MOST_WORDS = 100_000
 _MOST_CHARS = 200
-# Characters that are not seen: with them inside, a word reads as it did before.
-_UNSEEN = re.compile(
-    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
-    "\u3164\ufe00-\ufe0f\ufeff\uffa0]"
-)
+_MOST_HELD = 4096
+"""Characters that are held back as they are; words have far fewer, so the rest are blanks and such as nobody sees."""
+
+
+def _unseen() -> str:
+    """The characters that nobody sees, for a class of a regular expression: with them inside, a word reads the same.
+
+    Format and control characters, variation selectors, and what else Unicode calls default ignorable, of which
+    `unicodedata` does not know.
+    """
+    blanks = "\t\n\v\f\r\x85"
+    known = (character for character in map(chr, range(0xE0000)) if unicodedata.category(character) in ("Cf", "Cc"))
+    escaped = "".join(re.escape(character) for character in known if character not in blanks)
+    return (
+        escaped + "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\ufffc"
+        "\U000e0000-\U000e0fff"
+    )
+
+
+_CLASS = _unseen()
+_UNSEEN = re.compile(f"[{_CLASS}]+")
 _BLANKS = re.compile(r"\s+")
+_SEEN = re.compile(rf"(?![{_CLASS}])(?:\s[\s{_CLASS}]*|\S)")
+"""One character of what `squeezed` leaves, with the blanks and unseen ones that it stands for."""
+
+
+def squeezed(text: str) -> str:
+    """Without what nobody sees, and with one blank for many."""
+    return _BLANKS.sub(" ", _UNSEEN.sub("", text))
 
 
 def normalised(text: str) -> str:
     """Equal for texts that read the same: compatible forms, upper and lower case, and all blanks are one."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return _BLANKS.sub(" ", _UNSEEN.sub("", unicodedata.normalize("NFKC", folded)))
+    folded = unicodedata.normalize("NFKC", squeezed(text)).casefold()
+    return _BLANKS.sub(" ", unicodedata.normalize("NFKC", folded))
+
+
+def _decomposed(text: str) -> str:
+    """A mark that follows would change the last letter, but not what it is made of."""
+    return unicodedata.normalize("NFD", normalised(text))
 
 
 def _is_inside(character: str) -> bool:
@@ -62,9 +91,10 @@ class WordList:
         for start in {text[0] for text in self._words}:
             self._lengths[start] = tuple({len(text) for text in self._words if text[0] == start})
         self._anywhere = any(before for before, _ in self._words.values())
-        self._sorted = sorted(unicodedata.normalize("NFD", text) for text in self._words)
+        self._sorted = sorted(map(_decomposed, self._words))
+        self._starts = {text[0] for text in self._sorted}
         self.reach = 4 * max((len(text) for text in self._words), default=0) + 64
-        """Characters before a piece of text that may belong to a word which ends in it, blanks and marks included."""
+        """Characters before a piece of text, squeezed, that may belong to a word which ends in it, marks included."""
 
     @classmethod
     def from_argument(cls, argument: str | None) -> WordList:
@@ -111,13 +141,18 @@ class WordList:
 
     def hold(self, text: str) -> int:
         """How many characters at the end of a text may be the beginning of a word that is not whole yet."""
-        for start in range(max(0, len(text) - self.reach), len(text)):
-            # Decomposed: a mark that follows would change the last letter, but not what it is made of.
-            beginning = unicodedata.normalize("NFD", normalised(text[start:]))
-            at = bisect_left(self._sorted, beginning)
-            if at < len(self._sorted) and self._sorted[at].startswith(beginning):
-                return len(text) - start
+        seen = squeezed(text)
+        places = [found.start() for found in _SEEN.finditer(text)]
+        for index in range(max(0, len(seen) - self.reach), len(seen)):
+            first = _decomposed(seen[index])
+            offsets = [offset for offset, character in enumerate(first) if character in self._starts]
+            if offsets and any(self._begins(_decomposed(seen[index:])[offset:]) for offset in offsets):
+                return len(text) - places[index]
         return 0
+
+    def _begins(self, beginning: str) -> bool:
+        at = bisect_left(self._sorted, beginning)
+        return at < len(self._sorted) and self._sorted[at].startswith(beginning)
 
 
 def _entry(line: str) -> tuple[str, bool, bool]:
@@ -131,6 +166,8 @@ def _entry(line: str) -> tuple[str, bool, bool]:
 class _Reader(PassingFilter):
     def __init__(self, words: WordList) -> None:
         self._words = words
+        self._sent: dict[int, str] = {}
+        """The end of what was let through of each answer, squeezed."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
         # Prompts may be long, and the event loop is everybody's.
@@ -138,7 +175,18 @@ class _Reader(PassingFilter):
         return Refuse() if found else Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
-        before = answer.before(self._words.reach)
-        if self._words.finds(before + answer.held, begun=len(before) < self._words.reach, ended=answer.ended):
+        words, text, sent = self._words, answer.held, self._sent.get(answer.index, "")
+        begun = len(sent) < words.reach
+        if words.finds(sent + text, begun=begun, ended=answer.ended):
             return Refuse()
-        return Pass(self._words.hold(answer.held))
+        hold = 0 if answer.ended else words.hold(text)
+        # Nor may what goes out end with a word: it goes on in what is held, which may never be sent.
+        while hold and words.finds(sent + text[:-hold], begun=begun) and (more := words.hold(text[:-hold])):
+            hold += more
+        cut = len(text) - hold
+        self._sent[answer.index] = squeezed(sent + text[:cut])[-words.reach :]
+        if hold <= _MOST_HELD:
+            return Pass(hold)
+        # It reads the same, and an answer of nothing but blanks must not grow here.
+        held = squeezed(text[cut:])
+        return Redact(text[:cut] + held, hold=len(held))

@@ -113,6 +113,25 @@ def test_the_conversation_goes_on_and_begins_anew(page: Page, watched: Watched) 
     assert [message["content"] for message in messages] == ["Be brief", "Third"]
 
 
+def test_an_answer_that_ends_late_stays_in_its_conversation(
+    page: Page, watched: Watched, models: dict[str, AsyncOmni], hold: Hold
+) -> None:
+    use(page, "lm", max_tokens=500)
+    held = hold("lm", "thinker", 6)
+    expect(ask(page, "A secret").locator(".words")).not_to_be_empty(timeout=SLOW)
+    page.locator("#new-chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#send")).to_be_visible()
+    until(lambda: models["lm"].stats().inflight == 0, "the end of the old answer")
+    held.go.set()
+    use(page, "lm", max_tokens=3)
+    ended(ask(page, "Something else"))
+    ended(ask(page, "And more"))
+    messages = watched.sent(CHAT).post_data_json["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert [messages[0]["content"], messages[2]["content"]] == ["Something else", "And more"]
+
+
 def test_what_is_said_is_never_read_as_markup(page: Page) -> None:
     use(page, "lm", max_tokens=2)
     ended(ask(page, "<b>bold</b> and `code`\n```html\n<img src=x onerror=alert(1)>\n```"))
@@ -123,14 +142,24 @@ def test_what_is_said_is_never_read_as_markup(page: Page) -> None:
     expect(bubble.locator("pre code")).to_have_text("<img src=x onerror=alert(1)>")
 
 
-def test_a_refusal_is_shown_where_the_answer_would_be(page: Page, watched: Watched) -> None:
+def test_a_refusal_is_shown_and_what_was_asked_can_be_sent_again(page: Page, watched: Watched, tmp_path: Path) -> None:
     watched.expected = ("400",)
-    use(page, "draw", size="50x50")  # no multiple of what the model takes
+    use(page, "draw", size="50x50", steps=2)  # no multiple of what the model takes
+    page.locator("#file").set_input_files(picture_file(tmp_path))
+    page.locator(".attachment").wait_for()
     answer = ask(page, "Hello")
     ended(answer, "error")
     expect(answer.locator(".failure")).to_contain_text("size")
     expect(page.locator("#timeline-note")).to_contain_text("did not run")
     expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#prompt")).to_have_value("Hello")
+    expect(page.locator(".attachment img")).to_have_count(1)
+    use(page, "draw", size="48x32")
+    page.locator("#prompt").press("Enter")
+    ended(page.locator(".answer").last)
+    expect(page.locator(".bubble")).to_have_text(["Hello", "Hello"])
+    expect(page.locator("#prompt")).to_be_empty()
+    expect(page.locator(".attachment")).to_have_count(0)
 
 
 def test_speech_is_scheduled_without_a_gap(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +280,40 @@ def test_the_microphone_is_heard(page: Page, watched: Watched) -> None:
     assert np.abs(samples).max() > 100
 
 
+@pytest.mark.parametrize("how", ["escape", "new chat", "new chat while it is being attached"])
+def test_a_recording_can_be_dropped(page: Page, how: str) -> None:
+    use(page, "omni")
+    page.evaluate(
+        """() => {
+          window.opened = [];
+          const open = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+          navigator.mediaDevices.getUserMedia = async (wanted) => {
+            const stream = await open(wanted);
+            window.opened.push(...stream.getTracks());
+            return stream;
+          };
+        }"""
+    )
+    recording = page.locator("#recording")
+    page.locator("#mic").click()
+    expect(recording).to_have_attribute("data-heard", "true", timeout=SLOW)
+    if how == "escape":
+        page.keyboard.press("Escape")
+    elif how == "new chat":
+        page.locator("#new-chat").click()
+    else:
+        page.evaluate("['mic', 'new-chat'].forEach((id) => document.getElementById(id).click())")
+    expect(recording).to_be_hidden()
+    expect(page.locator("#mic")).to_have_attribute("aria-pressed", "false")
+    assert page.evaluate("window.opened.map((track) => track.readyState)") == ["ended"]
+    page.evaluate("document.getElementById('recording').dataset.heard = 'false'")
+    page.locator("#mic").click()
+    expect(recording).to_have_attribute("data-heard", "true", timeout=SLOW)
+    expect(page.locator(".attachment")).to_have_count(0)
+    page.locator("#mic").click()
+    expect(page.locator(".attachment[data-kind=audio]")).to_have_count(1)
+
+
 def test_a_blocked_microphone_is_explained(context: BrowserContext, page: Page) -> None:
     page.evaluate(
         """() => {
@@ -363,7 +426,7 @@ def test_a_key_is_asked_for_and_kept_out_of_snippets(
     page = context.new_page()
     page.goto(f"{server.url}/")
     dialog = page.get_by_role("dialog", name="API key")
-    for key, problem in (("a-bad-key", "check it"), ("a-good-key", None)):
+    for key, problem in (("a-ключ", "cannot be sent"), ("a-bad-key", "check it"), ("a-good-key", None)):
         dialog.get_by_label("Key", exact=True).fill(key)
         dialog.get_by_role("button", name="Use this key").click()
         if problem is not None:

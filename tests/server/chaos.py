@@ -18,6 +18,8 @@ import httpx
 import numpy as np
 import soundfile
 from PIL import Image
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
 
 TEXTS = ("Once upon a time", "The sea", "A small door", "Why not", "Snow fell", "Two ships and a storm")
 PICTURES = ("a hat", "a red boat")
@@ -148,6 +150,7 @@ class Storm:
             self.draws: 4,
             self.films: 1,
             self.transcribes: 3,
+            self.converses: 4,
             self.leaves_in_its_body: 5,
             self.leaves_at_once: 8,
             self.leaves_a_stream: 8,
@@ -286,6 +289,55 @@ class Storm:
         answer = await self._sent("POST", "/v1/audio/transcriptions", head, **given)
         if answer.status_code == 200:
             self._compare("transcription", answer.json()["text"], self.expected.transcription)
+
+    async def converses(self) -> None:
+        """Two thirds hear the answer and say goodbye, the others leave in the middle of it, at times by a reset."""
+        head, leaves = self._tag("conversation", 101, 429), self.chance.random() < 0.33
+        url = f"{self.url.replace('http://', 'ws://')}/v1/realtime?model=lm"
+        try:
+            async with connect(url, additional_headers=head, compression=None, ping_interval=None) as socket:
+                self.seen[head[TAG]].status = 101
+                async with asyncio.timeout(LONGEST_WAIT):
+                    await self._converse(socket, leaves)
+        except InvalidStatus as refusal:
+            self.seen[head[TAG]].status = refusal.response.status_code
+
+    async def _converse(self, socket: ClientConnection, leaves: bool) -> None:
+        text = self.chance.choice(TEXTS)
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        asked = {"output_modalities": ["text"], "temperature": 0, "max_output_tokens": 120 if leaves else 8}
+        await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+        await socket.send(json.dumps({"type": "response.create", "response": asked}))
+        got = ""
+        async for message in socket:
+            event = json.loads(message)
+            assert event["type"] != "error", event
+            if event["type"] == "response.output_text.delta":
+                got += event["delta"]
+                if leaves:
+                    if self.chance.random() < 0.5:
+                        socket.transport.abort()
+                    return
+            if event["type"] == "response.done":
+                response = event["response"]
+                if response["status"] == "failed":
+                    assert response["status_details"]["error"]["code"] == "queue_full", response
+                elif not leaves:
+                    self._compare("conversation", got, self.expected.chat[text])
+                return
+        raise AssertionError(f"a conversation broke off: {socket.close_code} {socket.close_reason}")
+
+    async def is_served_at_once(self, seconds: float) -> None:
+        """The storm is over, though not all of it is cleared away: the service is there, and answers rightly."""
+        body = {"model": "lm", "prompt": TEXTS[0], "max_tokens": 8, "temperature": 0}
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=seconds)
+        async with asyncio.timeout(seconds), self.client:
+            assert (await self.client.get("/health")).status_code == 200
+            status = 429  # the places of those who have just left
+            while status == 429:
+                answer = await self._sent("POST", "/v1/completions", self._tag("afterwards", 200, 429), json=body)
+                status = answer.status_code
+        self._compare("afterwards", answer.json()["choices"][0]["text"], self.expected.completion[TEXTS[0]])
 
     # ------------------------------------------------------------------------------------- wrong, late, refused
 

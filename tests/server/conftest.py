@@ -16,7 +16,9 @@ import pytest
 import torch
 import uvicorn
 
+from omnistage.engines.ar.stage import ARStage
 from omnistage.omni import AsyncOmni
+from omnistage.params import SamplingParams
 from omnistage.pipeline.registry import REGISTRY
 from omnistage.server.app import create_app
 from omnistage.server.keys import Keyring
@@ -46,7 +48,7 @@ class Running:
 @contextlib.contextmanager
 def serving(service: Service, **options: Any) -> Iterator[Running]:
     """Run the application in a thread of its own until the block ends."""
-    listening = socket.socket()
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the command's is
     listening.bind(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # a slow reader is noticed soon
     server = uvicorn.Server(server_config(create_app(service, **options)))
@@ -100,6 +102,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
     yield made
     for omni in made.values():
         asyncio.run(omni.shutdown(drain=False))
+
+
+@pytest.fixture
+def ending(models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch) -> AsyncOmni:
+    """The model "omni", whose text ends after 8 tokens: one of random weights never ends by itself."""
+    orchestrator = models["omni"].orchestrator
+    stage, default = orchestrator.stages["thinker"], orchestrator.default_params("thinker")
+    assert isinstance(stage, ARStage)
+    assert isinstance(default, SamplingParams)
+    end = SamplingParams(min_tokens=8, logit_bias={min(stage.component.eos_token_ids): 100.0})
+    monkeypatch.setitem(orchestrator._defaults, "thinker", default.merged(end))
+    return models["omni"]
 
 
 @pytest.fixture

@@ -54,6 +54,8 @@ def test_text_speech_and_pictures_are_asked_for_and_measured(server: Running, tm
         if row["kind"] == "speech":
             assert row["audio_seconds"] > 0
             assert 0 < row["ttft"] < row["ttfa"] <= row["latency"]
+            assert row["sounds"][0][0] == pytest.approx(row["ttfa"], abs=1e-5)
+        assert bool(row["token_times"]) == (row["kind"] != "image")
     # What was measured, two to learn how the model counts, and nothing else.
     admitted = {name: omni.stats().admitted - before[name] for name, omni in models.items()}
     assert admitted == {"lm": 2 + 2, "omni": 1, "draw": 1}

@@ -167,15 +167,15 @@ def test_a_text_is_spoken(client: openai.OpenAI, format: str) -> None:
         ({"temperature": "hot"}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"unknown_field": 1}, 400, "unknown_field"),
-        ({"modalities": ["smell"]}, 400, "modalities.0"),
+        ({"modalities": ["smell"]}, 400, "modalities[0]"),
         ({"modalities": ["text", "audio"]}, 400, "modalities"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
             400,
             None,
         ),
-        ({"top_logprobs": 3}, 400, None),
-        ({"stop": [""]}, 400, None),
+        ({"top_logprobs": 3}, 400, "top_logprobs"),
+        ({"stop": [""]}, 400, "stop"),
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, object], status: int, param: str | None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -42,7 +44,7 @@ from omnistage.server.filters import (
     register_filter,
 )
 from omnistage.server.service import Service
-from omnistage.server.wordlist import WordList
+from omnistage.server.wordlist import WordList, squeezed
 from omnistage.types import (
     AudioChunk,
     CompletionOutput,
@@ -102,7 +104,8 @@ def stream(words: WordList, pieces: list[str]) -> tuple[str, bool]:
         verdict = asyncio.run(own.check_output(answer))
         if isinstance(verdict, Refuse):
             return answer.sent, True
-        assert isinstance(verdict, Pass)
+        if isinstance(verdict, Redact):
+            answer.held = verdict.text
         cut = len(answer.held) - (0 if answer.ended else verdict.hold)
         answer.pieces.append(answer.held[:cut])
         answer.held = answer.held[cut:]
@@ -133,13 +136,109 @@ def test_what_cannot_become_a_word_is_not_held_back() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.text(alphabet="abcd \u0301\u200bÁ", max_size=6), max_size=8))
+@given(st.lists(st.text(alphabet="abcd \u0301\u200bÁ\x00\U000e0100\u2100", max_size=6), max_size=8))
+@example(pieces=["\u2100", "d", " "])
+@example(pieces=["abád", "d"])
 def test_no_cut_changes_what_is_found(pieces: list[str]) -> None:
-    words = WordList(["bad", "abá", "a b", "*dd*"])
+    words = WordList(["bad", "abá", "a b", "*dd*", "cd"])  # \u2100 reads a/c
     text = "".join(pieces)
     sent, refused = stream(words, pieces)
     assert refused is words.finds(text)
     assert sent == text if not refused else not words.finds(sent + "\n")
+
+
+INVISIBLE = "\u00ad\u034f\u115f\u180b\u200b\u2065\u3164\ufe0f\ufff0\ufffc\U000e0020\U000e0041\U000e0100\U000e0fff"
+# Unicode's format and control characters but its blanks, and some of the default ignorable ones.
+UNSEEN = st.sampled_from(INVISIBLE) | st.characters(categories=["Cf", "Cc"], exclude_characters="\t\n\v\f\r\x85")
+BLANKS = st.sampled_from(" \t\n\r\x85\xa0\u2003\u2028\u3000")
+LISTED = ["forbidden", "bad word", "café", "*inner*"]
+
+
+@st.composite
+def disguised(draw: st.DrawFn) -> str:
+    """A listed word with characters in it that nobody sees, some of them many times."""
+    times = st.sampled_from((1, 2, 130))
+    between = st.lists(st.builds(lambda one, count: one * count, UNSEEN, times), max_size=2).map("".join)
+    word = draw(st.sampled_from(LISTED)).strip("*")
+    made = []
+    for letter in unicodedata.normalize("NFD", word) if draw(st.booleans()) else word:
+        blanks = st.lists(BLANKS | UNSEEN, max_size=3).map("".join)
+        wide = letter + draw(blanks) * draw(times) if letter == " " else letter
+        made.append(draw(st.sampled_from((wide, wide.upper()))) + draw(between))
+    return "".join(made)
+
+
+def cut_up(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(places)]
+
+
+CUTS = st.lists(st.integers(0, 2000), max_size=12)
+HARMLESS = st.text(alphabet="xyz ,.\n", max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(word=disguised(), before=HARMLESS, after=HARMLESS, cuts=CUTS)
+def test_no_disguise_and_no_cut_hides_a_word(word: str, before: str, after: str, cuts: list[int]) -> None:
+    words, before, after = WordList(LISTED), f"{before} ", f" {after}"
+    text = before + word + after
+    pieces = cut_up(text, cuts)
+    sent, refused = stream(words, pieces)
+    assert refused
+    assert before.startswith(sent)  # nothing of the word has gone out
+    assert refused_prompt(words, [{"role": "user", "content": text}])
+    assert refused_prompt(words, [{"role": "user", "content": [{"type": "text", "text": piece} for piece in pieces]}])
+    for made in ({"image": [text]}, {text: 1}):
+        call = {"id": "c", "function": {"name": "look", "arguments": json.dumps(made)}}
+        assert refused_prompt(words, [{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert refused_prompt(words, [], ({"type": "function", "function": {"name": "f", "parameters": made}},))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("forbidenwé *") | BLANKS | UNSEEN, max_size=60), cuts=CUTS)
+@example(text="bad" + " " * 4000 + "worse", cuts=[1, 2, 3, 2000])
+@example(text="forbid" + "\u200b" * 4000 + "ding", cuts=[3, 2000])
+def test_texts_without_a_word_pass_as_they_are(text: str, cuts: list[int]) -> None:
+    words = WordList(LISTED)
+    assume(not words.finds(text))
+    assert stream(words, cut_up(text, cuts)) == (text, False)
+
+
+def refused_prompt(words: WordList, prompt: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = ()) -> bool:
+    texts = tuple(prompt_texts(prompt, None, RequestOptions(tools=tools)))
+    return isinstance(asyncio.run(words.open(CONTEXT).check_prompt(texts)), Refuse)
+
+
+@pytest.mark.parametrize(
+    "text", ["forbid" + "\u200b" * 110 + "den", "bad" + " \t" * 60 + "word", "forbidden\U000e0100"]
+)
+def test_many_unseen_characters_do_not_push_a_word_out_of_reach(text: str) -> None:
+    assert stream(WordList(["forbidden", "bad word"]), [*"so ", *text, "."]) == ("so ", True)
+
+
+def test_the_beginning_of_a_word_is_seen_behind_many_unseen_characters() -> None:
+    words = WordList(["bad"])
+    for space, refused in ((" ", True), ("x", False)):
+        text = "so" + space + "\u200b" * (2 * words.reach)
+        sent, found = stream(words, [text, "bad", "."])
+        assert (sent, found) == ((text, True) if refused else (text + "bad.", False))
+
+
+def test_what_is_held_back_stays_small() -> None:
+    words, answer, longest = WordList(["bad word"]), AnswerText(held="so bad"), 0
+    own = words.open(CONTEXT)
+    for _ in range(300):
+        answer.held += " \u200b" * 50
+        verdict = asyncio.run(own.check_output(answer))
+        assert isinstance(verdict, Pass | Redact)
+        answer.held = (verdict.text if isinstance(verdict, Redact) else answer.held).removeprefix("so ")
+        assert len(answer.held) == verdict.hold
+        longest = max(longest, verdict.hold)
+    assert 4000 < longest <= 4096
+    run = [" \u200b" * 50] * 300
+    assert stream(words, ["so bad", *run, "word"]) == ("so ", True)
+    sent, refused = stream(words, ["so bad", *run, "worse"])
+    assert (squeezed(sent), refused) == ("so bad worse", False)
 
 
 def test_long_answers_are_not_searched_from_their_beginning() -> None:
@@ -148,7 +247,7 @@ def test_long_answers_are_not_searched_from_their_beginning() -> None:
     assert len(answer.sent) == 50_000
     # A word that was cut in two by looking at the end only is no word.
     words = WordList(["xx"])
-    text = "yyxx" + " " * (words.reach - 2)
+    text = "yyxx" + "." * (words.reach - 2)
     assert stream(words, [text, "z"]) == (text + "z", False)
 
 
@@ -237,6 +336,24 @@ def test_every_text_of_a_prompt_is_shown() -> None:
             list(prompt_texts(tokens, None, RequestOptions()))
 
 
+def test_texts_are_shown_in_their_order_and_media_are_not() -> None:
+    def shown(prompt: Any, *tools: dict[str, Any]) -> list[str]:
+        return [part.text for part in prompt_texts(prompt, None, RequestOptions(tools=tools))]
+
+    assert shown({"prompt": "a hat", "images": [b"png", "data:,x"], "mask": "data:,y"}) == ["a hat"]
+    assert shown([], {"b": ["c", {"image": "d"}, 1], "e": "f"}) == ["b\nc\nimage\nd\ne\nf"]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "text": "no"}
+    refusal = {"type": "refusal", "refusal": "b", "text": "no"}
+    text = {"type": "text", "text": "c", "refusal": "no"}
+    # A part's text, and none of the fields that the model never reads: they would stand between its letters.
+    assert shown([{"role": "assistant", "content": ["a", refusal, text]}]) == ["abc"]
+    assert shown([{"role": "assistant", "content": None, "refusal": [refusal, text]}]) == ["bc"]
+    assert shown([{"role": "user", "content": [text, picture, text]}]) == ["cnoc"]
+    function = {"name": "look", "arguments": '{"\\u0062": {"image": ["\\u0063", "d\\'}
+    (call,) = shown([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert call.endswith("\nb\nimage\nc\nd")  # broken off, as models do
+
+
 @contextmanager
 def filtered(models: dict[str, AsyncOmni], own: ContentFilter) -> Iterator[Running]:
     service = Service(content_filter=own)
@@ -282,6 +399,70 @@ def test_a_refused_prompt_is_400_everywhere_and_nothing_runs(
     assert [line["ended"] for line in audit(caplog)] == ["filtered"] * len(posts)
     # Of two prompts the first had begun.
     assert sum(omni.stats().admitted - before[name] for name, omni in models.items()) == 1
+
+
+def nested(value: object, levels: int) -> object:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_no_place_of_a_prompt_is_overlooked(models: dict[str, AsyncOmni]) -> None:
+    ask = {"role": "user", "content": "hi"}
+
+    def chat(*messages: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "chat/completions", {"model": "lm", "messages": [ask, *messages, ask], "max_tokens": 1}
+
+    def called(arguments: str) -> tuple[str, dict[str, Any]]:
+        call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        answer = {"role": "tool", "tool_call_id": "c", "content": "done"}
+        return chat({"role": "assistant", "content": None, "tool_calls": [call]}, answer)
+
+    def tooled(properties: object) -> Iterator[tuple[str, dict[str, Any]]]:
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+        yield "chat/completions", {**chat()[1], "tools": [{"type": "function", "function": function}]}
+        yield "responses", {"model": "lm", "input": "hi", "tools": [{"type": "function", **function}]}
+
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "forbidden"}]}
+    halves = [{"type": "text", "text": "for"}, {"type": "text", "text": "bidden"}]
+    posts = [
+        chat(refusal),
+        ("responses", {"model": "lm", "input": [ask, refusal, ask]}),
+        chat({"role": "assistant", "content": None, "refusal": halves}),
+        *tooled({"forbidden": {"type": "string"}}),
+        *(post for name in ("image", "audio", "mask") for post in tooled({name: {"description": "forbidden"}})),
+        called('{"\\u0066orbidden": 1}'),
+        called('{"image": "\\u0066orbidden"}'),
+        called(json.dumps(nested("forbidden", 950)).replace("f", "\\u0066")),
+        *(chat({"role": "user", "content": f"a for{one}bid{one}den{one} thing"}) for one in (*INVISIBLE, *"\0\a\x7f")),
+    ]
+    with filtered(models, WordList(["forbidden"])) as server, httpx.Client(timeout=60) as client:
+        for path, body in posts:
+            answer = client.post(f"{server.url}/v1/{path}", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "content_filter"), (path, body)
+
+
+def test_no_depth_is_too_much_for_the_filter(models: dict[str, AsyncOmni]) -> None:
+    words, deep = WordList(["forbidden"]), nested("forbidden", 100_000)
+    assert refused_prompt(words, [{"role": "user", "content": "hi", "zz": deep}])
+    assert refused_prompt(words, [], ({"function": {"name": "f", "parameters": {"enum": deep}}},))
+    arguments = "[" * 100_000 + '"\\u0066orbidden"' + "]" * 100_000
+    calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+    assert refused_prompt(words, [{"role": "assistant", "tool_calls": calls}])
+    ask: dict[str, Any] = {"role": "user", "content": "hi"}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": "DEEP"}}}}
+    posts: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": [{**ask, "zz": "DEEP"}]}),
+        ("chat/completions", {"messages": [ask], "tools": [{"type": "function", "function": function}]}),
+        ("responses", {"input": "hi", "tools": [{"type": "function", **function}]}),
+    ]
+    headers = {"Content-Type": "application/json"}
+    with filtered(models, words) as server, httpx.Client(timeout=60) as client:
+        for path, body in posts:
+            for word, expected in (("x", (200, 400)), ("forbidden", (400,))):
+                text = json.dumps({"model": "lm", **body}).replace('"DEEP"', "[" * 950 + f'"{word}"' + "]" * 950)
+                answer = client.post(f"{server.url}/v1/{path}", content=text, headers=headers)
+                assert answer.status_code in expected, (path, answer.text)
 
 
 def test_media_are_shown_decoded_and_may_be_refused(models: dict[str, AsyncOmni]) -> None:
@@ -607,3 +788,11 @@ def test_a_word_at_the_very_end_is_found_there() -> None:
     order, final, _ = play(["so ", "bad"])
     assert order == ["so ", "*"]
     assert (final.text, final.finish_reason) == ("so ", FinishReason.CONTENT_FILTER)
+
+
+def test_a_long_run_of_unseen_characters_is_no_way_out() -> None:
+    order, final, aborted = play(["so ", "b", "\u200b" * 110, *["\x00" * 900] * 6, "ad", "."])
+    assert (order, final.text, aborted) == (["so ", "*"], "so ", FinishReason.CONTENT_FILTER)
+    order, final, aborted = play(["so ", "b", *["\x00" * 900] * 6, "arn", "."])
+    assert (final.text.replace("\x00", ""), aborted) == ("so barn.", None)
+    assert order.count("*") == 10

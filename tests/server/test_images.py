@@ -166,6 +166,22 @@ def test_a_stream_of_several(client: openai.OpenAI) -> None:
     assert not [e for e in events if e.type == "image_generation.partial_image"]
 
 
+def test_every_event_is_a_picture_unless_progress_is_asked_for(client: openai.OpenAI) -> None:
+    """OpenAI's client reads any event as one of its own, which all carry a picture."""
+    given = {**SMALL, "image": ("cat.png", png(), "image/png")}
+    streams = {
+        "image_generation": lambda extra: client.images.generate(**SMALL, stream=True, extra_body=extra),
+        "image_edit": lambda extra: client.images.edit(**given, stream=True, extra_body=extra),
+    }
+    for kind, call in streams.items():
+        assert [decoded(event).size for event in call(fast())] == [(64, 48)]
+        asked = list(call(fast(progress=True)))
+        steps = [e.model_extra for e in asked if e.type == f"{kind}.progress"]
+        assert [e.type for e in asked[len(steps) :]] == [f"{kind}.completed"]
+        assert steps
+        assert all(1 <= told["step"] <= told["steps"] for told in steps if told is not None)
+
+
 def test_previews_without_named_steps(client: openai.OpenAI) -> None:
     events = list(client.images.generate(**SMALL, stream=True, partial_images=3, extra_body={"seed": 1}))
     assert 1 <= len([e for e in events if e.type == "image_generation.partial_image"]) <= 3
@@ -207,7 +223,7 @@ def test_no_such_file(server: Running, name: str) -> None:
     assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
 
 
-def test_files_need_the_key(models: dict[str, AsyncOmni], tmp_path: Path) -> None:
+def test_a_file_is_found_by_its_name_alone(models: dict[str, AsyncOmni], tmp_path: Path) -> None:
     service = Service(keyring=Keyring([Holder("me", digest_of("secret-key"))]), state=tmp_path)
     service.add("draw", models["draw"])
     service.loading = False
@@ -215,9 +231,13 @@ def test_files_need_the_key(models: dict[str, AsyncOmni], tmp_path: Path) -> Non
         answer = client.images.generate(**SMALL, response_format="url", extra_body=fast())
         assert answer.data is not None
         url = answer.data[0].url or ""
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer secret-key"}).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer secret-key"}):
+            assert opened(httpx.get(url, headers=headers).content).size == (64, 48)
+        # Only the whole name: nothing lists or shortens it, and everything else still asks for the key.
+        place, _, name = url.rpartition("/")
+        for other in (f"{place}/", f"{place}/{name[:-5]}.png", f"{place}/{'A' * 32}.png"):
+            assert httpx.get(other).status_code == 404
+        assert httpx.get(f"{running.url}/v1/models").status_code == 401
 
 
 # --------------------------------------------------------------------------------------------------- wrong
@@ -237,8 +257,8 @@ def test_files_need_the_key(models: dict[str, AsyncOmni], tmp_path: Path) -> Non
         ({"n": 0}, 400, "n"),
         ({"n": 17}, 400, "n"),
         ({"output_format": "tiff"}, 400, "output_format"),
-        ({"output_compression": 50}, 400, None),
-        ({"stream": True, "response_format": "url"}, 400, None),
+        ({"output_compression": 50}, 400, "output_compression"),
+        ({"stream": True, "response_format": "url"}, 400, "response_format"),
         ({"background": "transparent"}, 400, "background"),
         ({"steps": 0}, 400, "steps"),
         ({"seed": -1}, 400, "seed"),

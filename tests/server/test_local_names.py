@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import websockets.sync.client
 from websockets.exceptions import InvalidStatus
 
+from omnistage.omni import AsyncOmni
+from omnistage.server.keys import Holder, Keyring, digest_of
 from omnistage.server.local_names import is_loopback
 from omnistage.server.service import Service
 from tests.server.conftest import serving
@@ -43,6 +46,7 @@ def test_strange_names_are_refused(service: Service) -> None:
         with pytest.raises(InvalidStatus) as caught:
             connect(address, "evil.example")
         assert caught.value.response.status_code == 403
+        assert "--allow-host" in json.loads(caught.value.response.body)["error"]["message"]
         connect(address, "localhost").close()
 
 
@@ -52,6 +56,32 @@ def connect(address: str, host: str) -> Any:
     name, port = target.split(":")
     connection = socket.create_connection((name, int(port)), timeout=20)
     return websockets.sync.client.connect(address.replace(target, f"{host}:{port}"), sock=connection)
+
+
+FORM = {"model": (None, "lm"), "prompt": (None, "a")}
+
+
+@pytest.mark.parametrize("path", ["images/edits", "videos", "audio/transcriptions", "completions"])
+def test_a_form_of_another_page_is_refused_without_keys(service: Service, path: str) -> None:
+    with serving(service, cors=["https://friend.example"]) as server:
+        for origin in ("https://evil.example", "null", "http://127.0.0.1", "http://localhost:1", "http://x:y"):
+            answer = httpx.post(f"{server.url}/v1/{path}", files=FORM, headers={"Origin": origin})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), origin
+        for origin in (server.url, "https://friend.example"):
+            answer = httpx.post(f"{server.url}/v1/{path}", files=FORM, headers={"Origin": origin})
+            assert answer.status_code in (400, 404), answer.text  # it was read
+        assert httpx.post(f"{server.url}/v1/{path}", files=FORM).status_code in (400, 404)
+        assert httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://evil.example"}).status_code == 200
+
+
+def test_with_keys_it_is_the_key_that_counts(models: dict[str, AsyncOmni]) -> None:
+    service = Service(keyring=Keyring([Holder("ann", digest_of("a-long-key"))]))
+    service.add("lm", models["lm"])
+    service.loading = False
+    with serving(service) as server:
+        headers = {"Origin": "https://elsewhere.example", "Authorization": "Bearer a-long-key"}
+        body = {"model": "lm", "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
 
 
 def test_without_the_rule_every_name_does(service: Service) -> None:

@@ -14,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.timing import STEP_BUCKETS, StepTimer
+from omnistage.server.metrics import Measures
 from omnistage.server.service import Service
+from omnistage.types import FinishReason, OmniRequestOutput, Usage
 from tests.server.conftest import Running, serving
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -162,6 +164,20 @@ def test_speech_is_measured(fresh: Running) -> None:
     assert sum(given) == pytest.approx(seconds)
     asked = {dict(labels)["stage"] for name, labels in after if name == "omnistage_stage_queue_seconds_count"}
     assert len(asked) == 3  # each stage of the pipeline has had its turn
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_answers_that_were_cut_short_have_no_real_time_factor(reason: FinishReason) -> None:
+    measures = Measures()
+    measures.answer("m", OmniRequestOutput("r", finish_reason=reason, usage=Usage(audio_seconds=0.25)), 1.5)
+
+    def read(name: str) -> float | None:
+        return measures.registry.get_sample_value(name, {"model": "m"})
+
+    whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert read("omnistage_real_time_factor_count") == (1 if whole else None)
+    assert read("omnistage_real_time_factor_sum") == (6.0 if whole else None)
+    assert read("omnistage_generated_audio_seconds_total") == 0.25  # made it was
 
 
 def test_the_process_and_the_build_are_there(fresh: Running) -> None:

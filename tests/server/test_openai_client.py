@@ -81,7 +81,11 @@ def pixels(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plain_and_async_whole_and_streamed_are_one_answer(server: Running, client: openai.OpenAI, name: str) -> None:
+def test_plain_and_async_whole_and_streamed_are_one_answer(
+    server: Running, client: openai.OpenAI, name: str, request: pytest.FixtureRequest
+) -> None:
+    if name == "transcriptions":  # one that is cut is an error
+        request.getfixturevalue("ending")
     call, given, whole, streamed = CASES[name]
     same: Callable[[str], object] = pixels if name in ("images", "edits") else str
     first = whole(call(client)(**given))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 import schemathesis
@@ -18,10 +19,13 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from omnistage.omni import AsyncOmni
 from omnistage.server.app import create_app
 from omnistage.server.service import Service
+from omnistage.server.wordlist import WordList
 from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 
 FAMILIES = {"lm": "causal_lm", "omni": "qwen2_5_omni", "draw": "stable_diffusion_3", "film": "wan"}
-SHORT = {"omni": ("thinker.max_tokens=4", "talker.max_tokens=8"), "lm": ("thinker.max_tokens=4",)}
+# With a bias for the end token of its family's small models: a transcription that does not end is an error.
+ENDING = ("thinker.min_tokens=2", "thinker.logit_bias={877: 100}")
+SHORT = {"omni": ("thinker.max_tokens=4", "talker.max_tokens=8", *ENDING), "lm": ("thinker.max_tokens=4",)}
 MODELS = {"speech": "omni", "transcriptions": "omni", "images": "draw", "videos": "film"}
 """By a part of the path: the model that can do it. All others are for text."""
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "min_tokens": 2, "n": 2, "steps": 2}
@@ -112,6 +116,127 @@ def test_an_operation_keeps_to_the_document(server: Running, method: str, path: 
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     fuzz()
+
+
+# --------------------------------------------------------------------------- what no schema says and no random data has
+
+HALF = "\ud800"
+DEEP = '[{"a":' * 475 + "1" + "}]" * 475
+PARAMETERS = {"type": "object", "properties": {"town": {"type": "string", "enum": ["a", "b"]}}, "required": ["town"]}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"town": "a"}'}}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "model": "lm",
+        "messages": [
+            {"role": "system", "content": "Be brief", "name": "ann"},
+            {"role": "user", "content": [{"type": "text", "text": "Look"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look", "description": "x", "parameters": PARAMETERS}}],
+        "metadata": {"key": "value"},
+        "stop": ["one", "two"],
+        "logit_bias": {"5": 1},
+        "user": "ann",
+        "max_tokens": 1,
+    },
+    "responses": {
+        "model": "lm",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Look"}]},
+            {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+        ],
+        "instructions": "Be brief",
+        "tools": [{"type": "function", "name": "look", "description": "x", "parameters": PARAMETERS}],
+        "metadata": {"key": "value"},
+        "user": "ann",
+        "max_output_tokens": 1,
+    },
+    "completions": {
+        "model": "lm",
+        "prompt": ["Once", "upon"],
+        "stop": "end",
+        "logit_bias": {"5": 1},
+        "user": "ann",
+        "max_tokens": 1,
+    },
+    "images/generations": {
+        "model": "draw",
+        "prompt": "a hat",
+        "negative_prompt": "fog",
+        "size": "32x32",
+        "output_format": "png",
+        "user": "ann",
+        "quality": "high",
+        "steps": 1,
+    },
+}
+
+
+@pytest.fixture(params=["plain", "filtered"])
+def client(request: pytest.FixtureRequest, models: dict[str, AsyncOmni]) -> Iterator[httpx.Client]:
+    """To a service with and without a content filter, which looks at every text before anybody else does."""
+    service = Service(content_filter=WordList(["forbidden"]) if request.param == "filtered" else None)
+    for name, omni in models.items():
+        service.add(name, omni)
+    service.loading = False
+    with serving(service) as running, httpx.Client(base_url=f"{running.url}/v1/", timeout=60) as made:
+        yield made
+
+
+def changed(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Callable[[str], Any]]]:
+    """Every key and every leaf of a body: which it is, where, and the body with a text put there instead."""
+    if not isinstance(value, dict | list):
+        yield ".".join(place), "leaf", lambda new: new
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        for where, what, make_item in changed(item, (*place, str(key))):
+
+            def around(new: str, key: Any = key, make_item: Callable[[str], Any] = make_item) -> Any:
+                return _replaced(value, key, key, make_item(new))
+
+            yield where, what, around
+        if isinstance(value, dict):
+            yield (
+                ".".join((*place, key)),
+                "key",
+                lambda new, key=key, item=item: _replaced(value, key, f"{key}{new}", item),
+            )
+
+
+def _replaced(value: Any, key: Any, name: Any, item: Any) -> Any:
+    if isinstance(value, list):
+        return [item if index == key else other for index, other in enumerate(value)]
+    return {name if k == key else k: item if k == key else other for k, other in value.items()}
+
+
+def posted(client: httpx.Client, path: str, content: str) -> httpx.Response:
+    return client.post(path, content=content, headers={"Content-Type": "application/json"})
+
+
+def refused(answer: httpx.Response) -> bool:
+    return answer.status_code == 400 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_half_a_character_is_refused_wherever_it_is(client: httpx.Client, path: str) -> None:
+    assert posted(client, path, json.dumps(BODIES[path])).status_code == 200  # it is the change that is refused
+    tried = [(where, what, json.dumps(make_body(HALF))) for where, what, make_body in changed(BODIES[path])]
+    assert all(r"\ud800" in content for _, _, content in tried)
+    answers = [(where, what, posted(client, path, content)) for where, what, content in tried]
+    assert [(where, what, answer.text) for where, what, answer in answers if not refused(answer)] == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bottomless_nesting_is_refused_wherever_it_is(client: httpx.Client, path: str) -> None:
+    for where, what, make_body in changed(BODIES[path]):
+        if what == "leaf":
+            answer = posted(client, path, json.dumps(make_body("@deep@")).replace('"@deep@"', DEEP))
+            assert refused(answer), (where, answer.text)
+    extra = json.dumps({**BODIES[path], "unknown": "@deep@"}).replace('"@deep@"', DEEP)
+    assert refused(posted(client, path, extra))
 
 
 def test_the_document_names_every_error_and_none_that_is_never_given() -> None:

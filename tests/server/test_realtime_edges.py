@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import websockets.sync.client as sockets
 from websockets.exceptions import InvalidStatus
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.origins import is_welcome
 from omnistage.server.routes import realtime
 from omnistage.server.service import Service
 from tests.server.conftest import Running, serving
@@ -127,7 +130,7 @@ def test_pages_of_other_origins_do_not_connect(service: Service) -> None:
     ],
 )
 def test_origins_are_compared_by_host_and_port(origin: str, host: str, allowed: tuple[str, ...], may: bool) -> None:
-    assert realtime._may_connect(origin, host, allowed) is may
+    assert is_welcome(origin, host, allowed) is may
 
 
 def test_sessions_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +142,66 @@ def test_sessions_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch)
         until(lambda: not service.sessions, "the end of the session")
         with raw_socket(server) as talk:
             talk.recv()
+
+
+def bearer(key: str) -> dict[str, Any]:
+    return {"additional_headers": {"Authorization": f"Bearer {key}"}}
+
+
+@pytest.mark.parametrize("most", [2, None])
+def test_no_key_takes_every_session(service: Service, monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
+    """A key has as many as it may have requests; one that may have any number has a quarter of all."""
+    monkeypatch.setattr(realtime, "Options", functools.partial(realtime.Options, max_sessions=8))
+    ann, bob = Holder("ann", digest_of(KEY), max_concurrent=most), Holder("bob", digest_of("a-key-for-bob"))
+    service.keyring = Keyring([ann, bob])
+    with serving(service) as server:
+        with raw_socket(server, "?model=lm", **bearer(KEY)) as first, raw_socket(server, "", **bearer(KEY)) as second:
+            first.recv()
+            second.recv()
+            status, error = error_of(server, "?model=lm", **bearer(KEY))
+            assert (status, error["code"]) == (429, "rate_limit_exceeded")
+            assert "2 sessions" in error["message"]
+            with raw_socket(server, "?model=lm", **bearer("a-key-for-bob")) as other:
+                assert other.recv()["type"] == "session.created"
+        until(lambda: ann.use.idle, "the end of the sessions")
+        with raw_socket(server, "?model=lm", **bearer(KEY)) as again:
+            again.recv()
+
+
+def test_without_keys_one_client_may_have_every_session(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(realtime, "Options", functools.partial(realtime.Options, max_sessions=2))
+    with serving(service) as server, raw_socket(server) as first, raw_socket(server) as second:
+        first.recv()
+        assert second.recv()["type"] == "session.created"
+        status, error = error_of(server)
+        assert (status, error["code"]) == (429, "queue_full")
+
+
+def test_a_refusal_has_a_body_and_leaves_no_trace_in_the_log(
+    service: Service, audit: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    service.keyring = Keyring([Holder("ann", digest_of(KEY), models=frozenset({"lm"}))])
+    refused = [("/v1/realtime", 401), ("/v1/other", 404), ("/v1/realtime/", 404), ("/", 404)]
+    with serving(service) as server:
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)  # it hands nothing on
+        url = server.url.replace("http://", "ws://")
+        for path, expected in refused:
+            with pytest.raises(InvalidStatus) as caught, sockets.connect(f"{url}{path}"):
+                pass
+            response = caught.value.response
+            assert response.status_code == expected, path
+            assert json.loads(response.body)["error"]["message"], path
+            assert response.headers["Content-Type"] == "application/json"
+        assert error_of(server, "?model=omni", **bearer(KEY))[0] == 403
+        until(lambda: len(audit) == 4, "the records")
+    assert [(line["endpoint"], line["status"], line["who"]) for line in audit] == [
+        ("WS /v1/realtime", 401, None),
+        ("unknown", 404, None),
+        ("unknown", 404, None),
+        ("WS /v1/realtime", 403, "ann"),
+    ]
+    logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_the_model_may_be_named_later(server: Running, audit: list[dict[str, Any]]) -> None:

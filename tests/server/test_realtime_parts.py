@@ -66,12 +66,12 @@ def test_turn_detection_is_replaced_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("update", "param"),
     [
-        ({"tools": [{"type": "mcp", "server_label": "f"}]}, "session.tools.0.type"),
+        ({"tools": [{"type": "mcp", "server_label": "f"}]}, "session.tools[0].type"),
         ({"audio": {"output": {"speed": 1.5}}}, "session.audio.output.speed"),
         ({"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": 2}}}}, None),
         ({"audio": {"input": {"noise": 1}}}, "session.audio.input.noise"),
-        ({"audio": {"input": {"transcription": {"model": "x"}}}}, "session.audio.input"),
-        ({"input_audio_noise_reduction": {"type": "near_field"}}, "session.audio.input"),
+        ({"audio": {"input": {"transcription": {"model": "x"}}}}, "session.audio.input.transcription"),
+        ({"input_audio_transcription": {"model": "x"}}, "session.audio.input.transcription"),
         ({"output_modalities": []}, "session.output_modalities"),
     ],
 )
@@ -149,6 +149,8 @@ def test_the_model_sees_what_was_said_and_nothing_that_is_empty() -> None:
         (Spoken("word " * 50, 1000, False), 500, "word word"),  # broken off: the text is far ahead of the sound
         (Spoken("short", 1000, False), 1000, "short"),
         (Spoken("", 0, True), 0, ""),
+        (Spoken("Hello " + "世界" * 30, 3000, True), 2500, "Hello " + "世界" * 24 + "世"),  # spaces end too soon
+        (Spoken("Hello " + "x" * 20 + " end", 3000, True), 2500, "Hello"),  # a long word
     ],
 )
 def test_a_transcript_is_cut_to_what_was_heard(part: Spoken, ms: int, kept: str) -> None:

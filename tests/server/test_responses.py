@@ -15,7 +15,8 @@ import soundfile
 
 from omnistage.errors import InternalError
 from omnistage.media.audio_output import AudioOutput
-from omnistage.server.routes.responses import Answer, ResponsesRequest, Writer
+from omnistage.server.response_request import ResponsesRequest
+from omnistage.server.routes.responses import Answer, Writer
 from omnistage.types import CompletionOutput, FinishReason, Modality, OmniRequestOutput, OutputChunk
 from tests.server.conftest import Running
 from tests.server.test_chat_completions import data_url
@@ -112,6 +113,9 @@ def test_speech_and_pictures(client: openai.OpenAI) -> None:
     text, sound = last.response.output[0].to_dict(warnings=False)["content"]
     assert sound["transcript"] == text["text"] == last.response.output_text
     assert base64.b64decode(sound["data"]) == streamed
+    details = last.response.usage.output_tokens_details.to_dict()
+    assert details["audio_tokens"] > 0
+    assert last.response.usage.output_tokens == details["audio_tokens"] + details["text_tokens"]
 
 
 @pytest.mark.parametrize("format", ["wav", "flac"])
@@ -169,10 +173,10 @@ def test_json_is_json(client: openai.OpenAI) -> None:
         ({"input": [{"type": "computer_call_output", "output": "1"}]}, 400, "input[0].type"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": -1}, 400, "temperature"),
-        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id: answers are not kept"),
         ({"modalities": ["text", "audio"]}, 400, "modalities"),
         ({"audio": {"voice": "Chelsie"}}, 400, "audio"),
-        ({"text": {"format": {"type": "json_schema"}}}, 400, "schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format.schema"),
         ({"text": {"format": {"type": "smell"}}}, 400, "text.format.type"),
     ],
 )

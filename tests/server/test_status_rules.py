@@ -268,6 +268,23 @@ def test_a_stalled_body_is_408_in_the_same_form(service: Service) -> None:
             connection.close()
 
 
+def test_a_body_of_two_lengths_is_refused_and_nothing_after_it_is_heard(server: Running) -> None:
+    both = "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n"
+    connection = raw(server, b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n", both)
+    heard = b""
+    while piece := connection.recv(4096):
+        heard += piece
+    assert heard.startswith(b"HTTP/1.1 400")
+    assert heard.count(b"HTTP/1.1") == 1
+
+
+def test_only_addresses_are_recorded_as_such(server: Running, audit: list[dict[str, Any]]) -> None:
+    for given in ("hello this is content", "203.0.113.9"):
+        httpx.get(f"{server.url}/v1/models", headers={"X-Forwarded-For": given})
+    until(lambda: len(audit) == 2, "two lines in the audit log")
+    assert [line.get("client") for line in audit] == [None, "203.0.113.9"]
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "])
 def test_whoever_does_not_say_what_it_wants_is_cut_off(
     server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch

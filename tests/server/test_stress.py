@@ -47,10 +47,13 @@ class Held:
 
     def __init__(self, stage: Stage, patch: pytest.MonkeyPatch, free: int = 0) -> None:
         self.go = threading.Event()
+        self.waits = False
+        """A step has come that waits."""
         step, steps = stage.step, itertools.count()
 
         def waiting() -> object:
             if next(steps) >= free:
+                self.waits = True
                 assert self.go.wait(30)
             return step()
 
@@ -102,7 +105,8 @@ def test_a_reader_of_a_stream_that_leaves_ends_its_work(server: Running, lm: Asy
     before = aborted(lm)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as answer:
         assert answer.status_code == 200
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: without it the connection is closed at once
+        next(lines)
         assert lm.stats().inflight == 1
     until(lambda: lm.stats().inflight == 0, "the end of the request")
     assert aborted(lm) == before + 1

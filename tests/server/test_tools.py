@@ -215,7 +215,7 @@ def test_an_answer_is_json_or_calls(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
@@ -224,7 +224,7 @@ def test_an_answer_is_json_or_calls(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [*USER, {"role": "user", "content": ""}]}, "messages[1].content"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "a"}}}, "tool_choice: its type"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, ""),
         ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]}, ""),

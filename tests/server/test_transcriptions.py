@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import typing
 from typing import Any
 
 import httpx
@@ -10,8 +12,13 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from openai.types.audio import transcription_create_params
 
+from omnistage.omni import AsyncOmni
+from omnistage.server.routes.transcriptions import _REFUSED, TranscriptionForm
 from tests.server.conftest import Running
+
+pytestmark = pytest.mark.usefixtures("ending")
 
 SECONDS = 0.5
 
@@ -52,6 +59,107 @@ def test_language_and_prompt_are_told_to_the_model(client: openai.OpenAI) -> Non
     flac = {**GIVEN, "file": ("said.flac", wav("FLAC"))}
     told = client.audio.transcriptions.create(**flac, language="en", prompt="Omnistage", temperature=0.5)
     assert told.usage.input_tokens > plain.usage.input_tokens  # type: ignore[union-attr]
+
+
+def test_languages_and_keywords_are_told_to_the_model(client: openai.OpenAI) -> None:
+    plain, one, two = (
+        client.audio.transcriptions.create(**GIVEN, **more)
+        for more in ({}, {"languages": ["en"]}, {"languages": ["en", "de"], "keywords": ["Omnistage", "bridge"]})
+    )
+    counts = [told.usage.input_tokens for told in (plain, one, two)]  # type: ignore[union-attr]
+    assert counts == sorted(set(counts))
+
+
+# ---------------------------------------------------------------------------------------------------- not whole
+
+
+def cut(server: Running, **form: str) -> tuple[int, dict[str, Any]]:
+    """How a transcription is refused: its status, 200 where a stream had begun, and the error."""
+    files = {"file": ("said.wav", wav())}
+    answer = httpx.post(
+        f"{server.url}/v1/audio/transcriptions", data={"model": "omni", **form}, files=files, timeout=60
+    )
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.status_code, answer.json()["error"]
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert {one["type"] for one in events[:-1]} == {"transcript.text.delta"}
+    return answer.status_code, events[-1]["error"]
+
+
+def test_longer_answers_than_the_model_gives_by_default_are_whole(
+    server: Running, ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a conversation may have by default is no bound for what is said in a recording."""
+    defaults = ending.orchestrator._defaults
+    monkeypatch.setitem(defaults, "thinker", defaults["thinker"].model_copy(update={"max_tokens": 4}))
+    with server.client() as client:
+        assert client.audio.transcriptions.create(**GIVEN).usage.output_tokens == 9  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("format", ["json", "text", "verbose_json"])
+def test_what_does_not_fit_is_an_error(
+    server: Running, ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    with server.client() as client:
+        used: int = client.audio.transcriptions.create(**GIVEN).usage.input_tokens  # type: ignore[union-attr,assignment]
+    # With the 8 tokens before the end that it would say, its room is full.
+    stage = ending.orchestrator.stages["thinker"]
+    monkeypatch.setattr(stage, "max_length", used + 8)
+    status, error = cut(server, response_format=format)
+    assert (status, error["param"], error["code"]) == (413, "file", "limit_exceeded")
+    assert "shorter" in error["message"]
+    status, error = cut(server, stream="true")
+    assert (status, error["code"]) == (200, "limit_exceeded")
+    monkeypatch.setattr(stage, "max_length", used)
+    status, error = cut(server, response_format=format)
+    assert (status, error["param"], error["code"]) == (400, "file", "prompt_too_long")
+
+
+def test_what_is_not_done_in_time_is_an_error(
+    server: Running, ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = ending.orchestrator._defaults
+    monkeypatch.setitem(defaults, "thinker", defaults["thinker"].model_copy(update={"min_tokens": 30_000}))
+    status, error = cut(server, timeout="0.6")
+    assert (status, error["param"], error["code"]) == (408, "timeout", "deadline_exceeded")
+    status, error = cut(server, timeout="0.6", stream="true")
+    assert status in (200, 408)  # a slow machine may not have written anything yet
+    assert error["code"] == "deadline_exceeded"
+
+
+# -------------------------------------------------------------------------------------------------------- wrong
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("foo", 1, "foo"),
+        ("include", ["logprobs"], "include[]"),
+        ("chunking_strategy", "auto", "chunking_strategy"),
+        ("chunking_strategy", {"type": "server_vad"}, "chunking_strategy[type]"),
+        ("timestamp_granularities", ["word", "segment"], "timestamp_granularities[]"),
+        ("known_speaker_names", ["agent"], "known_speaker_names[]"),
+        ("known_speaker_references", ["data:audio/wav;base64,AAAA"], "known_speaker_references[]"),
+        ("languages", ["en", "<|x|>"], "languages[]"),
+        ("keywords", ["x" * 4001], "keywords[]"),
+    ],
+)
+def test_no_field_is_left_aside(client: openai.OpenAI, field: str, value: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.transcriptions.create(**GIVEN, extra_body={field: value})
+    assert (refused.value.param or "").startswith(param)
+    if field in _REFUSED and param in (field, f"{field}[]"):
+        assert _REFUSED[field] in refused.value.message
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    asked = typing.get_type_hints(transcription_create_params.TranscriptionCreateParamsNonStreaming)
+    assert set(asked) - set(TranscriptionForm.model_fields) == set()
+
+
+def test_values_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+    unset: dict[str, Any] = {"include": [], "timestamp_granularities": [], "chunking_strategy": None, "stream": False}
+    assert client.audio.transcriptions.create(**GIVEN, **unset).text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,22 +239,50 @@ def job(store: JobStore, size: int | None = None) -> Job:
     return added
 
 
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from omnistage.server.jobs import JobStore, new_job
+
+store = JobStore(Path(sys.argv[1]))
+jobs = [new_job("me", "film", "a red cat", "32x32", "1") for _ in range(4)]
+for job in jobs:
+    store.add(job)
+running, writing, done, bereft = (job.id for job in jobs)
+for job_id in (done, bereft):
+    store.complete(job_id, b"x" * 10, "1", "32x32")
+
+
+def never(*_):
+    print(running, writing, done, bereft, flush=True)
+    threading.Event().wait()
+
+
+os.replace = never  # it dies between a video's last byte and its name
+store.complete(writing, b"x" * 10, "1", "32x32")
+"""
+
+
 def test_a_crash_leaves_no_job_open_and_no_stray_file(tmp_path: Path) -> None:
-    store = JobStore(tmp_path)
-    running, done, bereft = job(store), job(store, 10), job(store, 10)
-    store.close()  # as far as the database is concerned, a crash is no more than this
-    store.path(bereft.id).unlink()
-    for stray in ("video_unknown.mp4", f"{running.id}.mp4", f"{running.id}.mp4.part"):
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        running, writing, done, bereft = killed.stdout.readline().split()
+        assert (tmp_path / f"{writing}.mp4.part").exists()
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    (tmp_path / f"{bereft}.mp4").unlink()
+    for stray in ("video_unknown.mp4", f"{running}.mp4"):
         (tmp_path / stray).write_bytes(b"half")
     again = JobStore(tmp_path)
     states = {one.id: (one.status, one.error_code) for one in again.page("me", None, 10, newest_first=False)}
     assert states == {
-        running.id: ("failed", "interrupted"),
-        done.id: ("completed", None),
-        bereft.id: ("failed", "file_lost"),
+        running: ("failed", "interrupted"),
+        writing: ("failed", "interrupted"),
+        done: ("completed", None),
+        bereft: ("failed", "file_lost"),
     }
     beside = {path.name for path in tmp_path.iterdir() if not path.name.startswith("jobs.sqlite")}
-    assert beside == {f"{done.id}.mp4"}
+    assert beside == {f"{done}.mp4"}
     again.close()
 
 

@@ -9,6 +9,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,12 @@ def page(writer: asyncio.StreamWriter, value: object, status: int = 200, headers
     writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
 
 
-def stream(writer: asyncio.StreamWriter, events: list[dict[str, Any]], *, whole: bool = True) -> None:
+def stream(
+    writer: asyncio.StreamWriter, events: list[dict[str, Any]], *, whole: bool = True, last: str = "data: [DONE]\n\n"
+) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for event in events:
-        data = f"data: {json.dumps(event)}\n\n".encode()
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    for data in map(str.encode, [*lines, last] if whole and last else lines):
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
     if whole:
         writer.write(b"0\r\n\r\n")
@@ -230,9 +234,41 @@ def test_a_service_that_never_ends_an_answer_runs_into_the_timeout() -> None:
     assert report_of(made).exit_code == 1
 
 
-def test_a_picture_that_never_came_is_an_error() -> None:
-    made, _ = run(answers, Plan(count=1), "image")
-    assert made.outcomes[0].error == "no_picture"
+@pytest.mark.parametrize(
+    ("reason", "last", "error"),
+    [
+        (None, "", "broken_answer"),
+        (None, "data: [DO", "broken_answer"),
+        (None, "data: [DONE]", "broken_answer"),
+        (None, "data: [DONE]\n\n", None),
+        ("length", "", None),
+    ],
+)
+def test_a_stream_that_only_stops_is_no_answer(reason: str | None, last: str, error: str | None) -> None:
+    """Whoever cuts a stream (a proxy, a worker that died) may end the HTTP message in good form."""
+
+    async def cut(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
+        stream(writer, [*text_events()[:2], {"choices": [{"delta": {}, "finish_reason": reason}]}], last=last)
+
+    made, _ = run(cut, Plan(count=2))
+    assert [outcome.error for outcome in made.outcomes] == [error] * 2
+    assert report_of(made).exit_code == (0 if error is None else 1)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("image", "no_picture"), ("speech", "no_sound"), ("text", None)])
+def test_what_was_asked_for_and_never_came_is_an_error(kind: str, error: str | None) -> None:
+    made, _ = run(answers, Plan(count=1), kind)
+    assert made.outcomes[0].error == error
+    assert made.outcomes[0].failed == (error is not None)
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, "no_sound"), (480, None)])
+def test_speech_without_a_sample_is_an_error(size: int, error: str | None) -> None:
+    async def speaks(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode() + b"\0" * size)
+
+    made, _ = run(speaks, Plan(count=1), "tts")
+    assert made.outcomes[0].error == error
 
 
 def test_nonsense_in_a_stream_is_named() -> None:
@@ -392,8 +428,9 @@ def test_a_report_survives_its_file_and_holds_no_key(tmp_path: Path) -> None:
     made = Run([spoken(0, 0.5), Outcome(1, Kind.TEXT, 0.0, 0.1, 2.0, 429, "queue_full")], 3.0, 0.1)
     report = report_of(made)
     file = tmp_path / "r.json"
-    file.write_text(json.dumps(report.to_json(0.1), allow_nan=False))
+    file.write_text(report.dumps(0.1))
     value = read_report(file)
+    assert value == json.loads(json.dumps(report.to_json(0.1)))
     assert value["schema"] == SCHEMA
     assert [row["kind"] for row in value["requests"]] == ["speech", "text"]
     assert value["requests"][0]["underrun_seconds"] == pytest.approx(0.5)
@@ -407,6 +444,24 @@ def test_a_report_survives_its_file_and_holds_no_key(tmp_path: Path) -> None:
         "--out",
         "y",
     ]
+
+
+def test_every_gap_can_be_found_again_in_the_report() -> None:
+    made = [spoken(0, 0.5), spoken(1, 0.0)]
+    made[1].sent = -0.25
+    value = json.loads(report_of(Run(made, 3.0)).dumps(0.1))
+    rows, found = value["requests"], value["summary"]["spreads"]
+    pairs = {"token_gap": [pairwise(row["token_times"]) for row in rows]}
+    pairs["sound_gap"] = [pairwise(moment for moment, _ in row["sounds"]) for row in rows]
+    for name, gaps in pairs.items():
+        again = Spread.of([later - earlier for own in gaps for earlier, later in own])
+        assert again is not None
+        assert asdict(again) == pytest.approx(found[name], abs=1e-5)
+    assert [row["ttft"] for row in rows] == pytest.approx([row["token_times"][0] for row in rows], abs=1e-5)
+    assert [sum(size for _, size in row["sounds"]) for row in rows] == [200, 200]
+    text = report_of(Run(made, 3.0)).dumps(0.1)
+    assert sum('"token_times"' in line for line in text.splitlines()) == 2  # a line for each request
+    assert json.loads(report_of(Run()).dumps(0.1))["requests"] == []
 
 
 def test_an_older_report_is_set_beside_a_newer_one() -> None:

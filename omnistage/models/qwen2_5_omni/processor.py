@@ -21,6 +21,8 @@ from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 from omnistage.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 
 _AUDIO_RATE = 16_000
+_LEAST_SECONDS = 0.03
+"""The model would hear nothing of less, and its positions cannot be counted beside pictures."""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,9 @@ class Qwen25OmniProcessor:
     def voices(self) -> Sequence[str]:
         return self._voices
 
+    def clip_seconds(self) -> tuple[float, float]:
+        return _LEAST_SECONDS, int(self._processor.feature_extractor.n_samples) / _AUDIO_RATE
+
     # ---------------------------------------------------------------------------------------------- media
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
@@ -150,8 +155,8 @@ class Qwen25OmniProcessor:
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         if media.audios and int(_audio_lengths(features).min()) < 1:
-            # The model would hear nothing of it, and its positions cannot be counted beside pictures.
-            raise MediaError("a sound is shorter than 30 ms; send a longer one", param="messages")
+            least = f"{_LEAST_SECONDS * 1000:g} ms"
+            raise MediaError(f"a sound is shorter than {least}; send a longer one", param="messages")
         return features
 
     def _expand(self, rendered: str, media: _Media, features: Any) -> str:

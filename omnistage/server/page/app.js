@@ -32,6 +32,7 @@ const gauges = new Gauges(
   (reachable) => (reachable ? state("ready", "Ready") : connect()),
   (limits) => (attachments.limit = limits.max_body_bytes),
 );
+const microphone = setUpMicrophone(attachments, notice);
 const model = () => models.find(({ id }) => id === $("model").value);
 
 function notice(text = "") {
@@ -123,11 +124,12 @@ function send() {
   $("empty").hidden = true;
   showQuestion(text, draft.attachments);
   if (outputs().includes("audio") && model().speaks) unlockAudio();
-  answer(last, model(), userMessage(text, draft.attachments));
+  answer(last, model(), draft);
 }
 
-async function answer(request, chosen, question) {
+async function answer(request, chosen, draft) {
   const control = begin();
+  const conversation = history; // the one it belongs to, even if another has begun when it ends
   const traced = request.kind !== "video"; // a job that outlives its request has no trace
   const made = new Answer(chosen, traced ? (one) => one.trace && timeline.show(one.trace) : null);
   const tag = `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("")}`;
@@ -147,8 +149,19 @@ async function answer(request, chosen, question) {
   end(control);
   if (own.received > 0) showSpeech(own, made, true);
   made.finish(control.signal.aborted ? "stopped" : "done", failure && told(failure));
-  if (chosen.chats && (made.text || failure === null)) history.push(question, { role: "assistant", content: made.text });
+  if (chosen.chats && (made.text || failure === null)) {
+    conversation.push(userMessage(draft.text, draft.attachments), { role: "assistant", content: made.text });
+  }
   if (failure) watching.abort();
+  if (failure && !made.text && conversation === history) putBack(draft);
+}
+
+/** What could not be sent is there to be sent again, unless something else has been begun meanwhile. */
+function putBack({ text, attachments: items }) {
+  if ($("prompt").value !== "" || attachments.items.length > 0) return;
+  $("prompt").value = text;
+  fitPrompt();
+  attachments.put(items);
 }
 
 const told = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
@@ -194,6 +207,11 @@ function stop() {
   running?.abort();
 }
 
+function stopAll() {
+  stop();
+  microphone.discard();
+}
+
 function showSpeech(one, made, over) {
   $("speech-card").hidden = false;
   const meter = $("speech-meter").dataset;
@@ -206,10 +224,10 @@ function showSpeech(one, made, over) {
 }
 
 function newChat() {
-  stop();
+  stopAll();
   history = [];
   last = null;
-  attachments.take();
+  attachments.clear();
   $("messages").replaceChildren();
   $("empty").hidden = false;
   notice();
@@ -242,7 +260,7 @@ $("prompt").addEventListener("keydown", (event) => {
   send();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && document.querySelector("dialog[open]") === null) stop();
+  if (event.key === "Escape" && document.querySelector("dialog[open]") === null) stopAll();
 });
 $("stop").addEventListener("click", stop);
 $("new-chat").addEventListener("click", newChat);
@@ -254,6 +272,5 @@ onKey(connect);
 setUpTheme();
 setUpPanel();
 setUpAttachments(attachments);
-setUpMicrophone(attachments, notice);
 setUpSnippets(currentRequest);
 connect();

@@ -48,6 +48,7 @@ export class Attachments {
   constructor(refuse) {
     this.refuse = refuse;
     this.items = [];
+    this.round = 0; // which conversation they are for
     this.accepted = new Set(["text"]);
     this.limit = 64 * 2 ** 20;
   }
@@ -83,7 +84,9 @@ export class Attachments {
       this.refuse(`${name} was not attached: text files may have ${bytes(LARGEST_TEXT)}.`);
       return;
     }
+    const { round } = this;
     const content = kind === "text" ? { text: await file.text() } : { base64: await toBase64(file) };
+    if (round !== this.round) return; // another conversation has begun while it was read
     this.items.push({ kind, file, url: URL.createObjectURL(file), ...content });
     this.draw();
     announce(`${name} attached`);
@@ -95,6 +98,18 @@ export class Attachments {
     this.items = [];
     this.draw();
     return taken;
+  }
+
+  /** Attach again what was taken. */
+  put(items) {
+    this.items = items;
+    this.draw();
+  }
+
+  /** Attach nothing, not even what is still being read. */
+  clear() {
+    this.round += 1;
+    for (const { url } of this.take()) URL.revokeObjectURL(url);
   }
 
   draw() {

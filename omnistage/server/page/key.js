@@ -18,9 +18,23 @@ export function forgetKey(why) {
   askKey(had ? why : "");
 }
 
-export function askKey(problem = "") {
+function show(problem) {
   $("key-problem").textContent = problem;
   $("key-problem").hidden = problem === "";
+}
+
+/** Whether a browser can send it at all: what a header cannot carry would look like a lost connection. */
+function sendable(given) {
+  try {
+    new Headers({ Authorization: `Bearer ${given}` });
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export function askKey(problem = "") {
+  show(problem);
   $("key").value = key() ?? "";
   if (!$("key-dialog").open) $("key-dialog").showModal();
   $("key").focus();
@@ -34,6 +48,11 @@ export function setUpKey() {
     event.preventDefault();
     const given = $("key").value.trim();
     if (!given) return;
+    if (!sendable(given)) {
+      show("This key has a character that cannot be sent. Copy it again.");
+      $("key").focus();
+      return;
+    }
     sessionStorage.setItem(PLACE, given);
     $("key-dialog").close();
     for (const listener of listeners) listener();

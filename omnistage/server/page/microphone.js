@@ -1,10 +1,11 @@
-// The microphone's button: press to begin, press again to attach what was said.
+// The microphone's button: press to begin, press again to attach what was said. What is dropped meanwhile is not attached.
 
 import { $, announce } from "./dom.js";
 import { Recorder, microphoneProblem } from "./recorder.js";
 
 const QUIET = 0.02; // a level that is more than noise is above it
 
+/** Sets the button up; `discard()` of the result drops a recording that is being made. */
 export function setUpMicrophone(attachments, notice) {
   let recorder = null;
   let busy = false;
@@ -18,26 +19,32 @@ export function setUpMicrophone(attachments, notice) {
 
   const begin = async () => {
     const levels = [];
-    recorder = new Recorder(
+    const own = new Recorder(
       (level, elapsed) => {
+        if (recorder !== own) return;
         levels.push(level);
         drawLevels(levels);
         $("recording").dataset.heard = String(levels.some((one) => one > QUIET));
         $("record-time").textContent = `${elapsed.toFixed(1)} s`;
       },
-      () => toggle(),
+      () => recorder === own && toggle(),
     );
+    recorder = own;
     try {
-      await recorder.start();
-      show(true);
+      await own.start();
+      if (recorder === own) show(true);
+      else own.close(); // dropped while the browser was asking
     } catch (error) {
+      if (recorder !== own) return;
       recorder = null;
       notice(microphoneProblem(error));
     }
   };
 
   const finish = async () => {
-    const wav = await recorder.stop();
+    const own = recorder;
+    const wav = await own.stop();
+    if (recorder !== own) return;
     recorder = null;
     show(false);
     if (wav === null) {
@@ -59,6 +66,14 @@ export function setUpMicrophone(attachments, notice) {
     }
   };
   $("mic").addEventListener("click", toggle);
+
+  const discard = () => {
+    if (recorder === null) return;
+    recorder.close();
+    recorder = null;
+    show(false);
+  };
+  return { discard };
 }
 
 function drawLevels(levels) {

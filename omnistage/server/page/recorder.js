@@ -38,6 +38,7 @@ export class Recorder {
     });
     try {
       this.context = new AudioContext();
+      this.rate = this.context.sampleRate;
       await this.context.audioWorklet.addModule(address("page/recorder-worklet.js"));
       this.node = new AudioWorkletNode(this.context, "capture", { numberOfOutputs: 0 });
       this.node.port.onmessage = ({ data }) => this.take(data);
@@ -57,7 +58,7 @@ export class Recorder {
     this.length += block.length;
     let sum = 0;
     for (const sample of block) sum += sample * sample;
-    const elapsed = this.length / this.context.sampleRate;
+    const elapsed = this.length / this.rate;
     this.onLevel(Math.min(1, Math.sqrt(sum / block.length) * 4), elapsed);
     if (elapsed >= LONGEST) this.onFull();
   }
@@ -67,15 +68,14 @@ export class Recorder {
     const last = new Promise((resolve) => (this.finish = resolve));
     this.node.port.postMessage("stop");
     await last;
-    const rate = this.context.sampleRate;
     this.close();
     if (this.length === 0) return null;
-    return wavFile([toPcm16(await this.resampled(rate))], RATE);
+    return wavFile([toPcm16(await this.resampled())], RATE);
   }
 
-  async resampled(rate) {
-    const offline = new OfflineAudioContext(1, Math.ceil((this.length * RATE) / rate), RATE);
-    const buffer = offline.createBuffer(1, this.length, rate);
+  async resampled() {
+    const offline = new OfflineAudioContext(1, Math.ceil((this.length * RATE) / this.rate), RATE);
+    const buffer = offline.createBuffer(1, this.length, this.rate);
     let at = 0;
     for (const block of this.blocks) {
       buffer.copyToChannel(block, 0, at);
@@ -87,8 +87,11 @@ export class Recorder {
     return (await offline.startRendering()).getChannelData(0);
   }
 
+  /** Let go of the microphone at once; who waits in `stop` is let go too. */
   close() {
     for (const track of this.stream?.getTracks() ?? []) track.stop();
-    if (this.context && this.context.state !== "closed") this.context.close();
+    this.context?.close();
+    this.context = null;
+    this.finish?.();
   }
 }

@@ -31,7 +31,8 @@ export function buildRequest({ model, history, draft, params, outputs, voice }) 
 }
 
 function pictureRequest(model, draft, params) {
-  const body = { model: model.id, prompt: draft.text, ...params, stream: true, partial_images: PARTIAL_IMAGES };
+  const shown = { stream: true, partial_images: PARTIAL_IMAGES, progress: true };
+  const body = { model: model.id, prompt: draft.text, ...params, ...shown };
   const files = pictures(draft);
   if (files.length === 0) return { kind: "image", path: "v1/images/generations", body };
   return { kind: "edit", path: "v1/images/edits", body, files };

@@ -7,23 +7,27 @@ form of the protocol's preview is moved into the newer one first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from omnistage.errors import InvalidRequestError, UnsupportedModalityError
-from omnistage.params import SamplingParams, StageParams, invalid_params
+from omnistage.params import SamplingParams, StageParams
+from omnistage.pipeline.registry import HearingProcessor
 from omnistage.server.realtime.sound import RATES, FormatName
 from omnistage.server.realtime.vad import available, check_available
+from omnistage.server.realtime.wire import Fields, Ignored, first_problem
+from omnistage.server.response_tools import FlatTool
 from omnistage.server.service import ServedModel
 from omnistage.server.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
-from omnistage.server.wire import WireModel
 from omnistage.types import Modality, short_repr
 
 MAX_INSTRUCTIONS = 200_000
+_MOST_METADATA = 16
 
 
-class AudioFormat(WireModel):
+class AudioFormat(Fields):
     type: FormatName = "audio/pcm"
     rate: int | None = None
 
@@ -34,14 +38,16 @@ class AudioFormat(WireModel):
             return {**values, "rate": RATES["audio/pcm"]}
         return values
 
-    @model_validator(mode="after")
-    def _rate_fits(self) -> Self:
-        if self.rate not in (None, RATES[self.type]):
-            raise ValueError(f"rate: {self.type} comes at {RATES[self.type]} Hz here; resample the sound")
-        return self
+    @field_validator("rate")
+    @classmethod
+    def _rate_fits(cls, rate: int | None, info: ValidationInfo) -> int | None:
+        kind = info.data.get("type")
+        if kind is not None and rate not in (None, RATES[kind]):
+            raise ValueError(f"{kind} comes at {RATES[kind]} Hz here; resample the sound")
+        return rate
 
 
-class ServerVad(WireModel):
+class ServerVad(Fields):
     """Turns are heard by the server."""
 
     type: Literal["server_vad"]
@@ -52,43 +58,46 @@ class ServerVad(WireModel):
     interrupt_response: bool = True
     idle_timeout_ms: None = None
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _hears_no_meaning(cls, value: object) -> object:
+        if value == "semantic_vad":
+            raise ValueError("semantic_vad is not offered; use server_vad, or null and commit the sound yourself")
+        return value
 
-class InputAudioConfig(WireModel):
+
+class InputAudioConfig(Fields):
     format: AudioFormat = AudioFormat()
     turn_detection: ServerVad | None = None
-    noise_reduction: Any = None
-    transcription: Any = None
+    noise_reduction: Ignored = None
+    transcription: None = None
 
-    @model_validator(mode="after")
-    def _as_it_comes(self) -> Self:
-        if self.noise_reduction is not None:
-            raise ValueError("noise_reduction is not offered; leave it out, or reduce noise before sending")
-        if self.transcription is not None:
+    @field_validator("transcription", mode="before")
+    @classmethod
+    def _not_transcribed(cls, value: object) -> None:
+        if value is not None:
             raise ValueError(
-                "transcription is not offered: the model hears the sound itself; leave it out, and use "
-                "/v1/audio/transcriptions for what was said"
+                "is not offered: the model hears the sound itself; leave it out, and use /v1/audio/transcriptions "
+                "for what was said"
             )
-        return self
 
 
-class Voice(WireModel):
-    id: str
-
-
-class OutputAudioConfig(WireModel):
+class OutputAudioConfig(Fields):
     format: AudioFormat = AudioFormat()
     voice: str | None = None
     speed: float | None = Field(default=None, ge=1.0, le=1.0, description="As the model speaks.")
 
-    @model_validator(mode="before")
+    @field_validator("voice", mode="before")
     @classmethod
-    def _voice_by_id(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("voice"), dict):
-            return {**values, "voice": Voice.model_validate(values["voice"]).id}
-        return values
+    def _voice_by_id(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        if list(value) != ["id"]:
+            raise ValueError('must be a name, or {"id": NAME}')
+        return value["id"]
 
 
-class AudioConfig(WireModel):
+class AudioConfig(Fields):
     input: InputAudioConfig = InputAudioConfig()
     output: OutputAudioConfig = OutputAudioConfig()
 
@@ -96,33 +105,29 @@ class AudioConfig(WireModel):
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class FunctionTool(WireModel):
+class FunctionTool(Fields, FlatTool):
     """A function, with its fields beside its type."""
 
-    type: Literal["function"] = "function"
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
-
-class FunctionChoice(WireModel):
+class FunctionChoice(Fields):
     type: Literal["function"] = "function"
     name: str
 
 
-class ResponseConfig(WireModel):
+class ResponseConfig(Fields):
     """What a response may set anew, and a session holds for all."""
 
-    output_modalities: tuple[Literal["text", "audio"], ...] = Field(default=("text",), min_length=1, max_length=1)
+    output_modalities: Annotated[tuple[Literal["text", "audio"], ...], FailFast()] = Field(
+        default=("text",), min_length=1, max_length=1
+    )
     instructions: str = Field(default="", max_length=MAX_INSTRUCTIONS)
     audio: AudioConfig = AudioConfig()
     max_output_tokens: _Count | Literal["inf"] = "inf"
-    tools: tuple[FunctionTool, ...] = Field(default=(), max_length=MAX_TOOLS)
+    tools: Annotated[tuple[FunctionTool, ...], FailFast()] = Field(default=(), max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice = "auto"
     parallel_tool_calls: bool | None = None
     # OpenAI's, without effect here
-    reasoning: dict[str, Any] | None = None
+    reasoning: Ignored = None
     prompt: None = None
     # Ours, and the preview's
     temperature: float | None = Field(default=None, ge=0.0, le=100.0, allow_inf_nan=False)
@@ -146,7 +151,9 @@ class ResponseConfig(WireModel):
 
     def tool_fields(self) -> ToolFields:
         """The tools in the form that chats have them in."""
-        tools = [Tool(function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools]
+        # They have been checked; their schemas may be large, and this is done a few times for each response.
+        plain = [{name: getattr(tool, name) for name in Function.model_fields} for tool in self.tools]
+        tools = [Tool(function=Function.model_construct(**fields)) for fields in plain]
         choice = self.tool_choice
         named = NamedChoice(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice
         parallel = self.parallel_tool_calls
@@ -162,12 +169,12 @@ class SessionConfig(ResponseConfig):
     type: Literal["realtime"] = "realtime"
     model: str | None = None
     truncation: Literal["auto", "disabled"] = "auto"
-    # OpenAI's, without effect here
-    id: str | None = None
-    object: str | None = None
-    expires_at: int | None = None
-    include: tuple[str, ...] | None = None
-    tracing: Any = None
+    # OpenAI's, without effect here; a client may send back what it was shown
+    id: Ignored = None
+    object: Ignored = None
+    expires_at: Ignored = None
+    include: Ignored = None
+    tracing: Ignored = None
 
     def shown(self, session_id: str) -> dict[str, Any]:
         """The session as clients see it."""
@@ -176,12 +183,19 @@ class SessionConfig(ResponseConfig):
         return {**given, "id": session_id, "object": "realtime.session"}
 
 
-class ResponseOptions(WireModel):
+def _few(value: object) -> object:
+    """Before each pair is looked at."""
+    if isinstance(value, dict) and len(value) > _MOST_METADATA:
+        raise ValueError(f"has {len(value)} pairs, and may have {_MOST_METADATA}; leave some out")
+    return value
+
+
+class ResponseOptions(Fields):
     """What `response.create` says beside settings; `settings` are merged into the session's."""
 
     conversation: Literal["auto", "none"] = "auto"
     input: tuple[dict[str, Any], ...] | None = None
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None
 
 
 _SETTINGS = frozenset(ResponseConfig.model_fields)
@@ -202,13 +216,16 @@ _PREVIEW_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw"
 
 def from_preview(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with the preview's flat fields in their new places."""
-    made: dict[str, Any] = {}
-    for name, value in values.items():
+    made: dict[str, Any] = {name: value for name, value in values.items() if name not in _PREVIEW}
+    for name, place in _PREVIEW.items():
+        if name not in values:
+            continue
+        value = values[name]
         if name == "modalities" and isinstance(value, list):
             value = ["audio"] if "audio" in value else value
         if name.endswith("_audio_format") and isinstance(value, str):
             value = {"type": _PREVIEW_FORMATS.get(value, value)}
-        for key in reversed(_PREVIEW.get(name, (name,))):
+        for key in reversed(place):
             value = {key: value}
         made = _merged(made, value)
     return made
@@ -232,20 +249,22 @@ def updated(config: SessionConfig, update: Mapping[str, Any], prefix: str) -> Se
     for name in ("instructions", "max_output_tokens", "tools", "tool_choice", "truncation"):
         if given.get(name, ...) is None:  # as good as the default
             given[name] = SessionConfig.model_fields[name].default
+    values = _merged(config.model_dump(exclude_unset=True), given)
     try:
-        return SessionConfig.model_validate(_merged(config.model_dump(exclude_unset=True), given))
+        return SessionConfig.model_validate(values)
     except ValidationError as error:
-        raise invalid_params(error, prefix) from None
+        raise first_problem(error, values, prefix) from None
 
 
 def for_response(config: SessionConfig, asked: Mapping[str, Any]) -> tuple[SessionConfig, ResponseOptions]:
     """A session's settings as one response has them, and what it says besides."""
     given = from_preview(asked)
     settings = {name: value for name, value in given.items() if name in _SETTINGS}
+    besides = {name: value for name, value in given.items() if name not in _SETTINGS}
     try:
-        options = ResponseOptions.model_validate({name: v for name, v in given.items() if name not in _SETTINGS})
+        options = ResponseOptions.model_validate(besides)
     except ValidationError as error:
-        raise invalid_params(error, "response") from None
+        raise first_problem(error, besides, "response") from None
     return updated(config, settings, "response"), options
 
 
@@ -275,8 +294,6 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
         )
     try:
         config.tool_fields().check_tools()
-    except ValidationError as error:
-        raise invalid_params(error, f"{prefix}.tools") from None
     except InvalidRequestError as error:
         error.param = f"{prefix}.{error.param}"
         raise
@@ -287,6 +304,24 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
     if config.audio.input.turn_detection is not None:
         check_hears(model, f"{prefix}.audio.input.turn_detection")
         check_available()
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """In which form a session takes sound, and how many seconds one sound may have."""
+
+    format: FormatName
+    least: float
+    most: float
+
+
+def hearing_of(config: SessionConfig, model: ServedModel) -> Hearing:
+    omni = model.omni
+    least, most = 0.0, omni.media_limits.max_audio_seconds
+    if isinstance(omni.processor, HearingProcessor):
+        least, longest = omni.processor.clip_seconds()
+        most = min(most, longest)
+    return Hearing(config.audio.input.format.type, least, most)
 
 
 def check_hears(model: ServedModel, param: str) -> None:

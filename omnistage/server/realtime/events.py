@@ -7,16 +7,23 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from omnistage.errors import InvalidRequestError, OmniError
-from omnistage.params import invalid_params
+from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.server.errors import body_of
-from omnistage.server.wire import WireModel
+from omnistage.server.realtime.wire import Fields, first_problem
+from omnistage.server.wire import check_readable
 from omnistage.types import short_repr
 
 _MOST_ID = 512
+LARGE_CHARS = 2**16
+"""A message that is longer is read in a worker thread."""
+MOST_CHARS = 2**20
+"""Of an event that brings no media."""
+MOST_MARKS = 100_000
+"""Commas and brackets of a message. Media are a few long strings; a million small values would take seconds to read,
+and a hundred times the message's memory."""
 
 
-class ClientEvent(WireModel):
+class ClientEvent(Fields):
     type: str
     event_id: str | None = Field(default=None, max_length=_MOST_ID)
 
@@ -81,6 +88,7 @@ _EVENTS: dict[str, type[ClientEvent]] = {
     "response.create": ResponseCreate,
     "response.cancel": ResponseCancel,
 }
+_MAY_BE_LONG = frozenset({"input_audio_buffer.append", "conversation.item.create", "response.create"})
 
 
 class GoneError(Exception):
@@ -98,6 +106,10 @@ class EventError(Exception):
 
 def parse(text: str) -> ClientEvent:
     """The event in a message. Raises `EventError`."""
+    marks = sum(map(text.count, ",[{"))
+    if marks > MOST_MARKS:
+        said = f"the message has {marks} commas and brackets, and may have {MOST_MARKS}; send less, or in pieces"
+        raise EventError(LimitExceededError(said), None)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -113,10 +125,16 @@ def parse(text: str) -> ClientEvent:
         raise EventError(
             InvalidRequestError(f"there is no event {short_repr(kind)}; events: {names}", param="type"), event_id
         )
+    if len(text) > MOST_CHARS and kind not in _MAY_BE_LONG:
+        said = f"the message has {len(text)} characters, and {kind} may have {MOST_CHARS}; send less"
+        raise EventError(LimitExceededError(said), event_id)
     try:
+        check_readable(values)
         return known.model_validate(values)
     except ValidationError as error:
-        raise EventError(invalid_params(error), event_id) from None
+        raise EventError(first_problem(error, values), event_id) from None
+    except InvalidRequestError as error:
+        raise EventError(error, event_id) from None
 
 
 def error_event(error: OmniError, event_id: str | None) -> dict[str, Any]:

@@ -6,16 +6,16 @@ import base64
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
-from omnistage.errors import InvalidRequestError
-from omnistage.params import invalid_params
-from omnistage.server.realtime.sound import RATES, FormatName, decode, from_base64
-from omnistage.server.wire import WireModel
+from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.server.realtime.config import Hearing
+from omnistage.server.realtime.sound import RATES, base64_seconds, decode, from_base64
+from omnistage.server.realtime.wire import Fields, first_problem
 from omnistage.types import is_utf8, short_repr
 
 Role = Literal["system", "user", "assistant"]
@@ -24,6 +24,8 @@ _ITEM_BYTES = 1000
 """What an item takes besides its content."""
 CHARS_A_SECOND = 20
 """Of speech whose whole length nobody knows, because it was broken off: hardly anybody speaks faster."""
+_LONGEST_WORD = 20
+"""In characters: where no space comes for longer, the script has none."""
 
 
 def new_id(kind: str) -> str:
@@ -110,8 +112,8 @@ class Spoken:
             # The text runs ahead of the sound, and how long all of it would have been is not known.
             count = ms * CHARS_A_SECOND // 1000
         if count < len(self.transcript):
-            head, space, _ = self.transcript[: count + 1].rpartition(" ")
-            self.transcript = head if space else self.transcript[:count]
+            head, space, word = self.transcript[: count + 1].rpartition(" ")
+            self.transcript = head if space and len(word) <= _LONGEST_WORD else self.transcript[:count]
         self.ms = min(ms, self.ms)
 
 
@@ -222,7 +224,7 @@ Item = Message | Call | CallResult
 # ------------------------------------------------------------------------------------------------- what clients send
 
 
-class ContentIn(WireModel):
+class ContentIn(Fields):
     type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio", "text", "audio"]
     text: str | None = None
     audio: str | None = None
@@ -231,7 +233,7 @@ class ContentIn(WireModel):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ItemIn(WireModel):
+class ItemIn(Fields):
     type: str
     id: str | None = Field(default=None, min_length=1, max_length=64)
     object: str | None = None
@@ -240,7 +242,7 @@ class ItemIn(WireModel):
 
 class MessageIn(ItemIn):
     role: Role
-    content: tuple[ContentIn, ...] = Field(min_length=1, max_length=MAX_PARTS)
+    content: Annotated[tuple[ContentIn, ...], FailFast()] = Field(min_length=1, max_length=MAX_PARTS)
 
 
 class CallIn(ItemIn):
@@ -261,8 +263,8 @@ _ITEMS: dict[str, type[ItemIn]] = {
 }
 
 
-def parse_item(values: Mapping[str, Any], format: FormatName, prefix: str) -> Item:
-    """An item that a client sends, its sound in the session's format. Raises what is wrong with it."""
+def parse_item(values: Mapping[str, Any], hearing: Hearing, prefix: str) -> Item:
+    """An item that a client sends. Raises what is wrong with it. It decodes sound: a worker thread's work."""
     kind = values.get("type")
     known = _ITEMS.get(kind) if isinstance(kind, str) else None
     if known is None:
@@ -270,13 +272,13 @@ def parse_item(values: Mapping[str, Any], format: FormatName, prefix: str) -> It
     try:
         given = known.model_validate(dict(values))
     except ValidationError as error:
-        raise invalid_params(error, prefix) from None
-    item = _item(given, format, prefix)
+        raise first_problem(error, values, prefix) from None
+    item = _item(given, hearing, prefix)
     item.id = given.id or item.id
     return item
 
 
-def _item(given: ItemIn, format: FormatName, prefix: str) -> Item:
+def _item(given: ItemIn, hearing: Hearing, prefix: str) -> Item:
     if isinstance(given, CallIn):
         arguments = _encodable(given.arguments, f"{prefix}.arguments")
         return Call(_encodable(given.name, f"{prefix}.name"), given.call_id or new_id("call"), arguments)
@@ -284,26 +286,35 @@ def _item(given: ItemIn, format: FormatName, prefix: str) -> Item:
         return CallResult(given.call_id, _encodable(given.output, f"{prefix}.output"))
     if not isinstance(given, MessageIn):
         raise InvalidRequestError("is of no known type", param=prefix)
-    parts = [_part(part, given.role, format, f"{prefix}.content[{i}]") for i, part in enumerate(given.content)]
+    parts = [_part(part, given.role, hearing, f"{prefix}.content[{i}]") for i, part in enumerate(given.content)]
     return Message(given.role, parts)
 
 
-def _part(given: ContentIn, role: Role, format: FormatName, path: str) -> Part:
+def _part(given: ContentIn, role: Role, hearing: Hearing, path: str) -> Part:
     kind = given.type
     if role != "user" and kind in ("input_audio", "input_image"):
         raise InvalidRequestError(f"is for user messages; this one is of the {role}", param=f"{path}.type")
     if kind in ("output_audio", "audio"):
         return Text(_text(given.transcript, f"{path}.transcript"))
     if kind == "input_audio":
-        if given.audio is None:
-            raise InvalidRequestError("is missing; give base64", param=f"{path}.audio")
-        samples = decode(from_base64(given.audio, f"{path}.audio"), format, f"{path}.audio")
-        if not len(samples):
-            raise InvalidRequestError("has no samples; send some sound", param=f"{path}.audio")
-        return Sound(samples, RATES[format])
+        return _sound(given.audio, hearing, f"{path}.audio")
     if kind == "input_image":
         return Picture(_text(given.image_url, f"{path}.image_url"))
     return Text(_text(given.text, f"{path}.text"))
+
+
+def _sound(audio: str | None, hearing: Hearing, path: str) -> Sound:
+    if audio is None:
+        raise InvalidRequestError("is missing; give base64", param=path)
+    if base64_seconds(audio, hearing.format) > hearing.most:
+        raise LimitExceededError(f"is longer than the {hearing.most:g} s that one sound may have; split it", param=path)
+    samples, rate = decode(from_base64(audio, path), hearing.format, path), RATES[hearing.format]
+    if not len(samples) or len(samples) / rate < hearing.least:
+        raise MediaError(
+            f"has {len(samples)} samples, and the model hears {hearing.least * 1000:g} ms or more; send a longer sound",
+            param=path,
+        )
+    return Sound(samples, rate)
 
 
 def _text(value: str | None, path: str) -> str:

@@ -29,8 +29,9 @@ class Turn:
 class InputAudio:
     """A bounded buffer that hears turns. Positions count all samples that ever came in.
 
-    While it listens for turns and nobody speaks, it keeps only the padding that goes before one. `append` computes, so
-    it belongs in a worker thread; nothing else here does.
+    While it listens for turns and nobody speaks, it keeps only the padding that goes before one; a turn that would
+    be longer than the bound ends there, and whoever goes on begins another. `append` computes, so it belongs in a
+    worker thread; nothing else here does.
     """
 
     def __init__(self, format: FormatName, detection: ServerVad | None, max_seconds: float, begun_ms: int = 0) -> None:
@@ -82,27 +83,31 @@ class InputAudio:
 
     def append(self, samples: NDArray[np.int16]) -> list[Turn]:
         """Keep more sound; the turns that it begins and ends, in order."""
-        if len(self) + len(samples) > self._most:
+        listens = self._vad is not None and self.detection is not None
+        if not listens and len(self) + len(samples) > self._most:
             raise LimitExceededError(
                 f"the buffer would hold more than {self._most // self.rate} s; commit or clear it first", param="audio"
             )
         self._kept += samples.astype("<i2").tobytes()
+        return self._hear(samples) if listens else []
+
+    def _hear(self, samples: NDArray[np.int16]) -> list[Turn]:
         if self._vad is None or self.detection is None:
             return []
-        padding = self.detection.prefix_padding_ms * self.rate // 1000
-        turns = []
+        padding = min(self.detection.prefix_padding_ms * self.rate // 1000, self._most // 2)
+        turns: list[Turn] = []
         for probability in self._vad.push(self._to_vad.push(samples.astype(np.float32) / 32768.0)):
             kind = self._turns.push(probability)
             if kind == "started":
                 self._turn = max(self._free, self._start, self._heard - padding)
                 turns.append(Turn(kind, self._turn, self._turn))
             self._frames += 1
-            if kind == "stopped" and self._turn is not None:
-                self._free = min(self._heard, self.end)
-                turns.append(Turn(kind, self._turn, self._free))
-                self._turn = None
-        if not turns and self._turn is None:
-            self._drop(self._heard - padding)
+            if self._turn is not None and (kind == "stopped" or self._heard - self._turn >= self._most):
+                self._free = min(self._heard, self.end, self._turn + self._most)
+                turns.append(Turn("stopped", self._turn, self._free))
+                self._turn, self._turns.speaking = None, False
+        if all(turn.kind == "started" for turn in turns):  # what has stopped is still to be taken
+            self._drop(self._heard - padding if self._turn is None else self._turn)
         return turns
 
     @property
@@ -118,10 +123,11 @@ class InputAudio:
         return taken
 
     def take_all(self) -> NDArray[np.int16]:
-        """Everything that is kept. Whoever still speaks begins another turn."""
+        """Everything that is kept, as far as the bound. Whoever still speaks begins another turn."""
         self._turn = None
         self.listen(self.detection)
-        return self.take(self._start, self.end)
+        # A turn may be a frame over the bound before that is heard.
+        return self.take(self.end - self._most, self.end)
 
     def clear(self) -> None:
         """Drop everything, and listen as if nothing had been heard: what follows is another sound."""

@@ -134,7 +134,8 @@ class ResponseRun:
     async def _read(self, stream: OutputStream) -> OmniRequestOutput | None:
         async for item in stream:
             if item.final is not None:
-                if item.final.error is not None and self.cancelled is None:
+                ended = self.cancelled is not None or item.final.finish_reason is FinishReason.ABORT
+                if item.final.error is not None and not ended:
                     raise item.final.error
                 return item.final
             if self.cancelled is None:

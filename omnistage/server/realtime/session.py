@@ -8,7 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omnistage.errors import InternalError, InvalidRequestError, OmniError, UnsupportedModalityError
+from omnistage.errors import (
+    InternalError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    UnsupportedModalityError,
+)
 from omnistage.media.image import decode_image
 from omnistage.pipeline.loop import log_defect
 from omnistage.server.errors import NotFoundError, PermissionDeniedError
@@ -21,13 +27,14 @@ from omnistage.server.realtime.config import (
     check_hears,
     default_config,
     for_response,
+    hearing_of,
     updated,
 )
 from omnistage.server.realtime.conversation import Conversation
 from omnistage.server.realtime.items import Item, Message, Picture, Sound, new_id, parse_item
 from omnistage.server.realtime.listening import InputAudio, Turn
 from omnistage.server.realtime.responding import ResponseRun
-from omnistage.server.realtime.sound import decode, from_base64
+from omnistage.server.realtime.sound import base64_seconds, decode, from_base64
 from omnistage.server.service import ServedModel, Service
 from omnistage.types import Modality
 
@@ -130,7 +137,8 @@ class Session:
         """Do what a message asks; what is wrong with it is told to the client, and the session goes on."""
         event_id = None
         try:
-            event = events.parse(text)
+            large = len(text) > events.LARGE_CHARS
+            event = await asyncio.to_thread(events.parse, text) if large else events.parse(text)
             event_id = event.event_id
             await self._handlers[type(event)](event)
         except events.EventError as error:
@@ -196,7 +204,7 @@ class Session:
     def _new_audio(self, begun_ms: int) -> InputAudio:
         seconds = self._limits.buffer_seconds
         if self._model is not None:
-            seconds = min(seconds, self._model.omni.media_limits.max_audio_seconds)
+            seconds = min(seconds, hearing_of(self.config, self._model).most)  # all of it may become one sound
         given = self.config.audio.input
         return InputAudio(given.format.type, given.turn_detection, seconds, begun_ms)
 
@@ -204,15 +212,19 @@ class Session:
 
     async def _append(self, event: events.AudioAppend) -> None:
         check_hears(self.model, "audio")
-        samples = decode(from_base64(event.audio, "audio"), self._audio.format, "audio")
-        if self._audio.detection is None:
-            self._audio.append(samples)
-            return
-        for turn in await asyncio.to_thread(self._audio.append, samples):
+        if base64_seconds(event.audio, self._audio.format) > self._limits.buffer_seconds:
+            raise LimitExceededError(
+                f"is longer than {self._limits.buffer_seconds:g} s; send it in pieces", param="audio"
+            )
+        computes = self._audio.detection is not None or len(event.audio) > events.LARGE_CHARS
+        for turn in await asyncio.to_thread(self._take_in, event.audio) if computes else self._take_in(event.audio):
             try:
                 await self._turn(turn)
             except OmniError as error:  # the next turn is another matter
                 await self.tell(error, event.event_id)
+
+    def _take_in(self, audio: str) -> list[Turn]:
+        return self._audio.append(decode(from_base64(audio, "audio"), self._audio.format, "audio"))
 
     async def _turn(self, turn: Turn) -> None:
         """Somebody began to speak, or has stopped."""
@@ -290,7 +302,7 @@ class Session:
 
     async def _checked_item(self, values: Mapping[str, Any], path: str) -> Item:
         """An item whose media the model can take: one that it cannot would spoil every response after it."""
-        item = parse_item(values, self.config.audio.input.format.type, path)
+        item = await asyncio.to_thread(parse_item, values, hearing_of(self.config, self.model), path)
         limits, taken = self.model.omni.media_limits, self.model.omni.processor.input_modalities
         for index, part in enumerate(item.parts if isinstance(item, Message) else ()):
             where = f"{path}.content[{index}]"
@@ -330,6 +342,11 @@ class Session:
     async def _respond(self, asked: Mapping[str, Any]) -> None:
         self._service.check_ready()
         model = self.model
+        given = asked.get("input")
+        if isinstance(given, list) and len(given) > self._limits.items:
+            raise LimitExceededError(
+                f"has {len(given)} items, and may have {self._limits.items}; leave some out", param="response.input"
+            )
         config, options = for_response(self.config, asked)
         check_config(config, model, "response")
         await self._settled()
@@ -351,7 +368,7 @@ class Session:
     async def _given(self, values: Sequence[Mapping[str, Any]]) -> list[Item]:
         """The items that one response is to see instead of the conversation; some may be of the conversation."""
         made = []
-        for index, value in enumerate(values[: self._limits.items]):
+        for index, value in enumerate(values):
             path = f"response.input[{index}]"
             if value.get("type") == "item_reference":
                 made.append(self.conversation.get(str(value.get("id")), f"{path}.id"))
@@ -369,7 +386,10 @@ class Session:
         run = self._run
         known = run is not None and event.response_id in (None, run.answer.id)
         if run is None or not known or run.task.done():
-            raise NoActiveResponseError("no such response is running", param="response_id" if not known else None)
+            named = event.response_id is not None
+            raise NoActiveResponseError(
+                f"{'no such' if named else 'no'} response is running", param="response_id" if named else None
+            )
         run.cancel("client_cancelled")
 
     def _over(self, task: asyncio.Task[None]) -> None:

@@ -17,6 +17,8 @@ from omnistage.server.encode import pcm16
 
 FormatName = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 RATES: dict[str, int] = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}
+_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
+"""Of a sample."""
 _SUBTYPES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
@@ -25,6 +27,11 @@ def from_base64(text: str, param: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequestError("is not valid base64; encode the bytes again", param=param) from None
+
+
+def base64_seconds(text: str, format: FormatName) -> float:
+    """How long the sound in `text` is, before any of it is decoded."""
+    return (len(text.rstrip("=")) * 3 // 4) / (_BYTES[format] * RATES[format])
 
 
 def decode(data: bytes, format: FormatName, param: str) -> NDArray[np.int16]:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Mapping
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from omnistage.errors import InvalidRequestError, StageError
+from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalityError
 from omnistage.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.answers import ChatChunk, ChatCompletion
 from omnistage.server.chat_answer import StreamWriter, finish_of, usage_of, whole
-from omnistage.server.chat_request import ChatRequest
+from omnistage.server.chat_request import NO_VIDEOS, ChatRequest
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
 from omnistage.server.service import ServedModel, collect
@@ -69,6 +69,8 @@ def _answer_id(request_id: str) -> str:
 
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:
     """What to ask the model for. Speech comes with its transcript; a model without words draws without them."""
+    if body.modalities is None and "text" not in model.modalities and "video" in model.modalities:
+        raise UnsupportedModalityError(NO_VIDEOS, param="model")
     asked: list[str] = list(body.modalities or ())
     if "audio" in asked and "text" not in asked and "text" in model.modalities:
         return ["text", *asked]

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from omnistage.errors import InvalidRequestError, LimitExceededError
+from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError
+from omnistage.omni import OutputStream
 from omnistage.params import SamplingParams, StageParams
 from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.server.answers import Completion
+from omnistage.server.chat_answer import finish_of, usage_of
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
 from omnistage.server.errors import body_of
-from omnistage.server.routes.chat import finish_of, usage_of
+from omnistage.server.keys import Holder, Use
 from omnistage.server.schemas import CompletionRequest
-from omnistage.server.service import ServedModel, collect
+from omnistage.server.service import ServedModel, Service
 from omnistage.server.sse import event, stream_response
-from omnistage.types import CompletionOutput, OmniRequestOutput, OmniTokensPrompt, OutputChunk, TokenLogprobs, Usage
+from omnistage.server.tools import renamed
+from omnistage.types import (
+    CompletionOutput,
+    Modality,
+    OmniRequestOutput,
+    OmniTokensPrompt,
+    OutputChunk,
+    TokenLogprobs,
+    Usage,
+)
 
 router = APIRouter()
 _MOST_PROMPTS = 64
@@ -31,55 +44,82 @@ _MOST_PROMPTS = 64
 @router.post("/v1/completions", response_model=None, responses=answers(Completion, events=Completion))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
-    service = service_of(request)
+    service, holder = service_of(request), caller(request)
     model = service.model(body.model)
-    holder = caller(request)
     prompts = _prompts(body)
-    params = _params(body, model)
-    options = RequestOptions(["text"], None, body.priority, body.timeout)
+    running = _running(service, holder, model, prompts, body)
     if body.stream:
-        if len(prompts) > 1:
-            raise InvalidRequestError("a stream takes one prompt; send the others by themselves", param="prompt")
 
         async def items() -> AsyncIterator[bytes]:
-            async with service.running(holder, model, prompts[0], params, options) as stream:
-                answer_id = _answer_id(stream.request_id)
-                async for item in stream:
-                    for data in _events(answer_id, body, item):
-                        yield event(data)
+            async with running as streams, aclosing(_events(body, streams, _answers_each(body, model))) as events:
+                async for data in events:
+                    yield event(data)
                 yield event("[DONE]")
 
         return await stream_response(items())
+    finals: dict[int, OmniRequestOutput] = {}
+    async with running as streams, aclosing(_merged(streams)) as items_of_all:
+        async for place, item in items_of_all:
+            if item.final is not None:
+                if item.final.error is not None:
+                    raise item.final.error
+                finals[place] = item.final
+    return JSONResponse(_whole(_answer_id(streams), body, [finals[place] for place in sorted(finals)]))
+
+
+@asynccontextmanager
+async def _running(
+    service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], body: CompletionRequest
+) -> AsyncIterator[list[OutputStream]]:
+    """All prompts at once. To the key they are the one request that they came in, whatever their number."""
+    params = _params(body, model)
+    options = RequestOptions(["text"], None, body.priority, body.timeout)
+    uncounted = replace(holder, rate=None, max_concurrent=None, use=Use())
     async with AsyncExitStack() as stack:
-        streams = [
-            await stack.enter_async_context(service.running(holder, model, prompt, params, options))
-            for prompt in prompts
-        ]
-        answer_id = _answer_id(streams[0].request_id)
-        # Only the first watches for the client: when it leaves, the stack aborts them all.
-        others = [asyncio.ensure_future(_final(stream)) for stream in streams[1:]]
-        try:
-            first = (await collect(streams[0], request))[-1].final
-            finals = [first, *(await asyncio.gather(*others))]
-        finally:
-            for task in others:
-                task.cancel()
-    done = [final for final in finals if final is not None]
-    for final in done:
-        if final.error is not None:
-            raise final.error
-    return JSONResponse(_whole(answer_id, body, done))
+        streams = []
+        for place, prompt in enumerate(prompts):
+            one = service.running(uncounted if place else holder, model, prompt, params, options)
+            name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
+            streams.append(await stack.enter_async_context(renamed(one, {"prompt": name, "prompt_token_ids": name})))
+        yield streams
 
 
-async def _final(stream: AsyncIterator[OutputChunk]) -> OmniRequestOutput | None:
-    last = None
-    async for item in stream:
-        last = item.final
-    return last
+async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, OutputChunk]]:
+    """The items of all streams as they come, each with the place of its stream."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield 0, item
+        return
+    waiting = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(ready, key=waiting.__getitem__):
+                place = waiting.pop(task)
+                if (came := task.result()) is not None:
+                    waiting[asyncio.ensure_future(_next(streams[place]))] = place
+                    yield place, came
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _answer_id(request_id: str) -> str:
-    return f"cmpl-{request_id.removeprefix('req-')}"
+async def _next(stream: OutputStream) -> OutputChunk | None:
+    return await anext(stream, None)
+
+
+def _news(item: OutputChunk) -> list[CompletionOutput]:
+    """What an item adds to its answers: a piece of one, or at last how each ended."""
+    if item.final is not None:
+        return [CompletionOutput(answer.index, finish_reason=answer.finish_reason) for answer in item.final.outputs]
+    if not item.text and not item.logprobs:
+        return []
+    return [CompletionOutput(item.index, item.text, logprobs=list(item.logprobs))]
+
+
+def _answer_id(streams: Sequence[OutputStream]) -> str:
+    return f"cmpl-{streams[0].request_id.removeprefix('req-')}"
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -99,38 +139,35 @@ def _params(body: CompletionRequest, model: ServedModel) -> dict[str, StageParam
     sampling = body.sampling()
     stage = model.stage_taking(SamplingParams)
     if stage is None or "text" not in model.modalities:
-        raise InvalidRequestError("this model gives no text; use the images endpoint", param="model")
+        raise InvalidRequestError("this model gives no text; use the images or videos endpoint", param="model")
     return {} if sampling is None else {stage: sampling}
 
 
-def _whole(answer_id: str, body: CompletionRequest, finals: Sequence[OmniRequestOutput]) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = []
-    total = Usage()
-    for final in finals:
-        total.prompt_tokens += final.usage.prompt_tokens
-        total.completion_tokens += final.usage.completion_tokens
-        choices += [_choice(len(choices) + i, answer) for i, answer in enumerate(final.outputs)]
-    return {**_head(answer_id, body), "choices": choices, "usage": usage_of(total)}
+def _answers_each(body: CompletionRequest, model: ServedModel) -> int:
+    """How many answers each prompt gets: as the request says, or else the model's own configuration."""
+    stage = model.stage_taking(SamplingParams)
+    own = model.omni.orchestrator.default_params(stage) if stage is not None else None
+    return body.n or (own.n if isinstance(own, SamplingParams) else 1)
 
 
-def _head(answer_id: str, body: CompletionRequest) -> dict[str, Any]:
-    return {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": body.model}
+def _head(answer_id: str, body: CompletionRequest, created: int) -> dict[str, Any]:
+    return {"id": answer_id, "object": "text_completion", "created": created, "model": body.model}
 
 
-def _choice(index: int, answer: CompletionOutput) -> dict[str, Any]:
+def _choice(index: int, answer: CompletionOutput, offset: int = 0) -> dict[str, Any]:
     return {
         "index": index,
         "text": answer.text,
-        "logprobs": _logprobs(answer.logprobs) if answer.logprobs else None,
+        "logprobs": _logprobs(answer.logprobs, offset) if answer.logprobs else None,
         "finish_reason": finish_of(answer.finish_reason),
     }
 
 
-def _logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    offsets, position = [], 0
+def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    offsets = []
     for entry in entries:
-        offsets.append(position)
-        position += len(entry.chosen.text)
+        offsets.append(offset)
+        offset += len(entry.chosen.text)
     return {
         "tokens": [entry.chosen.text for entry in entries],
         "token_logprobs": [entry.chosen.logprob for entry in entries],
@@ -139,20 +176,51 @@ def _logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     }
 
 
-def _events(answer_id: str, body: CompletionRequest, item: OutputChunk) -> list[dict[str, Any]]:
-    head = _head(answer_id, body)
-    if item.final is None:
-        if not item.text and not item.logprobs:
-            return []
-        answer = CompletionOutput(item.index, item.text, list(item.token_ids), list(item.logprobs))
-        return [{**head, "choices": [_choice(item.index, answer)]}]
-    if item.final.error is not None:
-        return [body_of(item.final.error)]
-    ends = [
-        {"index": answer.index, "text": "", "logprobs": None, "finish_reason": finish_of(answer.finish_reason)}
-        for answer in item.final.outputs
-    ]
-    made: list[dict[str, Any]] = [{**head, "choices": [end]} for end in ends]
+def _total(usages: Iterable[Usage]) -> Usage:
+    """All that the prompts of one request took; they are of text, and so are their answers."""
+    total, stages, media = Usage(), Counter[str](), Counter[Modality]()
+    for usage in usages:
+        total.prompt_tokens += usage.prompt_tokens
+        total.completion_tokens += usage.completion_tokens
+        total.cached_tokens += usage.cached_tokens
+        stages.update(usage.stage_tokens)
+        media.update(usage.prompt_media)
+    return replace(total, stage_tokens=dict(stages), prompt_media=dict(media))
+
+
+def _whole(answer_id: str, body: CompletionRequest, finals: Sequence[OmniRequestOutput]) -> dict[str, Any]:
+    found = [answer for final in finals for answer in final.outputs]
+    return {
+        **_head(answer_id, body, int(time.time())),
+        "choices": [_choice(index, answer) for index, answer in enumerate(found)],
+        "usage": usage_of(_total(final.usage for final in finals)),
+    }
+
+
+async def _events(
+    body: CompletionRequest, streams: Sequence[OutputStream], answers_each: int
+) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream. Answer i of the n to prompt p is choice p * n + i; each goes on at its own offset."""
+    head = _head(_answer_id(streams), body, int(time.time()))
+    offsets: Counter[int] = Counter()
+    usages: list[Usage] = []
+    begun = False
+    try:
+        async with aclosing(_merged(streams)) as items:
+            async for place, item in items:
+                final = item.final
+                if final is not None and final.error is not None:
+                    raise final.error
+                for answer in _news(item):
+                    begun = True
+                    index = place * answers_each + answer.index
+                    yield {**head, "choices": [_choice(index, answer, offsets[index])]}
+                    offsets[index] += sum(len(entry.chosen.text) for entry in answer.logprobs)
+                usages += [final.usage] if final is not None else []
+    except OmniError as error:
+        if not begun:  # it can still have its status
+            raise
+        yield body_of(error)
+        return
     if body.stream_options is not None and body.stream_options.include_usage:
-        made.append({**head, "choices": [], "usage": usage_of(item.final.usage)})
-    return made
+        yield {**head, "choices": [], "usage": usage_of(_total(usages))}

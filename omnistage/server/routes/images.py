@@ -33,7 +33,7 @@ from omnistage.server.schemas import ImageRequest
 from omnistage.server.service import ServedModel, Service, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.store import CONTENT_TYPES
-from omnistage.types import FinishReason, ImageChunk, Modality, OmniRequestOutput, OutputChunk
+from omnistage.types import FinishReason, ImageChunk, Modality, OmniRequestOutput, OutputChunk, Progress
 
 router = APIRouter()
 
@@ -78,8 +78,7 @@ async def edits(form: Annotated[ImageEditForm, Form(media_type="multipart/form-d
 
 @router.get("/files/{name}", response_class=Response, responses=answers(files=_KINDS), name="get_file")
 async def get_file(name: str, request: Request) -> Response:
-    """A picture that was asked for with `response_format: url`."""
-    caller(request)
+    """A picture that was asked for with `response_format: url`. It needs no key: only its name leads to it."""
     found = await asyncio.to_thread(service_of(request).files.get, name)
     if found is None:
         raise NotFoundError("there is no such file, or no more; draw it again")
@@ -196,7 +195,7 @@ def _b64(data: bytes) -> str:
 
 
 class _StreamWriter:
-    """The events of one streamed request: progress, at most as many previews as were asked for, pictures."""
+    """The events of one streamed request: at most as many previews as were asked for, pictures, progress if wished."""
 
     def __init__(self, body: ImageRequest, model: ServedModel, kind: str) -> None:
         self._body = body
@@ -210,11 +209,14 @@ class _StreamWriter:
             failed = _failure(item.final)
             return [] if failed is None else [body_of(renamed(failed, _FIELDS))]
         if item.progress is not None:
-            done = item.progress
-            return [{"type": f"{self._kind}.progress", "step": done.step, "steps": done.steps}]
+            return [self._step(item.progress)] if self._body.progress else []
         if item.image is None:
             return []
         return self._preview(item.image) if item.image.preview else [self._picture(item.image, "completed")]
+
+    def _step(self, done: Progress) -> dict[str, Any]:
+        """No event of OpenAI's: its client would take it for a picture, so it comes only where it is asked for."""
+        return {"type": f"{self._kind}.progress", "step": done.step, "steps": done.steps}
 
     def _preview(self, chunk: ImageChunk) -> list[dict[str, Any]]:
         shown = self._shown[chunk.index]

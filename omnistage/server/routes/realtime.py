@@ -6,11 +6,11 @@ The middlewares that guard requests let WebSockets pass, so that key, origin, si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from starlette.types import Message
@@ -18,9 +18,11 @@ from starlette.types import Message
 from omnistage.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.pipeline.loop import log_defect
 from omnistage.server.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
-from omnistage.server.errors import CLIENT_CLOSED, PermissionDeniedError, response_of
+from omnistage.server.denial import deny
+from omnistage.server.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
 from omnistage.server.exchange import cut
 from omnistage.server.keys import Holder
+from omnistage.server.origins import is_welcome
 from omnistage.server.realtime import preview
 from omnistage.server.realtime.answer import Event
 from omnistage.server.realtime.events import GoneError
@@ -32,7 +34,7 @@ ENDPOINT = "WS /v1/realtime"
 _PROTOCOL = "realtime"
 _KEY_PROTOCOL = "openai-insecure-api-key."
 _NORMAL, _GOING_AWAY, _TOO_BIG, _DEFECT = 1000, 1001, 1009, 1011
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_SHARES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +54,65 @@ async def realtime(websocket: WebSocket) -> None:
     """Hold a conversation."""
     service: Service = websocket.app.state.service
     options: Options = websocket.app.state.realtime
-    client = websocket.client.host if websocket.client is not None else None
-    record = Record(ENDPOINT, client)
-    CURRENT.set(record)
-    try:
-        holder, model = _admitted(websocket, service, options)
-    except OmniError as error:
-        record.status = error.status
-        await websocket.send_denial_response(response_of(error))
-    else:
-        record.who, record.model = holder.name, None if model is None else model.name
-        record.status = 101
+    with _recorded(websocket, ENDPOINT) as record, contextlib.ExitStack() as counted:
+        try:
+            holder, model = _admitted(websocket, service, options, record)
+            counted.enter_context(holder.conversing(_share(service, options)))
+        except OmniError as error:
+            record.status = error.status
+            await deny(error, websocket.scope, websocket.receive, websocket.send)
+            return
+        record.model, record.status = None if model is None else model.name, 101
         await websocket.accept(_PROTOCOL if _PROTOCOL in websocket.scope["subprotocols"] else None)
         socket = _Socket(websocket, options, record)
-        session = Session(service, holder, model, socket.send, limits=options.limits, client=client)
+        session = Session(service, holder, model, socket.send, limits=options.limits, client=record.client)
         await _Conversing(socket, session, service, options).run()
+
+
+@router.websocket("/{path:path}")
+async def nowhere(websocket: WebSocket) -> None:
+    """Say that there is nothing here: without this a WebSocket would be refused with 403 and no reason."""
+    with _recorded(websocket, "unknown") as record:
+        error = NotFoundError("there is no WebSocket at this path; connect to /v1/realtime")
+        record.status = error.status
+        await deny(error, websocket.scope, websocket.receive, websocket.send)
+
+
+@contextlib.contextmanager
+def _recorded(websocket: WebSocket, endpoint: str) -> Iterator[Record]:
+    """The record of a connection, which is written and counted when the connection has ended."""
+    record = Record(endpoint, websocket.client.host if websocket.client is not None else None)
+    CURRENT.set(record)
+    try:
+        yield record
     finally:
-        service.measures.answered(record, record.close())
+        if str(websocket.scope["path"]).startswith("/v1/"):  # as of requests
+            service: Service = websocket.app.state.service
+            service.measures.answered(record, record.close())
 
 
 # ----------------------------------------------------------------------------------------------------- who comes in
 
 
-def _admitted(websocket: WebSocket, service: Service, options: Options) -> tuple[Holder, ServedModel | None]:
+def _admitted(
+    websocket: WebSocket, service: Service, options: Options, record: Record
+) -> tuple[Holder, ServedModel | None]:
     """Whose key this is, and the model that it asks for. Raises what is answered instead of a socket."""
     holder = service.keyring.authenticate(_authorization(websocket))
+    record.who = holder.name
     origin = websocket.headers.get("origin")
-    if origin is not None and not _may_connect(origin, websocket.headers.get("host", ""), options.origins):
+    if origin is not None and not is_welcome(origin, websocket.headers.get("host", ""), options.origins):
         raise PermissionDeniedError("pages of this origin may not connect; allow it with --cors")
     service.check_ready()
     if len(service.sessions) >= options.max_sessions:
         raise QueueFullError(f"there are {options.max_sessions} sessions, the most there may be; try again later")
     name = websocket.query_params.get("model")
     return holder, None if name is None else chosen_model(service, holder, name)
+
+
+def _share(service: Service, options: Options) -> int | None:
+    """Sessions that one holder may have whose key does not say: no key takes them all from the others."""
+    return max(1, options.max_sessions // _SHARES) if service.keyring.required else None
 
 
 def _authorization(websocket: WebSocket) -> str | None:
@@ -94,21 +122,6 @@ def _authorization(websocket: WebSocket) -> str | None:
         return header
     keys = [p.removeprefix(_KEY_PROTOCOL) for p in websocket.scope["subprotocols"] if p.startswith(_KEY_PROTOCOL)]
     return f"Bearer {keys[0]}" if keys else None
-
-
-def _may_connect(origin: str, host: str, allowed: Sequence[str]) -> bool:
-    """Whether a page of this origin may connect: one of our own, or of the list that CORS has.
-
-    Browsers ask nobody before they open a WebSocket, so that without this any page could use a local service.
-    """
-    if "*" in allowed or origin in allowed:
-        return True
-    try:
-        page, own = urlsplit(origin), urlsplit(f"//{host}")
-        default = _DEFAULT_PORTS.get(page.scheme)
-        return (page.hostname, page.port or default) == (own.hostname, own.port or default) and bool(page.hostname)
-    except ValueError:  # a port that is none
-        return False
 
 
 # ------------------------------------------------------------------------------------------------------- the socket

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import base64
-import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Literal, Self
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, model_validator
 
 from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.params import SamplingParams, StageParams, StructuredOutput
+from omnistage.params import SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.answers import ResponseEvent, ResponseObject
+from omnistage.server.chat_answer import obfuscated, spoken_tokens
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
 from omnistage.server.encode import encode_audio, pcm16
 from omnistage.server.errors import body_of
-from omnistage.server.response_tools import ResponseToolFields, ToolOutput, laid_out, whole_output
-from omnistage.server.schemas import AudioOptions, Finite
+from omnistage.server.response_request import ResponsesRequest
+from omnistage.server.response_tools import ToolOutput, whole_output
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
-from omnistage.server.wire import WireModel
 from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk, Usage
 
 router = APIRouter()
@@ -35,98 +33,6 @@ _CUT_SHORT = {
     FinishReason.DEADLINE: "timeout",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-
-
-class TextFormat(WireModel):
-    """As `response_format` of a chat, with the schema's fields beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    def structured(self) -> StructuredOutput | None:
-        if self.type == "json_object":
-            return StructuredOutput(json_object=True)
-        return StructuredOutput(json_schema=self.schema_) if self.schema_ is not None else None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema goes with type json_schema; give both or neither")
-        return self
-
-
-class TextOptions(WireModel):
-    format: TextFormat = TextFormat()
-
-
-class ResponsesRequest(ResponseToolFields):
-    """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
-
-    model: str
-    input: str | tuple[dict[str, Any], ...]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: Finite | None = None
-    top_p: Finite | None = None
-    stream: bool | None = False
-    text: TextOptions = TextOptions()
-    # OpenAI's, without effect here
-    metadata: dict[str, str] | None = None
-    store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
-    user: str | None = None
-    # Ours
-    modalities: tuple[Literal["text", "audio"], ...] | None = None
-    audio: AudioOptions | None = None
-    seed: int | None = None
-    priority: int = 0
-    timeout: Finite | None = None
-
-    def messages(self) -> list[Mapping[str, Any]]:
-        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *laid_out(given)[0]]
-
-    def path(self, path: str) -> str:
-        """A path into `messages()`, or one that the engines gave, as one into this request."""
-        if path.startswith("structured"):
-            return "tools" if path == "structured.structural_tag" else "text.format"
-        found = re.fullmatch(r"messages(?:\[(\d+)\])?(.*)", path)
-        if found is None:
-            return path
-        index = int(found[1] or 0) - bool(self.instructions)
-        if index < 0:
-            return "instructions"
-        if isinstance(self.input, str) or found[1] is None:
-            return "input"
-        return f"input[{laid_out(self.input)[1][index]}]{found[2]}"
-
-    def sampling(self) -> SamplingParams | None:
-        structured, toolbox = self.text.format.structured(), self.toolbox()
-        values: dict[str, object] = {
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "structured": toolbox.structured(structured) if toolbox is not None else structured,
-        }
-        given = {name: value for name, value in values.items() if value is not None}
-        try:
-            return SamplingParams.parse(given) if given else None
-        except InvalidRequestError as error:
-            if error.param == "max_tokens":
-                error.param = "max_output_tokens"
-            raise
-
-    @model_validator(mode="after")
-    def _audio_fits(self) -> Self:
-        if self.audio is not None and "audio" not in (self.modalities or ()):
-            raise ValueError("audio is for spoken answers; add audio to modalities")
-        if self.stream and self.audio is not None and self.audio.format not in ("pcm16", "wav"):
-            raise ValueError("audio.format: a stream carries pcm16; ask for that")
-        return self
 
 
 @router.post("/v1/responses", response_model=None, responses=answers(ResponseObject, events=ResponseEvent))
@@ -167,7 +73,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
     stage = model.stage_taking(SamplingParams)
     if stage is None or "text" not in model.modalities:
-        raise InvalidRequestError("this model gives no text; use the images endpoint", param="model")
+        raise InvalidRequestError("this model gives no text; use the images or videos endpoint", param="model")
     sampling = body.sampling()
     return model.seeded(body.seed, {} if sampling is None else {stage: sampling})
 
@@ -178,12 +84,11 @@ class Answer:
     def __init__(self, request_id: str, body: ResponsesRequest) -> None:
         own = request_id.removeprefix("req-")
         self.id, self.item_id = f"resp_{own}", f"msg_{own}"
-        self._body = body
+        self.body = body
         self.toolbox = body.toolbox()
         self._created = int(time.time())
 
     def state(self, status: str, **more: object) -> dict[str, Any]:
-        body = self._body
         return {
             "id": self.id,
             "object": "response",
@@ -191,19 +96,9 @@ class Answer:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "model": body.model,
             "output": [],
-            "previous_response_id": None,
-            "store": False,
-            "temperature": body.temperature,
-            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            **body.told(),
-            "top_p": body.top_p,
-            "truncation": "disabled",
             "usage": None,
-            "metadata": body.metadata or {},
+            **self.body.told(),
             **more,
         }
 
@@ -233,7 +128,7 @@ class Answer:
         made = [text_part(final.text)]
         if final.audio is not None:
             # A stream has sent pcm16 already; its last event says the same again, for those who read only that.
-            format = "pcm16" if self._body.stream else (self._body.audio.format if self._body.audio else "wav")
+            format = "pcm16" if self.body.stream else (self.body.audio.format if self.body.audio else "wav")
             data = base64.b64encode(encode_audio(final.audio, format)).decode()
             made.append({"type": "output_audio", "data": data, "transcript": final.text})
         return made
@@ -244,12 +139,19 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    """As a chat counts: the tokens of speech are tokens of the output."""
+    spoken = spoken_tokens(usage)
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0, "audio_seconds": usage.audio_seconds},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens + spoken,
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "text_tokens": usage.completion_tokens,
+            "audio_tokens": spoken,
+            "audio_seconds": usage.audio_seconds,
+        },
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens + spoken,
     }
 
 
@@ -322,4 +224,5 @@ class Writer:
 
     def _event(self, kind: str, **values: object) -> dict[str, Any]:
         self._sent += 1
-        return {"type": kind, "sequence_number": self._sent - 1, **values}
+        made = {"type": kind, "sequence_number": self._sent - 1, **values}
+        return obfuscated(made) if self._answer.body.obfuscates and kind.endswith(".delta") else made

@@ -1,28 +1,34 @@
-"""`/v1/audio/speech`: a text, spoken. Raw formats stream as they are made."""
+"""`/v1/audio/speech`: a text, spoken. Its bytes go out as it is made, in every format."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalityError
+from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, UnsupportedModalityError
+from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.server.answers import SpeechEvent
+from omnistage.server.chat_answer import usage_of
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
-from omnistage.server.encode import CONTENT_TYPES, encode_audio, pcm16
+from omnistage.server.encode import CONTENT_TYPES, SoundWriter, sound_writer
+from omnistage.server.errors import body_of
 from omnistage.server.schemas import SpeechRequest
-from omnistage.server.service import collect
-from omnistage.server.sse import stream_response
-from omnistage.types import Modality
+from omnistage.server.sse import event, stream_response
+from omnistage.types import FinishReason, Modality, OmniRequestOutput, Usage
 
 router = APIRouter()
 _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
 _READ_ALOUD = "Say exactly this, and nothing else: "
 
 
-@router.post("/v1/audio/speech", response_class=Response, responses=answers(files=_FILES))
+@router.post("/v1/audio/speech", response_class=Response, responses=answers(events=SpeechEvent, files=_FILES))
 async def speech(body: SpeechRequest, request: Request) -> Response:
     """Speak a text. A chat model is asked to say it; what it then says is its own."""
     service = service_of(request)
@@ -30,26 +36,68 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     holder = caller(request)
     if Modality.AUDIO not in model.modalities:
         raise UnsupportedModalityError("this model does not speak; use one that gives audio", param="model")
-    options = RequestOptions(["audio"], body.voice, 0, body.timeout)
+    options = RequestOptions(["audio"], body.voice_name, 0, body.timeout)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
     messages = [{"role": "user", "content": f"{content}{body.input}"}]
     running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
-    media_type = CONTENT_TYPES[body.response_format]
-    if body.response_format == "pcm":
+    if body.stream_format == "sse":
+        return await stream_response(_events(running, body.response_format))
+    return await stream_response(_file(running, body.response_format), CONTENT_TYPES[body.response_format])
 
-        async def samples() -> AsyncIterator[bytes]:
-            async with running as stream:
-                async for item in stream:
-                    if item.audio is not None:
-                        yield pcm16(np.asarray(item.audio.samples, dtype=np.float32))
-                    if item.final is not None and item.final.error is not None:
-                        raise item.final.error
 
-        return await stream_response(samples(), media_type)
+async def _spoken(
+    running: AbstractAsyncContextManager[OutputStream], format: str
+) -> AsyncGenerator[bytes | OmniRequestOutput]:
+    """Pieces of the file as it grows, none of them empty, then the end. Raises for an end that is not the text's."""
+    writer: SoundWriter | None = None
     async with running as stream:
-        final = (await collect(stream, request))[-1].final
-    if final is None or final.error is not None:
-        raise final.error if final is not None and final.error is not None else StageError("no speech came")
-    if final.audio is None:
-        raise InvalidRequestError("the model said nothing to this text; try another", param="input")
-    return Response(encode_audio(final.audio, body.response_format), media_type=media_type)
+        async for item in stream:
+            if item.audio is not None:
+                writer = writer or sound_writer(format, item.audio.sample_rate)
+                samples = np.asarray(item.audio.samples, dtype=np.float32)
+                if data := await asyncio.to_thread(writer.write, samples):
+                    yield data
+            if item.final is None:
+                continue
+            if item.final.error is not None:
+                raise item.final.error
+            if item.final.finish_reason is FinishReason.DEADLINE:  # a sound cannot say that it is not whole
+                raise DeadlineExceededError("the time was over before all of it was said; allow more", param="timeout")
+            if writer is None:
+                raise InvalidRequestError("the model said nothing to this text; try another", param="input")
+            if data := await asyncio.to_thread(writer.finish):
+                yield data
+            yield item.final
+
+
+async def _file(running: AbstractAsyncContextManager[OutputStream], format: str) -> AsyncGenerator[bytes]:
+    """What fails midway breaks the answer off: bytes have no room to say it."""
+    async with aclosing(_spoken(running, format)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, bytes):
+                yield piece
+
+
+async def _events(running: AbstractAsyncContextManager[OutputStream], format: str) -> AsyncGenerator[bytes]:
+    begun = False
+    async with aclosing(_spoken(running, format)) as pieces:
+        try:
+            async for piece in pieces:
+                if isinstance(piece, bytes):
+                    yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+                else:
+                    yield event({"type": "speech.audio.done", "usage": _usage(piece.usage)})
+                begun = True
+        except OmniError as error:
+            if not begun:  # it can still have its status
+                raise
+            yield event(body_of(error))
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    counted = usage_of(usage)
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "output_tokens": counted["completion_tokens"],
+        "total_tokens": counted["total_tokens"],
+    }

@@ -12,7 +12,7 @@ from omnistage.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.server.answers import Cancelled, ModelCard, ModelList, Readiness, TraceAnswer
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
-from omnistage.server.errors import NotFoundError
+from omnistage.server.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.keys import Holder
 from omnistage.server.service import ServedModel, Service, names_of
 from omnistage.types import Trace, short_repr
@@ -77,7 +77,9 @@ async def ready(request: Request) -> JSONResponse:
     """Whether requests are taken."""
     service = service_of(request)
     state = "ready" if service.ready else ("loading" if service.loading else "draining")
-    return JSONResponse({"status": state}, status_code=200 if service.ready else 503)
+    if service.ready:
+        return JSONResponse({"status": state})
+    return JSONResponse({"status": state}, status_code=503, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -120,4 +122,4 @@ def _engine_id(service: Service, given: str, holder: Holder) -> str:
     if (tagged := service.tagged(holder, given)) is not None:
         return tagged
     head, _, tail = given.replace("resp_", "resp-", 1).partition("-")
-    return f"req-{tail}" if head in ("chatcmpl", "cmpl", "img", "resp", "speech") else given
+    return f"req-{tail}" if head in ("chatcmpl", "cmpl", "resp") else given

@@ -6,25 +6,94 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Form, Request, Response, UploadFile
+from fastapi import APIRouter, Form, Request, Response, UploadFile
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import Field, field_validator
 
-from omnistage.errors import InvalidRequestError, StageError, UnsupportedModalityError
+from omnistage.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    StageError,
+    UnsupportedModalityError,
+)
 from omnistage.media.audio import decode_audio
 from omnistage.params import SamplingParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.answers import Transcription, TranscriptionEvent
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
-from omnistage.server.errors import ContentFilterError, body_of
+from omnistage.server.errors import CancelledRequestError, ContentFilterError, body_of
+from omnistage.server.schemas import Finite
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
-from omnistage.types import FinishReason, Modality, OutputChunk, Usage
+from omnistage.server.wire import WireModel
+from omnistage.types import FinishReason, Modality, OmniRequestOutput, OutputChunk, Usage
 
 router = APIRouter()
 _ASK = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
+_MOST_TOKENS = 1_000_000
+"""As many as parameters may ask for: a transcription is as long as what is said, so the model's room is its bound."""
+_REFUSED = {
+    "chunking_strategy": "a sound is heard in one piece here; leave it out",
+    "include": "transcriptions come without log probabilities here; leave it out",
+    "known_speaker_names": "speakers are not told apart here; leave it out",
+    "known_speaker_references": "speakers are not told apart here; leave it out",
+    "timestamp_granularities": "no times are given: models that chat do not know them; leave it out",
+}
+Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
+
+
+class TranscriptionForm(WireModel):
+    """`POST /v1/audio/transcriptions`. OpenAI's clients write lists as fields with `[]` behind their names."""
+
+    file: UploadFile = Field(description="A sound file, or a video with sound.")
+    model: str
+    language: Language | None = None
+    languages: list[Language] = Field(default=[], alias="languages[]", max_length=32)
+    prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
+    keywords: list[str] = Field(default=[], alias="keywords[]", max_length=128)
+    response_format: Literal["json", "text", "verbose_json"] = "json"
+    temperature: Finite = Field(default=0.0, ge=0, le=2)
+    stream: bool = False
+    # OpenAI's, refused with a reason
+    chunking_strategy: str | None = None
+    include: list[str] = Field(default=[], alias="include[]")
+    known_speaker_names: list[str] = Field(default=[], alias="known_speaker_names[]")
+    known_speaker_references: list[str] = Field(default=[], alias="known_speaker_references[]")
+    timestamp_granularities: list[str] = Field(default=[], alias="timestamp_granularities[]")
+    # Ours
+    timeout: Finite | None = None
+
+    @field_validator(*_REFUSED)
+    @classmethod
+    def _refuse(cls, value: Any, info: Any) -> Any:
+        if value:
+            raise ValueError(_REFUSED[info.field_name])
+        return value
+
+    @field_validator("keywords")
+    @classmethod
+    def _few_words(cls, value: list[str]) -> list[str]:
+        if sum(map(len, value)) > _MAX_TEXT:
+            raise ValueError(f"has more than {_MAX_TEXT} characters in all; name fewer")
+        return value
+
+    def question(self) -> str:
+        """What the model is asked about the sound."""
+        parts = [_ASK]
+        if self.language:
+            parts.append(f"The language is {self.language}.")
+        if self.languages:
+            parts.append(f"The languages may be: {', '.join(self.languages)}.")
+        if self.keywords:
+            parts.append(f"Words that may be said: {', '.join(self.keywords)}.")
+        if self.prompt:
+            parts.append(f"Context that may help with names and spelling: {self.prompt}")
+        return " ".join(parts)
 
 
 @router.post(
@@ -33,38 +102,30 @@ _MAX_TEXT = 4000
     responses=answers(Transcription, events=TranscriptionEvent, files=("text/plain",)),
 )
 async def transcriptions(
-    request: Request,
-    file: Annotated[UploadFile, File(description="A sound file, or a video with sound.")],
-    model: Annotated[str, Form()],
-    language: Annotated[str | None, Form(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")] = None,
-    prompt: Annotated[str | None, Form(max_length=_MAX_TEXT)] = None,
-    response_format: Annotated[Literal["json", "text", "verbose_json"], Form()] = "json",
-    temperature: Annotated[float, Form(ge=0, le=2, allow_inf_nan=False)] = 0.0,
-    stream: Annotated[bool, Form()] = False,
-    timeout: Annotated[float | None, Form(allow_inf_nan=False)] = None,
+    form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")], request: Request
 ) -> Response:
     """Write down what is said in a sound. No times are given: models that chat do not know them."""
     service = service_of(request)
     holder = caller(request)
-    served = service.model(model)
+    served = service.model(form.model)
     stage = served.stage_taking(SamplingParams)
     if Modality.AUDIO not in served.omni.processor.input_modalities or stage is None:
         raise UnsupportedModalityError("this model does not hear; use one that takes audio", param="model")
-    data = await file.read()
+    data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send a sound file", param="file")
-    content = [{"type": "audio", "audio": data}, {"type": "text", "text": _question(language, prompt)}]
+    content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.question()}]
     running = renamed(
         service.running(
             holder,
             served,
             [{"role": "user", "content": content}],
-            {stage: SamplingParams(temperature=temperature)},
-            RequestOptions(["text"], None, 0, timeout),
+            {stage: SamplingParams(temperature=form.temperature, max_tokens=_MOST_TOKENS)},
+            RequestOptions(["text"], None, 0, form.timeout),
         ),
-        lambda path: "file" if path.startswith("messages") else path,
+        lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
-    if stream:
+    if form.stream:
 
         async def items() -> AsyncIterator[bytes]:
             async with running as answers:
@@ -75,16 +136,16 @@ async def transcriptions(
         return await stream_response(items())
     async with running as answers:
         final = (await collect(answers, request))[-1].final
-    if final is None or final.error is not None:
-        raise final.error if final is not None and final.error is not None else StageError("no answer came")
-    if final.finish_reason is FinishReason.CONTENT_FILTER:
-        raise _filtered()
+    if final is None:
+        raise StageError("no answer came")
+    if (failed := _failure(final)) is not None:
+        raise failed
     text = final.text.strip()
-    if response_format == "text":
+    if form.response_format == "text":
         return PlainTextResponse(f"{text}\n")
-    if response_format == "verbose_json":
+    if form.response_format == "verbose_json":
         # The language is what the client said: nothing here recognises it.
-        spoken = {"task": "transcribe", "language": language or "", "duration": await _seconds(data, served)}
+        spoken = {"task": "transcribe", "language": form.language or "", "duration": await _seconds(data, served)}
         return JSONResponse({**spoken, "segments": [], "text": text, "usage": _usage(final.usage)})
     return JSONResponse({"text": text, "usage": _usage(final.usage)})
 
@@ -94,18 +155,21 @@ async def _seconds(data: bytes, model: ServedModel) -> float:
     return (await asyncio.to_thread(decode_audio, data, model.omni.media_limits)).seconds
 
 
-def _filtered() -> ContentFilterError:
-    """There is no other way to say that a transcription is not whole."""
-    return ContentFilterError("the content filter ended this transcription")
-
-
-def _question(language: str | None, prompt: str | None) -> str:
-    parts = [_ASK]
-    if language:
-        parts.append(f"The language is {language}.")
-    if prompt:
-        parts.append(f"Context that may help with names and spelling: {prompt}")
-    return " ".join(parts)
+def _failure(final: OmniRequestOutput) -> OmniError | None:
+    """Why a transcription is not whole: there is no other way to say so than an error."""
+    if final.error is not None or final.finish_reason is FinishReason.STOP:
+        return final.error
+    if final.finish_reason is FinishReason.CONTENT_FILTER:
+        return ContentFilterError("the content filter ended this transcription")
+    if final.finish_reason is FinishReason.DEADLINE:
+        return DeadlineExceededError("the time was over before all was written down; allow more", param="timeout")
+    if final.finish_reason is FinishReason.LENGTH:
+        return LimitExceededError(
+            f"the model has no room for more than the {final.usage.completion_tokens} tokens that it wrote, and was "
+            "not done; send a shorter sound",
+            param="file",
+        )
+    return CancelledRequestError("the request was cancelled")
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -120,8 +184,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _events(item: OutputChunk) -> list[dict[str, Any]]:
     if item.final is None:
         return [{"type": "transcript.text.delta", "delta": item.text}] if item.text else []
-    if item.final.error is not None:
-        return [body_of(item.final.error)]
-    if item.final.finish_reason is FinishReason.CONTENT_FILTER:
-        return [body_of(_filtered())]
+    if (failed := _failure(item.final)) is not None:
+        return [body_of(failed)]
     return [{"type": "transcript.text.done", "text": item.final.text.strip(), "usage": _usage(item.final.usage)}]

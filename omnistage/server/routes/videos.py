@@ -21,7 +21,7 @@ from omnistage.server.answers import DeletedVideo, ErrorBody, Video, VideoList
 from omnistage.server.audit import CURRENT
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
-from omnistage.server.errors import NotFoundError, RangeError, response_of
+from omnistage.server.errors import NotFoundError, RangeError, announced, response_of
 from omnistage.server.jobs import Job, new_job
 from omnistage.server.keys import Holder
 from omnistage.server.routes.images import renamed
@@ -256,11 +256,18 @@ async def _parsed(request: Request) -> tuple[VideoRequest, bytes | str | None]:
     """The body, and the picture to begin with."""
     values: Any
     picture: bytes | str | None = None
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+    kind = announced(request.headers.get("content-type"))
+    if kind is None:
+        raise InvalidRequestError(
+            "the body is sent neither as JSON nor as a form; send Content-Type: application/json or multipart/form-data"
+        )
+    if kind == "json":
         try:
             values = await request.json()
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError("the body is not valid JSON; check it") from error
+        if not isinstance(values, dict):
+            raise InvalidRequestError("the body must be a JSON object; send one with model and prompt")
     else:
         async with request.form(max_files=1, max_fields=50) as form:
             values = {name: value for name, value in form.multi_items() if isinstance(value, str)}

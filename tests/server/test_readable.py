@@ -1,0 +1,74 @@
+"""Bodies that are JSON and still not to be read: halves of characters, and nesting without end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from omnistage.errors import InvalidRequestError
+from omnistage.server.wire import check_readable
+from tests.server.conftest import Running
+
+HALF = "\ud800"
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def tool(**change: Any) -> dict[str, Any]:
+    function = {"name": "look", "description": "x", "parameters": {"type": "object", "properties": {}}, **change}
+    return {"type": "function", "function": function}
+
+
+def nested(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "tools": [tool(description=HALF)]},
+            "tools[0].function.description",
+        ),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "tools": [tool(parameters={HALF: 1})]},
+            "tools[0].function.parameters",
+        ),
+        ("chat/completions", {"messages": MESSAGES, "metadata": {"a": HALF}}, "metadata.a"),
+        ("responses", {"input": "a", "metadata": {HALF: "a"}}, "metadata"),
+        ("responses", {"input": "a", "metadata": {"a": HALF}, "stream": True}, "metadata.a"),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "description": HALF}]}, None),
+        ("completions", {"prompt": HALF}, "prompt"),
+        ("images/generations", {"prompt": HALF}, "prompt"),
+        ("videos", {"prompt": HALF}, "prompt"),
+        ("audio/speech", {"input": HALF, "voice": "a"}, "input"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", "zz": nested(950)}]}, None),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool(parameters=nested(400))]}, None),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": nested(950)}]}, None),
+    ],
+)
+def test_it_is_refused_with_its_place(server: Running, path: str, body: dict[str, Any], param: str | None) -> None:
+    data = json.dumps({"model": "lm", **body})  # JSON's escapes carry the half
+    answer = httpx.post(f"{server.url}/v1/{path}", content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert "surrogate" in error["message"] or "nested" in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_what_is_deep_but_not_too_deep_passes() -> None:
+    check_readable({"a": nested(90), "b": "text 你好 \U0001f600", "c": [1, None, True, 2.5]})
+    with pytest.raises(InvalidRequestError, match="nested"):
+        check_readable(nested(120))
+    with pytest.raises(InvalidRequestError) as caught:
+        check_readable({"x" * 500: {HALF + "key": {"end": HALF}}})
+    assert caught.value.param is not None
+    caught.value.param.encode()
