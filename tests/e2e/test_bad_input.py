@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str | None]]
         InvalidRequestError,
         "sampling_params.thinker.temperature",
     ),
-    "empty stop string": (HELLO, thinker(stop=[""]), {}, InvalidRequestError, "sampling_params.thinker"),
+    "empty stop string": (HELLO, thinker(stop=[""]), {}, InvalidRequestError, "sampling_params.thinker.stop"),
     "stop id outside the vocabulary": (
         HELLO,
         thinker(stop_token_ids=[VOCAB]),

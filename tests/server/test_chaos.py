@@ -39,7 +39,7 @@ REQUESTS = 2000
 WARM_UP = 250
 ROOM = {"lm": 8, "omni": 3, "draw": 3, "film": 2}
 OFFERED = 4 * sum(ROOM.values())
-STALL_SECONDS = 2.0
+STALL_SECONDS = 6.0
 AT_ONCE_SECONDS = 5.0
 """The longest that a short request may wait when the last guest of the storm has gone; alone it takes 0.1 s."""
 GROWTH_MIB = 128

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -153,9 +154,12 @@ def test_a_text_is_spoken(client: openai.OpenAI, format: str) -> None:
     answer = client.audio.speech.create(model="omni", voice="Chelsie", input="Hi", response_format=format)
     data = answer.read()
     assert len(data) > 500
-    if format in ("wav", "flac", "mp3"):
+    if format in ("wav", "mp3"):
         samples, _ = soundfile.read(io.BytesIO(data))
         assert len(samples) > 500
+    elif format != "pcm":  # a flac that is sent as it is made does not say its length, without which this gives up
+        with av.open(io.BytesIO(data)) as container:
+            assert sum(frame.samples for frame in container.decode(audio=0)) > 500
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -28,6 +29,16 @@ def nested(levels: int) -> Any:
     return value
 
 
+def deep(levels: int) -> str:
+    """A mark that is sent as so many lists: what writes JSON must not go that deep itself."""
+    return f"deep-{levels}"
+
+
+def written(body: dict[str, Any]) -> str:
+    text = json.dumps(body)  # JSON's escapes carry the half
+    return re.sub(r'"deep-(\d+)"', lambda found: "[" * int(found[1]) + "]" * int(found[1]), text)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -49,13 +60,13 @@ def nested(levels: int) -> Any:
         ("images/generations", {"prompt": HALF}, "prompt"),
         ("videos", {"prompt": HALF}, "prompt"),
         ("audio/speech", {"input": HALF, "voice": "a"}, "input"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a", "zz": nested(950)}]}, None),
-        ("chat/completions", {"messages": MESSAGES, "tools": [tool(parameters=nested(400))]}, None),
-        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": nested(950)}]}, None),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", "zz": deep(950)}]}, None),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool(parameters=deep(400))]}, None),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": deep(950)}]}, None),
     ],
 )
 def test_it_is_refused_with_its_place(server: Running, path: str, body: dict[str, Any], param: str | None) -> None:
-    data = json.dumps({"model": "lm", **body})  # JSON's escapes carry the half
+    data = written({"model": "lm", **body})
     answer = httpx.post(f"{server.url}/v1/{path}", content=data, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
