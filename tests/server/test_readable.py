@@ -60,9 +60,9 @@ def written(body: dict[str, Any]) -> str:
         ("images/generations", {"prompt": HALF}, "prompt"),
         ("videos", {"prompt": HALF}, "prompt"),
         ("audio/speech", {"input": HALF, "voice": "a"}, "input"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a", "zz": deep(950)}]}, None),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", "zz": deep(300)}]}, None),
         ("chat/completions", {"messages": MESSAGES, "tools": [tool(parameters=deep(400))]}, None),
-        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": deep(950)}]}, None),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": deep(300)}]}, None),
     ],
 )
 def test_it_is_refused_with_its_place(server: Running, path: str, body: dict[str, Any], param: str | None) -> None:
