@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
 from omnistage.chat import ChatMessage
 from omnistage.errors import InvalidRequestError
 from omnistage.models.prompts import GuardedText
@@ -41,6 +43,11 @@ def turn_of(message: ChatMessage, content: Any) -> Turn:
     ]
     more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
     return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
+
+
+_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template that does not know of tools ends with when it meets them: its own word, or whatever its expressions
+come to."""
 
 
 class ChatTemplate:
@@ -89,7 +96,7 @@ class ChatTemplate:
         try:
             offers = "probe_tool" in str(self._render(ask, [_PROBE_TOOL]))
             written = str(self._render(exchange, [_PROBE_TOOL]))
-        except Exception:  # a template that does not know of tools may raise anything when it meets them
+        except _REFUSALS:
             return False
         return offers and _CALL.search(written) is not None and "probe_result" in written
 

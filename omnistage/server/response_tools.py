@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from omnistage.errors import InvalidRequestError
 from omnistage.params import misfit, short_repr
@@ -20,7 +20,7 @@ from omnistage.server.tools import (
     Tool,
     Toolbox,
     ToolFields,
-    known_choice,
+    ToolRules,
 )
 from omnistage.server.wire import WireModel
 
@@ -51,17 +51,11 @@ class FlatAllowed(WireModel):
     tools: tuple[FlatChoice, ...] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class ResponseToolFields(WireModel):
+class ResponseToolFields(ToolRules):
     """What a request may say about tools."""
 
     tools: tuple[FlatTool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _known_choice(cls, value: Any) -> Any:
-        return known_choice(value)
 
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use in this answer. Raises `InvalidRequestError` for fields that do not fit."""

@@ -73,24 +73,25 @@ class AllowedChoice(WireModel):
     allowed_tools: AllowedTools
 
 
-def known_choice(value: Any) -> Any:
-    """A `tool_choice` as it comes, before it is read. Raises for those of tools that a service runs itself."""
-    if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
-        raise ValueError("its type must be function or allowed_tools: there are no other tools here")
-    return value
+class ToolRules(WireModel):
+    """What chat and responses say about tools alike; each writes `tools` and `tool_choice` in a form of its own."""
+
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
+
+    @field_validator("tool_choice", mode="before", check_fields=False)
+    @classmethod
+    def _known_choice(cls, value: Any) -> Any:
+        """Raises for a choice among tools that a service runs itself."""
+        if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
+            raise ValueError("its type must be function or allowed_tools: there are no other tools here")
+        return value
 
 
-class ToolFields(WireModel):
+class ToolFields(ToolRules):
     """What a request may say about tools."""
 
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _known_choice(cls, value: Any) -> Any:
-        return known_choice(value)
 
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use in this answer."""

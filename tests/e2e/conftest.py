@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from omnistage.config import OmniEngineArgs
 from omnistage.engines.ar.stage import ARStage
@@ -20,15 +19,6 @@ from omnistage.types import CodecParams, OmniRequestOutput, OutputChunk, Samplin
 
 SMALL_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
 """The planner would take a tenth of the machine's memory, which these models cannot use."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny networks are many times slower on two threads of a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,14 +58,6 @@ PENALTIES: list[dict[str, object]] = [
     {"min_tokens": 6},
     {"suppress_token_ids": tuple(range(40, 80))},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(kind: str, **changes: object) -> transformers.PreTrainedModel:

@@ -5,7 +5,6 @@ On a small random Stable Diffusion 3, its three components on stages with budget
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,14 +40,6 @@ IMAGE, MASK = picture(32, 32, seed=5), np.tile(np.repeat(np.array([0, 255], np.u
 LATENTS_WITHIN = 2e-5
 
 Parts = tuple[PromptEncoder, Denoiser, LatentDecoder]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

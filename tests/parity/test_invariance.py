@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,14 +23,6 @@ SLOW_MACHINE = [HealthCheck.too_slow]
 SHARED = tuple((37 * i + 11) % 870 for i in range(48))
 """Prompts begin with pieces of this, so that they share prefixes."""
 LONGEST = 48 + 4 + 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -37,14 +37,6 @@ PLAIN, LARGER, ENDING = "plain", "larger", "ending"
 BOTH = ["text", "audio"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 

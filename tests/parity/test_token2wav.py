@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -50,14 +50,6 @@ DIT: dict[str, object] = {
     "max_position_embeddings": 1024,
 }
 SAMPLES_PER_CODE = 20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(seed: int = 0, vocoder: dict[str, object] = SMALL_VOCODER, **dit: object) -> Qwen2_5OmniToken2WavModel:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import torch
 import uvicorn
 
 from omnistage.engines.ar.stage import ARStage
@@ -73,20 +73,25 @@ def serving(service: Service, **options: Any) -> Iterator[Running]:
         loop.close()
 
 
+def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        async def main() -> None:
+            await test(**given)
+
+        asyncio.run(main())
+
+    return run
+
+
 def make(family: str, folder: Path) -> Path:
     folder.mkdir()
     tiny = REGISTRY.family(family).tiny
     assert tiny is not None
     tiny(folder, seed=0)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import select
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,25 +22,12 @@ from omnistage.server.errors import RateLimitError
 from omnistage.server.exchange import Connection
 from omnistage.server.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.conftest import Running, awaited, serving
 from tests.server.test_stress import SHORT, Held, held, lm, raw, status_of, until
 
 __all__ = ["held", "lm"]  # fixtures
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
-
-
-def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**given: Any) -> None:
-        async def main() -> None:
-            await test(**given)
-
-        asyncio.run(main())
-
-    return run
 
 
 class Client:

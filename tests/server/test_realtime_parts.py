@@ -116,12 +116,12 @@ def test_a_response_has_settings_of_its_own() -> None:
 def test_items_go_where_they_are_put() -> None:
     talk = conversation()
     for name in ("a", "b"):
-        talk.add(Message("user", [Text(name)], name))
-    assert talk.add(Message("user", [Text("c")], "c"), "a") == "a"
-    assert talk.add(Message("user", [Text("d")], "d"), "root") is None
+        talk.add(Message("user", [Text(name)], id=name))
+    assert talk.add(Message("user", [Text("c")], id="c"), "a") == "a"
+    assert talk.add(Message("user", [Text("d")], id="d"), "root") is None
     assert [item.id for item in talk] == ["d", "a", "c", "b"]
     with pytest.raises(InvalidRequestError, match="already"):
-        talk.add(Message("user", [Text("x")], "a"))
+        talk.add(Message("user", [Text("x")], id="a"))
 
 
 def test_the_model_sees_what_was_said_and_nothing_that_is_empty() -> None:
@@ -171,10 +171,10 @@ def test_cutting_only_ever_shortens(text: str, length: int, ms: int, whole: bool
 
 def test_only_what_was_spoken_is_cut() -> None:
     talk = conversation()
-    talk.add(Message("user", [Text("x")], "user"))
-    talk.add(Message("assistant", [Text("x")], "written"))
-    talk.add(Message("assistant", [Spoken("x", 10)], "now", "in_progress"))
-    talk.add(Message("assistant", [Spoken("x", 10, True)], "spoken"))
+    talk.add(Message("user", [Text("x")], id="user"))
+    talk.add(Message("assistant", [Text("x")], id="written"))
+    talk.add(Message("assistant", [Spoken("x", 10)], id="now", status="in_progress"))
+    talk.add(Message("assistant", [Spoken("x", 10, True)], id="spoken"))
     for name, index, ms, param in (
         ("user", 0, 1, "content_index"),
         ("written", 0, 1, "content_index"),
@@ -189,14 +189,14 @@ def test_only_what_was_spoken_is_cut() -> None:
 
 
 def test_the_older_half_goes_first_and_rules_stay() -> None:
-    items = [Message("system", [Text("r")], "r"), *(Message("user", [Text("x")], str(i)) for i in range(5))]
+    items = [Message("system", [Text("r")], id="r"), *(Message("user", [Text("x")], id=str(i)) for i in range(5))]
     assert [item.id for item in later_half(items)] == ["r", "2", "3", "4"]
     assert later_half(items[:2]) == items[:2]
     talk = conversation()
     for item in items:
         talk.add(item)
     talk.forget_before(later_half(items))
-    talk.add(Message("user", [Text("x")], "new"))
+    talk.add(Message("user", [Text("x")], id="new"))
     assert [item.id for item in talk.context()] == ["r", "2", "3", "4", "new"]
     assert len(talk) == 7
     talk.delete("2")  # the mark is gone: everything is shown again

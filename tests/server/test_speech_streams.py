@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +21,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.encode import encode_audio, pcm16, sound_writer
 from omnistage.server.routes.speech import _events, _file
 from omnistage.types import AudioChunk, FinishReason, Modality, OmniRequestOutput, OutputChunk
-from tests.server.conftest import Running
+from tests.server.conftest import Running, awaited
 from tests.server.test_stress import Held, until
 
 FORMATS = ("wav", "flac", "mp3", "opus", "aac", "pcm")
@@ -31,19 +29,6 @@ LOSSLESS = ("wav", "flac", "pcm")
 RATE = 24_000
 SAID: dict[str, Any] = {"model": "omni", "input": "Hello", "voice": "Chelsie"}
 SEEDED: dict[str, Any] = {**SAID, "extra_body": {"seed": 1}}
-
-
-def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**given: Any) -> None:
-        async def main() -> None:
-            await test(**given)
-
-        asyncio.run(main())
-
-    return run
 
 
 def sound(seconds: float = 2.3) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -6,7 +6,7 @@ import base64
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,22 +124,30 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 @dataclass(slots=True)
-class Message:
-    role: Role
-    parts: list[Part]
-    id: str = field(default_factory=lambda: new_id("item"))
-    status: ItemStatus = "completed"
+class _Item:
+    """What all items of a conversation have."""
+
+    type: ClassVar[str]
+    id: str = field(default_factory=lambda: new_id("item"), kw_only=True)
+    status: ItemStatus = field(default="completed", kw_only=True)
 
     def shown(self, *, sounds: bool = False) -> dict[str, Any]:
         """As clients see it; sound goes along only where it is asked for."""
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": self.status,
-            "role": self.role,
-            "content": [part.shown(self.role, sounds) for part in self.parts],
-        }
+        head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
+        return {**head, **self._content(sounds)}
+
+    def _content(self, sounds: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Message(_Item):
+    type = "message"
+    role: Role
+    parts: list[Part]
+
+    def _content(self, sounds: bool) -> dict[str, Any]:
+        return {"role": self.role, "content": [part.shown(self.role, sounds) for part in self.parts]}
 
     def for_model(self) -> Mapping[str, Any] | None:
         """As a chat message; None where there is nothing to say."""
@@ -153,25 +161,16 @@ class Message:
 
 
 @dataclass(slots=True)
-class Call:
+class Call(_Item):
     """A function that the model wants called."""
 
+    type = "function_call"
     name: str
     call_id: str
     arguments: str = ""
-    id: str = field(default_factory=lambda: new_id("item"))
-    status: ItemStatus = "completed"
 
-    def shown(self, *, sounds: bool = False) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "function_call",
-            "status": self.status,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": self.arguments,
-        }
+    def _content(self, sounds: bool) -> dict[str, Any]:
+        return {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
 
     def for_model(self) -> Mapping[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -188,23 +187,15 @@ class Call:
 
 
 @dataclass(slots=True)
-class CallResult:
+class CallResult(_Item):
     """What a function gave."""
 
+    type = "function_call_output"
     call_id: str
     output: str
-    id: str = field(default_factory=lambda: new_id("item"))
-    status: ItemStatus = "completed"
 
-    def shown(self, *, sounds: bool = False) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "function_call_output",
-            "status": self.status,
-            "call_id": self.call_id,
-            "output": self.output,
-        }
+    def _content(self, sounds: bool) -> dict[str, Any]:
+        return {"call_id": self.call_id, "output": self.output}
 
     def for_model(self) -> Mapping[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output or "null"}

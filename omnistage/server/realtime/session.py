@@ -246,7 +246,7 @@ class Session:
         end = self._audio.ms(turn.end)
         await self._send({"type": "input_audio_buffer.speech_stopped", "audio_end_ms": end, "item_id": item_id})
         taken = self._audio.take(turn.start, turn.end)
-        await self._add_sound(Message("user", [Sound(taken, self._audio.rate)], item_id))
+        await self._add_sound(Message("user", [Sound(taken, self._audio.rate)], id=item_id))
         if detection is not None and detection.create_response:
             await self._respond({})
 
@@ -258,7 +258,7 @@ class Session:
             )
         await self._make_room(Message("user", []).size + self._audio.nbytes)  # before it is taken from where it is
         item_id, self._turn_item = self._turn_item or new_id("item"), None
-        await self._add_sound(Message("user", [Sound(self._audio.take_all(), self._audio.rate)], item_id))
+        await self._add_sound(Message("user", [Sound(self._audio.take_all(), self._audio.rate)], id=item_id))
 
     async def _add_sound(self, item: Message) -> None:
         await self._make_room(item.size)
