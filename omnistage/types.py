@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omnistage.errors import OmniError
 from omnistage.params import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from omnistage.chat import ChatMessage
     from omnistage.media.audio_output import AudioOutput
     from omnistage.media.image_output import ImageOutput
     from omnistage.media.video_output import VideoOutput
@@ -215,8 +216,36 @@ class Latents:
     final: bool = True
 
 
-StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents
-StageFeed = SideRows | CodecFrames | Latents
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleInput:
+    """One piece of work for a one-shot module: named arrays, a text, or both.
+
+    The first starts a request, later ones feed it. `final` says that no more pieces follow; a later piece that has
+    nothing in it but `final` only ends the request.
+    """
+
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    text: str = ""
+    final: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatInput:
+    """A conversation whose media are still sounds and pictures: what a stage that hears starts from. Always complete.
+
+    It has messages, or a bare prompt, or tokens.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the model may call."""
+    prompt: str | None = None
+    """A bare prompt instead of messages; no template is applied."""
+    tokens: OmniTokensPrompt | None = None
+
+
+StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput
+StageFeed = SideRows | CodecFrames | Latents | ModuleInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +338,16 @@ class VideoChunk:
     audio: AudioChunk | None = None
 
 
-ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleOutput:
+    """What a one-shot module gave: named arrays, a text, or the prompt of the language model behind it."""
+
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    text: str = ""
+    prompt: ARInput | None = None
+
+
+ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk | ModuleOutput
 
 
 @record

@@ -9,6 +9,7 @@ import typer
 
 from omnistage import __version__
 from omnistage.cli.bench import app as bench
+from omnistage.cli.chat import chat
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
@@ -26,8 +27,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Run any-to-any models as pipelines of stages: text, images, audio and video in; text, speech, images and "
     "video out.",
-    epilog="Start with `omnistage tiny qwen2_5_omni out/tiny` and "
-    "`omnistage generate out/tiny 'Hello'`: no download, no GPU.",
+    epilog="Start with `omnistage pull starter` and `omnistage chat starter`: real weights, no GPU. Without a network: "
+    "`omnistage tiny qwen2_5_omni out/tiny` and `omnistage generate out/tiny 'Hello'`.",
 )
 
 
@@ -43,12 +44,13 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    # Our own progress and errors say what matters; a user who sets these gets transformers' notes and bars back.
+    # Our own progress and errors say what matters; a user who sets these gets the libraries' notes and bars back.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-for _command in (generate, serve, config, tiny, verify):
+for _command in (generate, chat, serve, config, tiny, verify):
     app.command()(ends_on_error(_command))
 app.command("pull")(ends_on_error(pull))
 app.command("list")(ends_on_error(list_bundles))

@@ -90,7 +90,7 @@ def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
         except OSError as error:
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 raise
-            _print_line(_os_reason(error))
+            print_line(_os_reason(error))
             raise typer.Exit(EXIT_ERROR) from error
 
     return guarded
@@ -98,15 +98,16 @@ def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
 
 def print_error(error: OmniError) -> None:
     console = err()
-    _print_line(str(error))
+    print_line(str(error))
     for other in _others(error):
         console.print(Text(f"also: {other}", style="red"), soft_wrap=True)
     hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
-    if hint is not None:
+    if hint is not None and "`omnistage " not in error.message:  # one way out is enough
         console.print(Text(f"hint: {hint}", style="dim"), soft_wrap=True)
 
 
-def _print_line(text: str) -> None:
+def print_line(text: str) -> None:
+    """An error, in one line on standard error."""
     # Text, not markup: brackets in a message are the user's. Soft wrap keeps it on one line in a log.
     err().print(Text.assemble(("error: ", "bold red"), (text, "red")), soft_wrap=True)
 

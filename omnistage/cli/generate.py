@@ -10,6 +10,7 @@ import typer
 
 from omnistage.cli import drawing
 from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, err, out
+from omnistage.cli.terminal import timeline
 from omnistage.errors import InvalidRequestError, UnsupportedModalityError
 
 if TYPE_CHECKING:
@@ -71,12 +72,13 @@ def generate(
     """Answer one request, or draw it.
 
     The text goes to standard output, progress to standard error. Speech needs `--out` to be kept; pictures and
-    videos are always written. The options for sampling are those of the first stage; any stage's are set with
+    videos are always written. The options for sampling are those of the stage that writes; any stage's are set with
     `--set`, like `--set talker.temperature=0.9`.
 
     Examples:
 
     ```
+    omnistage generate starter 'A red apple' --modalities text,audio,image --out out --trace
     omnistage generate out/tiny 'Hello' --max-tokens 32
     omnistage generate out/tiny 'What is this?' --image cat.png --audio purr.wav --modalities text,audio --out answer
     omnistage generate out/lm 'Once upon a time' --raw --temperature 0
@@ -113,6 +115,7 @@ def generate(
     err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
     given = (*(overrides or ()), *drawing.cache_override(cache))
     with Omni(model, config=config, overrides=given, device=device, dtype=dtype) as omni:
+        mixed = wanted is not None and "image" in wanted  # a picture beside text or speech
         if drawing.draws(omni, wanted):
             drawing.refuse_unused(
                 audio=audio,
@@ -123,19 +126,26 @@ def generate(
                 use_audio_in_video=use_audio_in_video,
             )
             answer = drawing.draw(omni, text, files["image"], mask, sampling, asked, wanted)
-        elif others := drawing.given_options(asked, mask=mask, contact_sheet=sheet):
-            raise InvalidRequestError("this model does not draw; leave it out", param=others[0])
+        elif others := drawing.given_options(None if mixed else asked, mask=mask, contact_sheet=sheet and not mixed):
+            raise InvalidRequestError(_unused(mixed), param=others[0])
         elif raw:
             [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
         else:
             answer = omni.chat(
                 chat_messages(text, files, system),
                 modalities=wanted,
-                sampling_params=sampling,
+                sampling_params=drawing.stage_params(omni, sampling, asked) if mixed else sampling,
                 voice=voice,
                 use_audio_in_video=use_audio_in_video,
             )
     _present(answer, folder, saving, trace=trace)
+
+
+def _unused(mixed: bool) -> str:
+    """Why an option for pictures is refused."""
+    if mixed:
+        return "goes with pictures alone, not beside text or speech; leave it out"
+    return "no picture is asked for; leave it out, or add image to --modalities where the model draws"
 
 
 def _check_request(text: str | None, files: MediaFiles, mask: Path | None, *, raw: bool, system: str | None) -> None:
@@ -193,14 +203,14 @@ def _present(answer: OmniRequestOutput, folder: Path | None, saving: drawing.Sav
     notes = err()
     for path in drawing.save(answer, folder, saving):
         notes.print(f"wrote {path}", soft_wrap=True)
-    if not (answer.images or answer.videos):
+    if answer.outputs:
         typer.echo(answer.text)
     if folder is not None and answer.outputs:
         (folder / "answer.txt").write_text(answer.text + "\n", encoding="utf-8")
         notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
-        if answer.audio is not None:
-            answer.audio.save(folder / "answer.wav")
-            notes.print(f"wrote {folder / 'answer.wav'} ({answer.audio.seconds:.2f} s of speech)", soft_wrap=True)
+    if folder is not None and answer.audio is not None:
+        answer.audio.save(folder / "answer.wav")
+        notes.print(f"wrote {folder / 'answer.wav'} ({answer.audio.seconds:.2f} s of speech)", soft_wrap=True)
     elif answer.audio is not None:
         notes.print(f"{answer.audio.seconds:.2f} s of speech were made and not kept; add --out DIR", style="yellow")
     usage = answer.usage
@@ -211,4 +221,4 @@ def _present(answer: OmniRequestOutput, folder: Path | None, saving: drawing.Sav
     made += [f"{usage.steps} denoising steps"] if usage.steps else []
     notes.print(f"{', '.join(made)}, ended by {answer.finish_reason}", style="dim")
     if trace and answer.trace is not None:
-        out().print(str(answer.trace), soft_wrap=True, markup=False)
+        out().print(f"{answer.trace}\n\n{timeline(answer.trace)}", soft_wrap=True, markup=False)

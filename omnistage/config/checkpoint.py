@@ -11,6 +11,8 @@ from pathlib import Path
 
 from omnistage.config.schema import OmniConfig
 from omnistage.errors import CheckpointError, RegistryError, UnsupportedModelError
+from omnistage.parts.manifest import BUNDLES, Bundle
+from omnistage.parts.store import Store
 from omnistage.pipeline.registry import Family, Registry
 from omnistage.types import short_repr
 
@@ -88,7 +90,10 @@ def read_json(path: Path) -> dict[str, object]:
 def find_model(
     model: str, *, revision: str | None = None, cache_dir: Path | None = None, allow_download: bool = False
 ) -> Path:
-    """The folder of a model that is a path or a name on the hub; the network is used only with `allow_download`."""
+    """The folder of a model that is a path, a bundle's name or a name on the hub.
+
+    The network is used only with `allow_download`, and never for a bundle: `omnistage pull` fetches those.
+    """
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -98,6 +103,8 @@ def find_model(
         raise CheckpointError(f"{short_repr(model)} is not a usable path; check it", param="model") from error
     if is_file:
         raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
+    if model in BUNDLES:
+        return _find_bundle(BUNDLES[model])
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"there is no folder {_shown(model)}; check the path", param="model")
     return _find_on_hub(model, revision, cache_dir, allow_download)
@@ -106,6 +113,18 @@ def find_model(
 def _shown(model: str) -> str:
     """A path as it is where it is of an ordinary length."""
     return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
+
+
+def _find_bundle(bundle: Bundle) -> Path:
+    """The folder of a bundle that was pulled; parts that it can do without may be missing."""
+    store = Store.of(bundle)
+    missing = [part.title for part in bundle.parts if part.without is None and not store.has(part)]
+    if missing or not (store.root / "config.json").is_file():
+        lacking = f" ({', '.join(missing)})" if missing else ""
+        raise CheckpointError(
+            f"{bundle.name} is not here yet{lacking}; run `omnistage pull {bundle.name}` once", param="model"
+        )
+    return store.root
 
 
 def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_download: bool) -> Path:

@@ -60,6 +60,11 @@ class PipelineGraph:
                 )
         return graph
 
+    @property
+    def lead(self) -> str:
+        """The stage that gives text, else the entry: requests are sampled, counted and ended by it."""
+        return self.outputs.get(Modality.TEXT, self.entry)
+
     def sources(self, stage: str) -> tuple[str, ...]:
         """The stages whose chunks the edge into `stage` reads; empty for the entry."""
         edge = self.incoming.get(stage)

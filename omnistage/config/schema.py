@@ -6,6 +6,7 @@ Every model refuses unknown keys. Checks that need more than one stage live in `
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs
 from omnistage.media.limits import MediaLimits
 from omnistage.types import CodecParams, DiffusionParams, DTypeName, Modality, SamplingParams, short_repr
 
@@ -154,7 +156,7 @@ class ARBudget(ConfigModel):
 
 
 class CodecBudget(ConfigModel):
-    """What a codec stage may use."""
+    """What a codec stage may use. A stage of a one-shot module reads `max_batch` alone."""
 
     max_batch: Count = Field(default=8, description="Chunks decoded in one forward.")
     max_running: Count = Field(default=64, description="Requests held at once.")
@@ -229,12 +231,100 @@ class ARStageConfig(_StageConfig):
         return _only(Modality.TEXT, output, "an autoregressive")
 
 
+def _check_module_file(value: str) -> str:
+    parts = PurePosixPath(value).parts
+    if not value.endswith(".onnx") or value.startswith("/") or ".." in parts or re.search(r"[\\:\x00-\x1f]", value):
+        raise ValueError(f"{short_repr(value)} is not a file of the model's folder; use a name like vocoder.onnx")
+    return value
+
+
+class ModuleAudio(ConfigModel):
+    """Which output of a module is sound."""
+
+    output: str = Field(description="Name of the output that holds samples in [-1, 1]; int16 is scaled.")
+    sample_rate: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1000, le=768_000)] = Field(
+        description="Samples a second."
+    )
+
+
+class ModuleConfig(ConfigModel):
+    """An ONNX file as a stage, with what it takes and gives."""
+
+    file: Annotated[str, AfterValidator(_check_module_file)] = Field(
+        max_length=1000, description="An .onnx file inside the model's folder."
+    )
+    inputs: dict[str, str] = Field(description="Every input of the file, like `mel: float32[batch, 80, frames]`.")
+    outputs: dict[str, str] = Field(description="Outputs to compute, like `wave: float32[batch, samples]`.")
+    audio: ModuleAudio | None = Field(
+        default=None, description="The output that is sound; null: the stage gives arrays."
+    )
+    max_batch: Count = Field(
+        default=1,
+        description="Pieces of equal shapes in one run; over 1 every array has `batch` as its first dimension.",
+    )
+    threads: Count | None = Field(default=None, description="CPU threads; null: as many as torch_threads says.")
+
+    @field_validator("inputs", "outputs")
+    @classmethod
+    def _readable(cls, arrays: dict[str, str]) -> dict[str, str]:
+        if not arrays:
+            raise ValueError("is empty; declare at least one array, like x: float32[batch, 80]")
+        parse_specs(arrays)
+        return arrays
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        specs = [*self.input_specs.values(), *self.output_specs.values()]
+        if self.max_batch > 1 and not are_batched(specs):
+            raise ValueError(
+                f"max_batch is {self.max_batch}, but not every input and output has `{BATCH}` as its first dimension; "
+                "declare it so, or leave max_batch out"
+            )
+        if self.audio is not None:
+            _check_sound(self.audio.output, self.output_specs)
+        return self
+
+    @property
+    def input_specs(self) -> dict[str, ArraySpec]:
+        return parse_specs(self.inputs)
+
+    @property
+    def output_specs(self) -> dict[str, ArraySpec]:
+        return parse_specs(self.outputs)
+
+
+def _check_sound(name: str, outputs: dict[str, ArraySpec]) -> None:
+    spec = outputs.get(name)
+    if spec is None:
+        raise ValueError(f"audio.output is {short_repr(name)}, which outputs does not declare; declare it there")
+    long = [dim for dim in spec.dims[spec.is_batched :] if dim != 1]
+    if len(long) != 1 or spec.dtype not in ("float16", "float32", "float64", "int16"):
+        raise ValueError(
+            f"audio.output is {spec}, which is not one channel of sound; it must be like float32[{BATCH}, samples]"
+        )
+
+
+ONNX_MODULE = "onnx.module"
+"""Registry name of the component that runs what `module` describes."""
+
+
 class CodecStageConfig(_StageConfig):
-    """A stage on the codec engine."""
+    """A stage on the codec engine: a streaming vocoder, or a one-shot module."""
 
     engine: Literal["codec"]
     params: CodecParams = Field(default_factory=CodecParams)
     budget: CodecBudget = Field(default_factory=CodecBudget)
+    module: ModuleConfig | None = Field(default=None, description=f"Of component `{ONNX_MODULE}` only, see below.")
+
+    @model_validator(mode="after")
+    def _module_is_read(self) -> Self:
+        if (self.module is None) == (self.component == ONNX_MODULE):
+            raise ValueError(
+                f"component {ONNX_MODULE} needs a module section with file, inputs and outputs"
+                if self.module is None
+                else f"module is read by component {ONNX_MODULE} alone, not by {self.component}; remove it"
+            )
+        return self
 
     @field_validator("output")
     @classmethod
@@ -311,7 +401,7 @@ class LimitsConfig(ConfigModel):
     """What a request may ask for."""
 
     media: MediaLimits = Field(default_factory=MediaLimits)
-    max_prompt_tokens: Count | None = Field(default=None, description="null: as long as the entry stage can hold.")
+    max_prompt_tokens: Count | None = Field(default=None, description="null: as long as the lead stage can hold.")
     max_deadline_seconds: Seconds = Field(default=3600.0, description="Longest deadline that a request may set.")
 
 

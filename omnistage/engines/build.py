@@ -124,8 +124,11 @@ def build_stage(
         return ARStage(name, component, stage_cfg.budget)
     if isinstance(stage_cfg, CodecStageConfig):
         from omnistage.engines.codec.component import CodecComponent
+        from omnistage.engines.codec.module import ModuleComponent, ModuleStage
         from omnistage.engines.codec.stage import CodecStage
 
+        if isinstance(component, ModuleComponent):
+            return ModuleStage(name, component, stage_cfg.budget)
         if not isinstance(component, CodecComponent):
             raise _wrong_component(name, stage_cfg, component)
         return CodecStage(name, component, stage_cfg.budget)

@@ -18,6 +18,7 @@ BUILTIN = (
     "z_image",
     "wan",
     "glm_image",
+    "starter",
     "diffusers_pipeline",
     "causal_lm",
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from omnistage.parts.manifest import Bundle, Part
 HOME_VARIABLE = "OMNISTAGE_HOME"
 """A folder for what is fetched; default: the user's cache."""
 _PIECE = 2**20
+_STALE_SECONDS = 3600.0  # longer than any fetch may take
+PARTIAL = ".partial-"
+"""How the names of folders begin in which something is being made."""
 
 
 def home() -> Path:
@@ -80,6 +85,32 @@ class Store:
         folder = self.folder(part)
         files = (self.files(part) or {}).items()
         return [name for name, known in files if not (folder / name).is_file() or sha256_of(folder / name) != known]
+
+    def missing(self) -> list[Part]:
+        """Parts that are not there, and without which the bundle is nothing."""
+        return [part for part in self.bundle.required if not self.has(part)]
+
+    def configure(self) -> bool:
+        """Make the folder a model's once all required parts are there, if it is not; whether it is one now."""
+        if not self.bundle.architecture or self.missing():
+            return False
+        path = self.root / "config.json"
+        wanted = {"architectures": [self.bundle.architecture], "model_type": self.bundle.model_type}
+        try:
+            if json.loads(path.read_text(encoding="utf-8")) == wanted:
+                return True
+        except (OSError, ValueError):
+            pass  # not there, or broken off: written below
+        scratch = path.with_name(f"{PARTIAL}config.json")
+        scratch.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+        return True
+
+    def sweep(self) -> None:
+        """Remove what fetches left behind that were killed long ago."""
+        for path in self.root.glob(f"{PARTIAL}*"):
+            if path.is_dir() and time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())

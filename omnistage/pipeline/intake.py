@@ -20,6 +20,7 @@ from omnistage.pipeline.request import GraphView, OmniRequest
 from omnistage.types import (
     SHOWN_CHARS,
     ARInput,
+    ChatInput,
     DiffusionParams,
     Modality,
     OmniTokensPrompt,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
 """Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
 ParamsLike = StageParams | Mapping[str, StageParams | Mapping[str, object]] | None
-"""Parameters of the entry stage, or by stage name."""
+"""Parameters of the lead stage (the one that gives text, else the entry), or by stage name."""
 MAX_PRIORITY = 1000
 """Either way from 0: further out, waiting could never make up for it."""
 
@@ -92,9 +93,9 @@ class RequestFactory:
             arrival=arrival,
         )
         stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
-        request = OmniRequest(info, self._payload(prompt, options, stage_params), stage_params)
         most = self._limits.max_prompt_tokens
-        if request.prompt_tokens == 0 and isinstance(request.payload, ARInput):
+        request = OmniRequest(info, self._payload(prompt, options, stage_params), stage_params, most)
+        if request.prompt_tokens == 0 and _must_have_tokens(request.payload):
             raise InvalidRequestError("is empty; give at least one token", param="prompt")
         if most is not None and request.prompt_tokens > most:
             raise PromptTooLongError(
@@ -149,7 +150,7 @@ class RequestFactory:
             takers = [name for name, kind in self._params_types.items() if isinstance(given, kind)]
             # Those that a whole request shares need no stage's name: any stage that takes them will do.
             shared = given.shared and takers
-            return {takers[0] if shared else self._graph.entry: given}
+            return {takers[0] if shared else self._graph.lead: given}
         if not isinstance(given, Mapping):
             raise InvalidRequestError(
                 f"must be SamplingParams or a mapping from stage to parameters, got {type(given).__name__}",
@@ -239,6 +240,13 @@ class RequestFactory:
             raise UnsupportedModalityError(
                 f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(taken))}", param="messages"
             )
+
+
+def _must_have_tokens(payload: StagePayloadIn) -> bool:
+    """Whether a prompt without a token is an empty one; messages have some once they are rendered."""
+    return isinstance(payload, ARInput) or (
+        isinstance(payload, ChatInput) and not payload.messages and not payload.prompt
+    )
 
 
 def new_request_id() -> str:

@@ -22,6 +22,7 @@ from omnistage.errors import (
     InternalError,
     InvalidRequestError,
     OmniError,
+    PromptTooLongError,
     QueueFullError,
     ShutdownError,
     StageError,
@@ -30,7 +31,7 @@ from omnistage.errors import (
 from omnistage.pipeline.loop import DeadlineTimer, StageLoop, answers, log_defect
 from omnistage.pipeline.output import Sink, final_chunk
 from omnistage.pipeline.registry import Bridge
-from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, spread
+from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.pipeline.timing import StepSeconds
 from omnistage.types import (
@@ -132,14 +133,15 @@ class Orchestrator:
             )
         needed = self.graph.needed(info.modalities)
         params = self._merged(request.params)
-        count = answers(params[entry])
-        if count > 1 and needed != {entry}:
+        lead = self.graph.lead if self.graph.lead in needed else entry
+        count = answers(params[lead])
+        if count > 1 and needed != _up_to(self.graph, lead):
             raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
         order = tuple(name for name in self.graph.order if name in needed)
         for name in order:
-            if name != entry and answers(params[name]) > 1:
+            if name != lead and answers(params[name]) > 1:
                 raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
-        plan = RequestPlan(request, order, params, count)
+        plan = RequestPlan(request, order, params, lead, count)
         for name in order:
             self.stages[name].check_params(params[name])
         reads_hidden = any(target in needed for target in self.graph.targets(entry))
@@ -222,6 +224,8 @@ class Orchestrator:
             # Under the lock, so that whoever ends the request finds either a running stage or none to come.
             if run.over:
                 return
+            if name == run.lead:
+                run.note_prompt(payload)
             stage.begin(payload, run.since_arrival(self._clock()))
             self._loops[name].submit(stage_input, run)
 
@@ -279,6 +283,8 @@ class Orchestrator:
                 if stage.phase is Phase.WAITING:
                     if not isinstance(value, StagePayloadIn):
                         raise BridgeError(f"the bridge into {target!r} must start it before it gives it more input")
+                    if target == run.lead:
+                        _check_length(value, run.plan.request.max_prompt_tokens)
                     self._launch(run, target, value)
                 elif isinstance(value, StageFeed):
                     self._feed(run, target, value)
@@ -458,6 +464,20 @@ def _call_bridge(
         if not isinstance(value, StagePayloadIn | StageFeed):
             raise BridgeError(f"the bridge into {target!r} gave a {type(value).__name__}, which is no stage input")
     return result
+
+
+def _up_to(graph: GraphView, stage: str) -> set[str]:
+    """A stage and everything upstream of it."""
+    found = {stage}
+    for name in reversed(graph.order):
+        if any(target in found for target in graph.targets(name)):
+            found.add(name)
+    return found
+
+
+def _check_length(payload: StagePayloadIn, most: int | None) -> None:
+    if most is not None and (tokens := count_tokens(payload)) > most:
+        raise PromptTooLongError(f"has {tokens} tokens, over the limit of {most}; shorten it", param="prompt")
 
 
 def _wrapped(what: str, error: BaseException) -> InternalError:

@@ -224,10 +224,13 @@ class Registry:
             if self._discovered:
                 return
             self._discovered = True
+            from omnistage.engines.codec import onnx
             from omnistage.models import builtin_families
             from omnistage.models._diffusers.bridges import BRIDGES
 
-            for name, bridge in BRIDGES.items():
+            for name, factory in onnx.COMPONENTS.items():
+                self.register_component(name, factory)
+            for name, bridge in (*BRIDGES.items(), *onnx.BRIDGES.items()):
                 self.register_bridge(name, bridge)
             for family in builtin_families():
                 self.register(family)

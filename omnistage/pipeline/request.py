@@ -17,6 +17,7 @@ from omnistage.pipeline.output import OutputAssembler, Sink
 from omnistage.types import (
     ARInput,
     AudioChunk,
+    ChatInput,
     CodecFrames,
     CodecInput,
     DiffusionInput,
@@ -25,6 +26,8 @@ from omnistage.types import (
     ImageChunk,
     Latents,
     Modality,
+    ModuleInput,
+    ModuleOutput,
     Progress,
     RequestInfo,
     SideRows,
@@ -49,6 +52,14 @@ class GraphView(Protocol):
     @property
     def entry(self) -> str:
         """The stage that takes the prompt."""
+        ...
+
+    @property
+    def lead(self) -> str:
+        """The stage that gives text, else the entry.
+
+        Parameters given without a stage's name, `n`, the finish reason and the token counts are this stage's.
+        """
         ...
 
     @property
@@ -77,20 +88,31 @@ class OmniRequest:
     info: RequestInfo
     payload: StagePayloadIn
     params: Mapping[str, StageParams] = field(default_factory=dict)
+    max_prompt_tokens: int | None = None
+    """Of the lead stage; for a prompt that is made only on the way to it."""
 
     @property
     def prompt_tokens(self) -> int:
-        if isinstance(self.payload, ARInput):
-            return len(self.payload.token_ids) if self.payload.embeds is None else self.payload.embeds.shape[0]
-        return len(self.payload.codes) if isinstance(self.payload, CodecInput) else 0
+        """As far as they are known before anything has run."""
+        return count_tokens(self.payload)
 
-    @property
-    def media_tokens(self) -> dict[Modality, int]:
-        """Prompt tokens that stand for media."""
-        counts: dict[Modality, int] = {}
-        for span in self.payload.media if isinstance(self.payload, ARInput) else ():
-            counts[span.kind] = counts.get(span.kind, 0) + len(span.positions)
-        return counts
+
+def count_tokens(payload: StagePayloadIn) -> int:
+    """Prompt tokens in a stage's first input; 0 where they are still words."""
+    if isinstance(payload, ARInput):
+        return len(payload.token_ids) if payload.embeds is None else payload.embeds.shape[0]
+    if isinstance(payload, ChatInput) and payload.tokens is not None:
+        tokens = payload.tokens
+        return len(tokens.prompt_token_ids) if tokens.prompt_embeds is None else tokens.prompt_embeds.shape[0]
+    return len(payload.codes) if isinstance(payload, CodecInput) else 0
+
+
+def count_media(payload: StagePayloadIn) -> dict[Modality, int]:
+    """Prompt tokens that stand for media."""
+    counts: dict[Modality, int] = {}
+    for span in payload.media if isinstance(payload, ARInput) else ():
+        counts[span.kind] = counts.get(span.kind, 0) + len(span.positions)
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +122,8 @@ class RequestPlan:
     request: OmniRequest
     stages: tuple[str, ...]
     params: Mapping[str, StageParams]
+    lead: str
+    """The graph's lead stage, or its entry where this request does not reach it."""
     answers: int = 1
 
     @property
@@ -126,7 +150,12 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-_FEED_FOR: dict[type, type[StageFeed]] = {ARInput: SideRows, CodecInput: CodecFrames, Latents: Latents}
+_FEED_FOR: dict[type, type[StageFeed]] = {
+    ARInput: SideRows,
+    CodecInput: CodecFrames,
+    Latents: Latents,
+    ModuleInput: ModuleInput,
+}
 """What may follow a first input; the others are complete by themselves."""
 
 
@@ -134,7 +163,7 @@ def _is_open(payload: StagePayloadIn) -> bool:
     """Whether a first input says that more will follow."""
     if isinstance(payload, ARInput):
         return payload.streaming
-    return not payload.final if isinstance(payload, CodecInput | Latents) else False
+    return not payload.final if isinstance(payload, CodecInput | Latents | ModuleInput) else False
 
 
 @dataclass(slots=True)
@@ -192,7 +221,11 @@ class RequestRun:
         """Denoising steps done."""
         self.cached_tokens = 0
         self.trace = Trace(plan.info.request_id, plan.info.arrival)
-        self.entry = graph.entry
+        self.lead = plan.lead
+        self.prompt_tokens = 0
+        self.prompt_media: dict[Modality, int] = {}
+        if plan.lead == graph.entry:
+            self.note_prompt(plan.request.payload)
         self.stages = {name: self._stage_run(name, graph) for name in plan.stages}
         self.trace.stages = {name: stage.trace for name, stage in self.stages.items()}
         asked = {stage: modality for modality, stage in graph.outputs.items() if modality in plan.info.modalities}
@@ -204,9 +237,13 @@ class RequestRun:
             name,
             targets=tuple(target for target in graph.targets(name) if target in needed),
             open_sources={source for source in graph.sources(name) if source in needed},
-            open_answers=set(range(self.plan.answers if name == graph.entry else 1)),
+            open_answers=set(range(self.plan.answers if name == self.lead else 1)),
             trace=StageTrace(name),
         )
+
+    def note_prompt(self, payload: StagePayloadIn) -> None:
+        """Count the prompt: the lead stage's own first input."""
+        self.prompt_tokens, self.prompt_media = count_tokens(payload), count_media(payload)
 
     @property
     def over(self) -> bool:
@@ -230,7 +267,7 @@ class RequestRun:
                 trace.last_chunk = at
                 trace.chunks += 1
                 trace.tokens += len(chunk.payload.token_ids) if isinstance(chunk.payload, TokenChunk) else 0
-            if isinstance(chunk.payload, TokenChunk) and chunk.stage == self.entry and chunk.index == 0:
+            if isinstance(chunk.payload, TokenChunk) and chunk.stage == self.lead and chunk.index == 0:
                 self.cached_tokens += chunk.payload.cached_tokens
             if isinstance(chunk.payload, Progress):
                 trace.tokens = self.steps = chunk.payload.step
@@ -268,7 +305,7 @@ class RequestRun:
             stage.trace.finish = stage.reason
             if any(other.phase is not Phase.ENDED for other in self.stages.values()):
                 return None
-            return self.stages[self.entry].reason
+            return self.stages[self.lead].reason
 
     def end(self, reason: FinishReason, error: OmniError | None, now: float) -> list[str] | None:
         """Fix the reason. The stages to abort, or None if the request was over already."""
@@ -284,14 +321,13 @@ class RequestRun:
 
     def usage(self) -> Usage:
         tokens = {name: stage.trace.tokens for name, stage in self.stages.items()}
-        request = self.plan.request
         return Usage(
-            request.prompt_tokens,
-            tokens[self.entry],
+            self.prompt_tokens,
+            tokens[self.lead],
             stage_tokens=tokens,
             steps=self.steps,
             cached_tokens=self.cached_tokens,
-            prompt_media=request.media_tokens,
+            prompt_media=self.prompt_media,
         )
 
     def trace_now(self) -> Trace:
@@ -306,11 +342,20 @@ def _metadata(plan: RequestPlan, model: str) -> dict[str, object]:
     params = next((p for p in plan.params.values() if isinstance(p, DiffusionParams)), None)
     if params is None:
         return {}
-    payload = plan.request.payload
-    drawing = payload.drawing if isinstance(payload, ARInput) else payload
     values = {name: value for name, value in params.model_dump().items() if value is not None and name != "seed"}
-    prompt = drawing.prompt if isinstance(drawing, DiffusionInput) else ""
-    return {"model": model, "prompt": prompt, "parameters": values}
+    return {"model": model, "prompt": _drawn(plan.request.payload), "parameters": values}
+
+
+def _drawn(payload: StagePayloadIn) -> str:
+    """The words that a picture was asked for with, where there are any."""
+    if isinstance(payload, ChatInput):
+        from omnistage.chat import TextPart
+
+        asked = [message.parts for message in payload.messages if message.role == "user"]
+        words = [part.text for part in asked[-1] if isinstance(part, TextPart)] if asked else []
+        return payload.prompt if payload.prompt is not None else "\n".join(words)
+    drawing = payload.drawing if isinstance(payload, ARInput) else payload
+    return drawing.prompt if isinstance(drawing, DiffusionInput) else ""
 
 
 def _carries_output(chunk: StageChunk) -> bool:
@@ -322,4 +367,6 @@ def _carries_output(chunk: StageChunk) -> bool:
         return not payload.preview
     if isinstance(payload, TokenChunk):
         return bool(payload.token_ids or payload.text)
+    if isinstance(payload, ModuleOutput):
+        return bool(payload.arrays or payload.text) or payload.prompt is not None
     return payload is not None and not isinstance(payload, Progress)

@@ -46,8 +46,10 @@ def finish_of(reason: FinishReason | None) -> str | None:
 
 
 def spoken_tokens(usage: Usage) -> int:
-    """The tokens of speech: those of all stages but the words, where anything was spoken."""
-    return sum(usage.stage_tokens.values()) - usage.completion_tokens if usage.audio_seconds else 0
+    """The tokens of speech: those of all stages but the words and the steps of a picture, where anything was spoken."""
+    if not usage.audio_seconds:
+        return 0
+    return sum(usage.stage_tokens.values()) - usage.completion_tokens - usage.steps
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

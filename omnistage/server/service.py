@@ -22,7 +22,7 @@ from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
 from omnistage.server.audit import CURRENT, DISCONNECTED, FILTERED, Record, ended_by
 from omnistage.server.errors import CancelledRequestError, ContentFilterError, LoadingError, NotFoundError
 from omnistage.server.filtering import start_filtered
-from omnistage.server.filters import ContentFilter, FilterContext
+from omnistage.server.filters import ContentFilter, FilterContext, RequestFilter
 from omnistage.server.jobs import JobStore, VideoJobs
 from omnistage.server.keys import Holder, Keyring
 from omnistage.server.metrics import Measures
@@ -207,6 +207,18 @@ class Service:
             record.ended = FILTERED
             self.measures.filtered.labels(model.name, "prompt").inc()
             raise
+
+    @contextlib.contextmanager
+    def working(self, holder: Holder, model: ServedModel) -> Iterator[RequestFilter | None]:
+        """Work for a key's holder that needs no stage and counts as a request; its filter, where there is one."""
+        with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
+            own = self._content_filter
+            try:
+                yield None if own is None else own.open(FilterContext(holder.name, model.name))
+            except ContentFilterError:
+                record.ended = FILTERED
+                self.measures.filtered.labels(model.name, "prompt").inc()
+                raise
 
     def _traced(self, model: ServedModel, request_id: str) -> None:
         """Measure, and where it is asked for show, what the stages did for a request that is over."""

@@ -6,8 +6,10 @@ import base64
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,13 @@ def lm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("diffusers")
     return tiny("flux", tmp_path_factory.mktemp("flux") / "model")
+
+
+@pytest.fixture(scope="session")
+def starter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("hibari")
+    return tiny("starter", tmp_path_factory.mktemp("starter") / "model")
 
 
 def run(example: str, *args: object, cwd: Path) -> str:
@@ -179,6 +188,84 @@ def test_a_picture_is_watched_while_it_is_drawn(flux_folder: Path, tmp_path: Pat
     assert Image.open(tmp_path / "picture-0.png").size == (32, 32)
     for preview in tmp_path.glob("preview-*.png"):
         assert Image.open(preview).size == (32, 32)
+
+
+def test_the_tour_writes_speaks_draws_and_hears(starter_folder: Path, tmp_path: Path) -> None:
+    printed = run("starter_tour.py", starter_folder, "--max-tokens", 12, "--out", "made", cwd=tmp_path)
+    made = tmp_path / "made"
+    assert {path.name for path in made.iterdir()} == {"answer.txt", "answer.wav", "picture.png", "question.wav"}
+    assert (made / "answer.txt").read_text(encoding="utf-8").split()[0] in printed
+    assert Image.open(made / "picture.png").size == (96, 96)
+    assert soundfile.info(made / "question.wav").duration > 0.5
+    assert re.findall(r"^(\w+) +[░█]", printed, re.MULTILINE) == ["hear", "think", "speak", "draw", "paint"]
+    assert printed.count("starter  ") == 2
+
+
+def test_the_tour_says_that_the_starter_is_not_here(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMNISTAGE_HOME": str(tmp_path)}
+    command = [sys.executable, str(EXAMPLES / "starter_tour.py"), "starter"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "omnistage pull starter" in done.stderr
+
+
+def test_the_snippets_about_the_starter_run(
+    starter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "starter.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    assert 'Omni("starter")' in code
+    exec(code.replace('"starter"', f"{str(starter_folder)!r}, overrides=['think.max_tokens=12']"), {})
+    assert Image.open("picture.png").size == (96, 96)
+    assert soundfile.info("aloud.wav").duration > 0.3
+
+
+class Typist:
+    """Somebody at a terminal: types, and waits for what appears."""
+
+    def __init__(self, *command: object) -> None:
+        pty = pytest.importorskip("pty")
+        self.process, self._screen = pty.fork()
+        if self.process == 0:
+            os.environ.update(TERM="xterm-256color", OMP_NUM_THREADS="1", COLUMNS="100")
+            os.execv(sys.executable, [sys.executable, *map(str, command)])
+
+    def wait_for(self, text: str, seconds: float = 120) -> str:
+        """What appeared up to and with `text`."""
+        seen, end = b"", time.monotonic() + seconds
+        while text.encode() not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([self._screen], [], [], 1.0)[0]:
+                seen += os.read(self._screen, 1)
+        return seen.decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def end(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        os.close(self._screen)
+        return code
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_ctrl_c_in_a_terminal_stops_the_answer_and_ctrl_d_the_conversation(lm_folder: Path) -> None:
+    command = "from omnistage.cli import app; app()"
+    options = ("--max-tokens", 100_000, "--set", "thinker.ignore_eos=true", "--seed", 1)
+    typist = Typist("-c", command, "chat", lm_folder, *options)
+    typist.wait_for("> ")
+    typist.type("Hello\r")
+    typist.wait_for("Hello\r\n")
+    typist.wait_for(" ")  # the answer has begun
+    typist.type("\x03")
+    typist.wait_for("(stopped)")
+    typist.wait_for("> ")
+    typist.type("/help\r")
+    assert "/draw WORDS           not with this model" in typist.wait_for("/quit")
+    typist.wait_for("> ")
+    typist.type("\x04")
+    assert typist.end() == 0
 
 
 def test_an_installed_family_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,10 @@ class FakeGraph:
     def entry(self) -> str:
         return self.order[0]
 
+    @property
+    def lead(self) -> str:
+        return self.outputs.get(Modality.TEXT, self.entry)
+
     def sources(self, stage: str) -> tuple[str, ...]:
         return self.edges.get(stage, ())
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +19,12 @@ from omnistage.cli.common import progress_bar
 from omnistage.cli.generate import chat_messages
 from omnistage.errors import CapacityError, StageError
 from omnistage.media.audio_output import AudioOutput
+from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline import registry as registry_module
 from omnistage.pipeline.registry import Family, Registry
 from omnistage.types import (
     CompletionOutput,
+    DiffusionParams,
     FinishReason,
     Modality,
     OmniRequestOutput,
@@ -96,7 +98,7 @@ def model(tmp_path, fake_registry) -> Path:
 # ----------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["generate", "config", "tiny", "verify", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "config", "tiny", "verify", "bench", "pull"])
 def test_help_of_every_command_teaches_with_examples(command):
     output = run(command, "--help").output
     assert "Examples" in output
@@ -105,7 +107,7 @@ def test_help_of_every_command_teaches_with_examples(command):
 
 def test_help_lists_the_commands_and_version_prints():
     output = run("--help").output
-    assert all(command in output for command in ("generate", "config", "tiny", "verify", "bench"))
+    assert all(command in output for command in ("generate", "chat", "config", "tiny", "verify", "bench"))
     assert run("--version").output == f"omnistage {__version__}\n"
 
 
@@ -366,6 +368,56 @@ def test_generate_without_speech(omni, tmp_path):
 def test_generate_reads_standard_input_and_raw_prompts(omni):
     run("generate", "m", "-", "--raw", input="once")
     assert omni.calls[1][:2] == ("generate", "once")
+
+
+def test_a_picture_beside_text_and_speech_is_drawn_with_its_own_options(omni, tmp_path):
+    omni.modalities = ("text", "audio", "image")
+    omni.orchestrator = SimpleNamespace(
+        stages={
+            "think": SimpleNamespace(params_type=SamplingParams),
+            "draw": SimpleNamespace(params_type=DiffusionParams),
+        }
+    )
+    omni.answer.images.append(ImageOutput(np.zeros((4, 4, 3), np.uint8)))
+    result = run(
+        *("generate", "m", "an apple", "--modalities", "text,audio,image", "--max-tokens", 5, "--seed", 3),
+        *("--steps", 8, "--out", tmp_path, "--trace"),
+    )
+    assert result.stdout.startswith("[bold] answer\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"answer.txt", "answer.wav", "picture.png"}
+    assert omni.calls[1][2]["sampling_params"] == {
+        "think": SamplingParams(max_tokens=5, seed=3),
+        "draw": DiffusionParams(steps=8, seed=3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--steps", "8"], "--steps: no picture is asked for"),
+        (["--steps", "8", "--modalities", "text,image", "--mask", "{picture}"], "--mask: goes with pictures alone"),
+    ],
+)
+def test_options_for_pictures_are_refused_where_they_mean_nothing(options, says, omni, tmp_path):
+    picture = tmp_path / "p.png"
+    picture.touch()
+    filled = [option.format(picture=picture) for option in options]
+    assert says in run("generate", "m", "hi", *filled, code=2).stderr
+
+
+def test_speech_alone_is_written_without_a_text(omni, tmp_path):
+    omni.answer.outputs.clear()
+    result = run("generate", "m", "hi", "--modalities", "audio", "--out", tmp_path)
+    assert result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["answer.wav"]
+
+
+def test_an_error_that_names_a_command_needs_no_hint(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    told = run("config", "starter", code=2).stderr
+    assert "`omnistage pull starter`" in told
+    assert "hint:" not in told
 
 
 def test_media_without_text_is_a_request():

@@ -180,8 +180,8 @@ def _stock_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 
-def load(context: LoadContext) -> CausalLM:
-    """The component of a model folder."""
+def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
+    """The component of a model folder; `adapter` is the class of it."""
     folder = context.model.folder
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
@@ -202,7 +202,7 @@ def load(context: LoadContext) -> CausalLM:
     check_complete(type(model).__name__, info)
     if generation is not None:
         model.generation_config = generation
-    return CausalLM(model.to(context.device), load_tokenizer(folder))
+    return adapter(model.to(context.device), load_tokenizer(folder))
 
 
 def _check_room(folder: Path) -> None:

@@ -84,13 +84,18 @@ def weight_rule(config: LlamaConfig) -> common.Rule:
 
 
 def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Callable[[str, float], None] | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    scale: float = 0.0,
+    progress: Callable[[str, float], None] | None = None,
+    config: LlamaConfig | None = None,
 ) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
+    """Write the checkpoint into `folder`, which must be new or empty. A `config` says more than the scale."""
     prepare_torchvision(required=False)
     from transformers import LlamaForCausalLM
 
-    config = config_for(scale)
+    config = config or config_for(scale)
     common.new_folder(folder)
     ids = special_ids()
     common.write_tokenizer(

@@ -20,6 +20,8 @@ from omnistage.server.documented import answers
 from omnistage.server.encode import CONTENT_TYPES, SoundWriter, sound_writer
 from omnistage.server.errors import body_of
 from omnistage.server.schemas import SpeechRequest
+from omnistage.server.senses import ReadingProcessor
+from omnistage.server.service import ServedModel
 from omnistage.server.sse import event, stream_response
 from omnistage.types import FinishReason, Modality, OmniRequestOutput, Usage
 
@@ -30,19 +32,28 @@ _READ_ALOUD = "Say exactly this, and nothing else: "
 
 @router.post("/v1/audio/speech", response_class=Response, responses=answers(events=SpeechEvent, files=_FILES))
 async def speech(body: SpeechRequest, request: Request) -> Response:
-    """Speak a text. A chat model is asked to say it; what it then says is its own."""
+    """Speak a text: as it is where the model can, else a chat model is asked to, and what it then says is its own."""
     service = service_of(request)
     model = service.model(body.model)
     holder = caller(request)
     if Modality.AUDIO not in model.modalities:
         raise UnsupportedModalityError("this model does not speak; use one that gives audio", param="model")
     options = RequestOptions(["audio"], body.voice_name, 0, body.timeout)
-    content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
-    messages = [{"role": "user", "content": f"{content}{body.input}"}]
+    messages = _messages(body, model)
     running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
     if body.stream_format == "sse":
         return await stream_response(_events(running, body.response_format))
     return await stream_response(_file(running, body.response_format), CONTENT_TYPES[body.response_format])
+
+
+def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]]:
+    processor = model.omni.processor
+    if isinstance(processor, ReadingProcessor):
+        if body.instructions:
+            raise InvalidRequestError("this model's voice takes none; leave it out", param="instructions")
+        return processor.read_aloud(body.input)
+    content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
+    return [{"role": "user", "content": f"{content}{body.input}"}]
 
 
 async def _spoken(

@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions`: a model that hears is asked to write down what is said."""
+"""`/v1/audio/transcriptions`: a model that hears is asked to write down what is said, or its ears alone do it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
 from omnistage.server.errors import CancelledRequestError, ContentFilterError, body_of
 from omnistage.server.schemas import Finite
+from omnistage.server.senses import Dictation, WritingProcessor, dictated
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
@@ -44,6 +45,7 @@ _REFUSED = {
     "known_speaker_references": "speakers are not told apart here; leave it out",
     "timestamp_granularities": "no times are given: models that chat do not know them; leave it out",
 }
+_ENGLISH = ("en", "english")
 Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
 
 
@@ -95,6 +97,17 @@ class TranscriptionForm(WireModel):
             parts.append(f"Context that may help with names and spelling: {self.prompt}")
         return " ".join(parts)
 
+    def check_ears(self) -> None:
+        """Raise for what is said to ears that listen alone: they take no advice."""
+        languages = [language for language in (self.language, *self.languages) if language]
+        if any(language.lower() not in _ENGLISH for language in languages):
+            raise InvalidRequestError("this model hears English only", param="language")
+        for name in ("prompt", "keywords"):
+            if getattr(self, name):
+                raise InvalidRequestError("this model writes down what it hears and takes no advice", param=name)
+        if self.temperature:
+            raise InvalidRequestError("this model has no such dial; leave it out", param="temperature")
+
 
 @router.post(
     "/v1/audio/transcriptions",
@@ -108,12 +121,16 @@ async def transcriptions(
     service = service_of(request)
     holder = caller(request)
     served = service.model(form.model)
-    stage = served.stage_taking(SamplingParams)
-    if Modality.AUDIO not in served.omni.processor.input_modalities or stage is None:
-        raise UnsupportedModalityError("this model does not hear; use one that takes audio", param="model")
+    processor = served.omni.processor
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send a sound file", param="file")
+    if isinstance(processor, WritingProcessor):
+        form.check_ears()
+        return await _dictation(form, await dictated(service, holder, served, processor, data, form.timeout))
+    stage = served.stage_taking(SamplingParams)
+    if Modality.AUDIO not in processor.input_modalities or stage is None:
+        raise UnsupportedModalityError("this model does not hear; use one that takes audio", param="model")
     content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.question()}]
     running = renamed(
         service.running(
@@ -148,6 +165,25 @@ async def transcriptions(
         spoken = {"task": "transcribe", "language": form.language or "", "duration": await _seconds(data, served)}
         return JSONResponse({**spoken, "segments": [], "text": text, "usage": _usage(final.usage)})
     return JSONResponse({"text": text, "usage": _usage(final.usage)})
+
+
+async def _dictation(form: TranscriptionForm, made: Dictation) -> Response:
+    """The answer of ears alone: all of it at once, and counted in seconds."""
+    usage = {"type": "duration", "seconds": made.seconds}
+    if form.stream:
+
+        async def items() -> AsyncIterator[bytes]:
+            if made.text:
+                yield event({"type": "transcript.text.delta", "delta": made.text})
+            yield event({"type": "transcript.text.done", "text": made.text, "usage": usage})
+
+        return await stream_response(items())
+    if form.response_format == "text":
+        return PlainTextResponse(f"{made.text}\n")
+    if form.response_format == "verbose_json":
+        spoken = {"task": "transcribe", "language": "en", "duration": made.seconds, "segments": []}
+        return JSONResponse({**spoken, "text": made.text, "usage": usage})
+    return JSONResponse({"text": made.text, "usage": usage})
 
 
 async def _seconds(data: bytes, model: ServedModel) -> float:

@@ -1,0 +1,81 @@
+"""The starter family: hear → think → speak, and think → draw → paint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omnistage.models.starter.bridges import BRIDGES
+from omnistage.pipeline.registry import Family, InputProcessor, LoadContext
+
+if TYPE_CHECKING:
+    from omnistage.config import OmniModelConfig
+
+ARCHITECTURE = "OmnistageStarter"
+"""What config.json of a starter's folder names."""
+
+
+def _hear(context: LoadContext) -> object:
+    from omnistage.models.starter.hear import load_hear
+
+    return load_hear(context)
+
+
+def _think(context: LoadContext) -> object:
+    from omnistage.models.starter.think import load_think
+
+    return load_think(context)
+
+
+def _speak(context: LoadContext) -> object:
+    from omnistage.models.starter.speak import load_speak
+
+    return load_speak(context)
+
+
+def _draw(context: LoadContext) -> object:
+    from omnistage.models.starter.draw import load_draw
+
+    return load_draw(context)
+
+
+def _paint(context: LoadContext) -> object:
+    from omnistage.models.starter.draw import load_paint
+
+    return load_paint(context)
+
+
+def _processor(model: OmniModelConfig) -> InputProcessor:
+    from omnistage.models.starter.processor import StarterProcessor
+
+    return StarterProcessor.load(model.folder)
+
+
+def _tiny(folder: Path, **options: object) -> None:
+    from omnistage.models.starter import tiny
+
+    tiny.write(folder, **options)  # type: ignore[arg-type]
+
+
+def _verify(folder: Path, **options: object) -> object:
+    from omnistage.models.starter import verify
+
+    return verify.run(folder, **options)  # type: ignore[arg-type]
+
+
+FAMILY = Family(
+    name="starter",
+    architectures=(ARCHITECTURE, "omnistage_starter"),
+    pipeline=Path(__file__).with_name("pipeline.yaml"),
+    components={
+        "starter.hear": _hear,
+        "starter.think": _think,
+        "starter.speak": _speak,
+        "starter.draw": _draw,
+        "starter.paint": _paint,
+    },
+    bridges=BRIDGES,
+    processor=_processor,
+    tiny=_tiny,
+    verify=_verify,
+)

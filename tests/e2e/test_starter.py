@@ -1,0 +1,462 @@
+"""The starter as a whole, on a small random one: what goes in, what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omnistage.chat import AudioPart, ChatMessage
+from omnistage.config import OmniEngineArgs
+from omnistage.config.checkpoint import find_model
+from omnistage.engines.build import EngineParts, build_parts
+from omnistage.errors import CheckpointError, InvalidRequestError, MediaError, OmniError, UnsupportedModalityError
+from omnistage.media.audio import AudioClip
+from omnistage.models.starter import tiny
+from omnistage.models.starter.bridges import SIZE
+from omnistage.models.starter.hearing import Transcriber
+from omnistage.models.starter.speaking import Sentences, Speaker
+from omnistage.models.starter.stand_ins import write_ears
+from omnistage.omni import Omni
+from omnistage.parts.manifest import BUNDLES
+from omnistage.parts.store import HOME_VARIABLE, Store
+from omnistage.types import DiffusionParams, FinishReason, Modality, OmniRequestOutput, SamplingParams
+from tests.e2e.conftest import Desk, assert_empty, final_of, open_door, say
+
+pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
+pytest.importorskip("hibari", reason="the voice is that package's")
+
+HEARD = "the cat sees a bird"
+SMALL = ("think.kv_blocks=256",)
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("starter") / "model"
+    tiny.write(folder, seed=5)
+    write_ears(folder / "hear", script=(*HEARD.split(), "</s>"))
+    return folder
+
+
+def parts_of(folder: Path) -> EngineParts:
+    args = OmniEngineArgs(model=str(folder), device="cpu", dtype="float32", overrides=SMALL)
+    return build_parts(args, progress=False)
+
+
+@pytest.fixture(scope="module")
+def loaded(starter: Path) -> EngineParts:
+    return parts_of(starter)
+
+
+@pytest.fixture(scope="module")
+def _shared(loaded: EngineParts) -> Iterator[Omni]:
+    with open_door(loaded) as omni:
+        yield omni
+
+
+@pytest.fixture
+def omni(_shared: Omni) -> Iterator[Omni]:
+    yield _shared
+    assert_empty(_shared.orchestrator)
+
+
+@pytest.fixture(scope="module")
+def deaf(starter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As after a pull without npm."""
+    folder = tmp_path_factory.mktemp("deaf") / "model"
+    shutil.copytree(starter, folder, ignore=shutil.ignore_patterns("hear"))
+    return folder
+
+
+def sound(level: float = 0.3, seconds: float = 1.0) -> dict[str, object]:
+    times = np.arange(int(seconds * 16_000)) / 16_000
+    return {"type": "audio", "audio": AudioClip((level * np.sin(times * 1400)).astype(np.float32), 16_000)}
+
+
+def answered(omni: Omni, messages: Any, drawing: dict[str, Any] | None = None, **options: Any) -> OmniRequestOutput:
+    params = {"think": {**GREEDY, **options.pop("think", {})}, "draw": {"steps": 2, "seed": 4, **(drawing or {})}}
+    out = omni.chat(messages, params, **options)
+    assert isinstance(out, OmniRequestOutput)
+    if out.error is not None:
+        raise out.error
+    return out
+
+
+def apart(one: OmniRequestOutput, two: OmniRequestOutput) -> int:
+    """How far the first pictures are apart, in steps of a colour; rounding in another batch makes one at most."""
+    assert one.image is not None
+    assert two.image is not None
+    return int(np.abs(one.image.pixels.astype(int) - two.image.pixels.astype(int)).max())
+
+
+# ------------------------------------------------------------------------------------------------- what comes out
+
+
+def test_one_request_is_answered_in_text_speech_and_a_picture(omni: Omni) -> None:
+    out = answered(omni, say("Draw a red fox."), modalities=["text", "audio", "image"])
+    assert out.text
+    assert out.audio is not None
+    assert out.audio.sample_rate == 24_000
+    assert out.image is not None
+    assert out.image.pixels.shape == (SIZE, SIZE, 3)
+    assert out.finish_reason is FinishReason.LENGTH
+    assert out.usage.completion_tokens == 8
+    assert out.usage.prompt_tokens > 20
+    assert (out.usage.images, out.usage.steps) == (1, 2)
+
+
+def test_only_what_is_asked_for_is_run(omni: Omni) -> None:
+    ran = {}
+    for asked in ("text", "audio", "image"):
+        out = answered(omni, say("Hello!"), modalities=[asked])
+        assert out.trace is not None
+        ran[asked] = [name for name, stage in out.trace.stages.items() if stage.started is not None]
+    assert ran == {
+        "text": ["hear", "think"],
+        "audio": ["hear", "think", "speak"],
+        "image": ["hear", "think", "draw", "paint"],
+    }
+
+
+def test_for_a_picture_alone_the_language_model_only_reads(omni: Omni) -> None:
+    alone = answered(omni, say("Draw a red fox."), modalities=["image"])
+    beside = answered(omni, say("Draw a red fox."), modalities=["text", "image"])
+    assert (alone.usage.completion_tokens, beside.usage.completion_tokens) == (1, 8)
+    assert alone.finish_reason is FinishReason.STOP
+    assert apart(alone, beside) <= 1
+
+
+def test_speech_begins_while_the_answer_is_still_written(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    params = {"think": {**GREEDY, "max_tokens": 250, "ignore_eos": True}}
+    items = desk.submit("r", say("Tell me a story."), params, modalities=["text", "audio"])
+    desk.finish()
+    first_sound = next(i for i, item in enumerate(items) if item.audio is not None)
+    last_word = max(i for i, item in enumerate(items) if item.token_ids)
+    assert first_sound < last_word
+    out = final_of(items)
+    assert out.audio is not None
+    assert out.audio.seconds == pytest.approx(sum(len(i.audio.samples) for i in items if i.audio) / 24_000)
+
+
+def test_the_answer_is_spoken_as_the_voice_says_its_sentences(omni: Omni) -> None:
+    out = answered(omni, say("Hello!"), modalities=["text", "audio"], think={"max_tokens": 40})
+    assert out.audio is not None
+    assert np.array_equal(out.audio.samples, spoken(out.text))
+
+
+def spoken(text: str) -> np.ndarray:
+    left, pieces = Sentences().push(text)
+    speaker = Speaker(1)
+    return np.concatenate([speaker.say(piece, seed=0) for piece in (*pieces, *left.finish())])
+
+
+def test_a_text_is_read_aloud_as_it_is(omni: Omni) -> None:
+    text = "The quick brown fox jumps over the lazy dog. It does not say why!"
+    out = answered(omni, omni.processor.read_aloud(text), modalities=["audio"])  # type: ignore[union-attr]
+    assert out.audio is not None
+    assert np.array_equal(out.audio.samples, spoken(text))
+
+
+# --------------------------------------------------------------------------------------------------- what goes in
+
+
+def test_what_is_said_counts_as_what_is_written(omni: Omni) -> None:
+    written = answered(omni, say(HEARD))
+    said = answered(omni, [{"role": "user", "content": [sound()]}])
+    assert said.token_ids == written.token_ids
+    assert said.usage.prompt_tokens == written.usage.prompt_tokens
+
+
+def test_sound_and_text_of_a_message_stand_on_lines_of_their_own(omni: Omni) -> None:
+    both = answered(omni, say("Answer briefly.", sound()))
+    assert both.token_ids == answered(omni, say(f"{HEARD}\nAnswer briefly.")).token_ids
+
+
+def test_a_picture_is_drawn_of_what_was_said(omni: Omni) -> None:
+    said = answered(omni, [{"role": "user", "content": [sound()]}], modalities=["image"])
+    written = answered(omni, say(HEARD), modalities=["image"])
+    other = answered(omni, say("Something else."), modalities=["image"])
+    assert apart(said, written) <= 1
+    assert apart(said, other) > 10
+
+
+def test_a_bare_prompt_is_drawn_as_a_message_is(omni: Omni) -> None:
+    params = {"draw": {"steps": 2, "seed": 4}}
+    prompts: list[Any] = ["Draw a red fox.", {"prompt": "Draw a red fox."}]
+    bare, mapped = omni.generate(prompts, params, modalities=["image"], progress=False)
+    chatted = answered(omni, say("Draw a red fox."), modalities=["image"])
+    assert apart(bare, chatted) <= 1
+    assert apart(mapped, chatted) <= 1
+
+
+def test_tokens_and_bare_prompts_are_continued(omni: Omni) -> None:
+    prompts: list[Any] = ["Once upon a time", {"prompt_token_ids": [1, 2, 3]}]
+    bare, ids = omni.generate(prompts, SamplingParams.parse(GREEDY), progress=False)
+    assert bare.usage.completion_tokens == ids.usage.completion_tokens == 8
+    assert ids.usage.prompt_tokens == 3
+
+
+def test_silence_is_no_question(omni: Omni) -> None:
+    with pytest.raises(MediaError, match="no word can be heard"):
+        answered(omni, [{"role": "user", "content": [sound(0.0)]}])
+
+
+def test_silence_earlier_in_the_conversation_stays_where_it_is(omni: Omni) -> None:
+    messages = [
+        {"role": "user", "content": [sound(0.0)]},
+        {"role": "assistant", "content": "Pardon?"},
+        *say("Hello!"),
+    ]
+    written = [{"role": "user", "content": "(inaudible)"}, *messages[1:]]
+    assert answered(omni, messages).token_ids == answered(omni, written).token_ids
+
+
+def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
+    with open_door(parts_of(deaf)) as omni:
+        assert omni.processor.input_modalities == {Modality.TEXT}
+        assert answered(omni, say("Hello!")).text
+        with pytest.raises(UnsupportedModalityError) as refused:
+            answered(omni, [{"role": "user", "content": [sound()]}])
+        assert refused.value.param == "messages"
+        clip = AudioClip(np.zeros(16_000, np.float32), 16_000)
+        for asked in (
+            lambda: omni.processor.chat([ChatMessage("user", (AudioPart(clip),))]),
+            lambda: omni.processor.transcribe(clip),
+        ):
+            with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`"):
+                asked()
+
+
+def test_a_sound_of_an_earlier_turn_is_not_heard_again(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    transcribe = Transcriber.transcribe
+
+    def counted(self: Transcriber, samples: Any) -> str:
+        heard.append(len(samples))
+        return transcribe(self, samples)
+
+    monkeypatch.setattr(Transcriber, "transcribe", counted)
+    with open_door(parts_of(starter)) as omni:
+        first = {"role": "user", "content": [sound(seconds=1.0)]}
+        answered(omni, [first])
+        later = [first, {"role": "assistant", "content": "I see."}, {"role": "user", "content": [sound(seconds=2.0)]}]
+        answered(omni, later)
+        answered(omni, later)
+    assert heard == [16_000, 32_000]
+
+
+def test_a_folder_may_name_its_voice(starter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(starter, folder)
+    (folder / "speak").mkdir()
+    named = folder / "speak" / "voice.json"
+    for text, wrong in (
+        ("{}", "names no voice"),
+        ('{"voice": "nobody"}', "there is no voice"),
+        ("[]", "not an object"),
+    ):
+        named.write_text(text, encoding="utf-8")
+        with pytest.raises(OmniError, match=wrong):
+            parts_of(folder)
+    named.write_text('{"voice": "heart"}', encoding="utf-8")
+    with open_door(parts_of(folder)) as omni:
+        assert answered(omni, say("Hello!"), modalities=["audio"]).audio is not None
+
+
+# ---------------------------------------------------------------------------------------------------- many at once
+
+
+def test_requests_of_every_kind_share_the_stages_and_leave_nothing_behind(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    kinds = [["text"], ["audio"], ["image"], ["text", "audio"], ["text", "image"], ["text", "audio", "image"]]
+    params = {"think": GREEDY, "draw": {"steps": 3, "seed": 4}}
+    message = [{"role": "user", "content": [sound()]}]
+    items = {f"{i}": desk.submit(f"{i}", message, params, modalities=kind) for i, kind in enumerate(kinds * 3)}
+    for request_id in ("1", "8", "16"):
+        desk.turns(2)
+        desk.orchestrator.abort(request_id)
+    desk.finish()
+    outputs = {request_id: final_of(got) for request_id, got in items.items()}
+    reasons = {request_id: out.finish_reason for request_id, out in outputs.items()}
+    assert {i for i, reason in reasons.items() if reason is FinishReason.ABORT} == {"1", "8", "16"}
+    assert all(out.error is None for out in outputs.values())
+    pictures = [out for i, out in outputs.items() if "image" in kinds[int(i) % 6] and out.images]
+    assert max(apart(pictures[0], other) for other in pictures) <= 1
+    texts = {out.text for i, out in outputs.items() if "text" in kinds[int(i) % 6] and i not in ("1", "8", "16")}
+    assert len(texts) == 1
+
+
+def test_several_answers_to_one_question(omni: Omni) -> None:
+    out = omni.chat(say("Hello!"), SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1))
+    assert [len(answer.token_ids) for answer in out.outputs] == [4, 4, 4]
+    assert len({answer.text for answer in out.outputs}) > 1
+
+
+# ----------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"width": 64}, "width"),
+        ({"height": 1024}, "height"),
+        ({"negative_prompt": "people"}, "negative_prompt"),
+        ({"strength": 0.5}, "strength"),
+        ({"true_cfg": 2.0}, "true_cfg"),
+        ({"num_frames": 8}, "num_frames"),
+        ({"fps": 8.0}, "fps"),
+        ({"max_sequence_length": 64}, "max_sequence_length"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_drawn_is_refused_by_name(omni: Omni, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        answered(omni, say("A fox."), asked, modalities=["image"])
+    assert refused.value.param == param
+
+
+def test_an_own_size_may_be_named(omni: Omni) -> None:
+    out = answered(omni, say("A fox."), {"width": SIZE, "height": SIZE}, modalities=["image"])
+    assert out.image is not None
+
+
+def test_videos_and_unknown_voices_are_refused(omni: Omni) -> None:
+    with pytest.raises(UnsupportedModalityError):
+        omni.chat(say("Hello!"), modalities=["video"])
+    with pytest.raises(InvalidRequestError, match="voice"):
+        omni.chat(say("Hello!"), modalities=["audio"], voice="nobody")
+
+
+def test_a_prompt_that_is_too_long_is_the_callers_error(omni: Omni) -> None:
+    with pytest.raises(OmniError) as refused:
+        answered(omni, say("fox " * 5000))
+    assert refused.value.code == "prompt_too_long"
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_are_of_their_seed(omni: Omni) -> None:
+    two = answered(omni, say("A fox."), {"n": 2, "seed": 11}, modalities=["image"])
+    first, second, again = (
+        answered(omni, say("A fox."), {"seed": seed}, modalities=["image"]) for seed in (11, 12, 12)
+    )
+    assert len(two.images) == 2
+    assert apart(two, first) <= 1
+    assert apart(first, second) > 10
+    two.images.reverse()
+    assert apart(two, second) <= 1
+    assert apart(second, again) == 0
+
+
+def test_every_dial_of_a_picture_counts(omni: Omni) -> None:
+    dials: list[dict[str, Any]] = [{}, {"guidance": 1.0}, {"guidance": 7.0}, {"steps": 3}, {"seed": 5}]
+    drawn = [answered(omni, say("A fox."), dial, modalities=["image"]).image for dial in dials]
+    seen = {image.pixels.tobytes() for image in drawn if image is not None}
+    assert len(seen) == len(dials)
+
+
+def test_without_guidance_the_empty_message_is_not_computed(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    rows = {}
+    for guidance in (1.0, 4.0):
+        before = loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded)
+        params = {"draw": DiffusionParams(steps=3, seed=1, guidance=guidance)}
+        items = desk.submit(f"g{guidance}", say("A fox."), params, modalities=["image"])
+        desk.finish()
+        assert final_of(items).error is None
+        rows[guidance] = round(loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded) - before)
+    assert rows == {1.0: 3, 4.0: 6}
+
+
+def _forwards(parts: EngineParts) -> float:
+    return float(parts.stages["draw"].stats().extra["forwards"])
+
+
+# ------------------------------------------------------------------------------------------------- the name alone
+
+
+def test_a_starter_that_was_not_pulled_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="omnistage pull starter") as refused:
+        find_model("starter")
+    assert refused.value.param == "model"
+
+
+def test_a_pulled_starter_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    store = Store.of(BUNDLES["starter"])
+    for part in store.bundle.parts:
+        if part.without is None:
+            store.folder(part).mkdir(parents=True, exist_ok=True)
+            store.licences(part).mkdir(parents=True)
+            (store.folder(part) / part.files[0].name).write_bytes(b"weights")
+            store.sign(part, [part.files[0].name])
+    with pytest.raises(CheckpointError, match="omnistage pull starter"):
+        find_model("starter")  # interrupted before its last file
+    (store.root / "config.json").write_text("{}", encoding="utf-8")
+    assert find_model("starter") == store.root
+
+
+def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "starter").mkdir()
+    assert find_model("starter") == (tmp_path / "starter").resolve()
+
+
+# ------------------------------------------------------------------------------------------------- the real weights
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Omni]:
+    try:
+        folder = find_model("starter")
+    except CheckpointError as error:
+        pytest.skip(f"the real parts are not here: {error}")
+    with Omni(str(folder), progress=False) as omni:
+        yield omni
+
+
+@pytest.mark.real_weights
+def test_the_real_starter_answers_speaks_and_draws(real: Omni) -> None:
+    asked = say("What is the capital of France?")
+    params: dict[str, Any] = {"think": {**GREEDY, "max_tokens": 60}, "draw": {"seed": 1, "steps": 8}}
+    out = real.chat(asked, params, modalities=["text", "audio", "image"])
+    assert out.error is None
+    assert "Paris" in out.text
+    assert out.audio is not None
+    assert out.audio.seconds > 1
+    assert out.image is not None
+    assert out.image.pixels.shape == (SIZE, SIZE, 3)
+
+
+@pytest.mark.real_weights
+def test_the_real_starter_speaks_before_it_has_thought(real: Omni) -> None:
+    params = {"think": {**GREEDY, "max_tokens": 120}}
+    out = real.chat(say("Tell me a story about a fox and a river."), params, modalities=["text", "audio"])
+    assert out.trace is not None
+    stages = out.trace.stages
+    first, last = stages["speak"].first_chunk, stages["think"].last_chunk
+    assert first is not None
+    assert last is not None
+    assert first < last
+
+
+@pytest.mark.real_weights
+def test_the_real_starter_hears_what_it_says(real: Omni) -> None:
+    if Modality.AUDIO not in real.processor.input_modalities:
+        pytest.skip("this starter has no ears: it was pulled without npm")
+    text = "What is the capital of France?"
+    spoken = real.chat(real.processor.read_aloud(text), modalities=["audio"]).audio  # type: ignore[union-attr]
+    assert spoken is not None
+    asked = [{"role": "user", "content": [{"type": "audio", "audio": (spoken.samples, spoken.sample_rate)}]}]
+    out = real.chat(asked, {"think": {**GREEDY, "max_tokens": 60}})
+    assert "Paris" in out.text

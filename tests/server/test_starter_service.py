@@ -1,0 +1,299 @@
+"""The starter behind the service: every door that it has, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import soundfile
+from PIL import Image
+
+from omnistage.models.starter import tiny
+from omnistage.models.starter.speaking import Sentences, Speaker
+from omnistage.models.starter.stand_ins import write_ears
+from omnistage.omni import AsyncOmni
+from omnistage.server.chat_answer import usage_of
+from omnistage.server.filters import ContentFilter
+from omnistage.server.service import Service
+from omnistage.server.wordlist import WordList
+from omnistage.types import Modality, Usage
+from tests.server.conftest import SERVE_LIMITS, Running, serving
+from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
+
+pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
+pytest.importorskip("hibari", reason="the voice is that package's")
+
+pytestmark = pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
+
+HEARD = "the cat sees a bird"
+SHORT: dict[str, Any] = {"model": "starter", "max_tokens": 8, "temperature": 0}
+HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
+QUICK = {"steps": 2, "seed": 3}
+TEXT = "The quick brown fox jumps over the lazy dog. It does not say why!"
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
+    folder = tmp_path_factory.mktemp("served") / "starter"
+    tiny.write(folder, seed=1)
+    write_ears(folder / "hear", script=(*HEARD.split(), "</s>"))
+    overrides = (*SERVE_LIMITS, "think.kv_blocks=256")
+    omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
+    yield omni
+    asyncio.run(omni.shutdown(drain=False))
+
+
+def service_of(omni: AsyncOmni, content_filter: ContentFilter | None = None) -> Service:
+    made = Service(content_filter=content_filter)
+    made.add("starter", omni)
+    made.loading = False
+    return made
+
+
+@pytest.fixture
+def server(starter: AsyncOmni) -> Iterator[Running]:
+    with serving(service_of(starter)) as running:
+        yield running
+    starter.orchestrator.check_idle()
+
+
+def wav(level: float = 0.3, seconds: float = 0.8) -> bytes:
+    times = np.arange(int(seconds * 16_000)) / 16_000
+    encoded = io.BytesIO()
+    soundfile.write(encoded, (level * np.sin(times * 1400)).astype(np.float32), 16_000, format="WAV")
+    return encoded.getvalue()
+
+
+def spoken(text: str) -> np.ndarray:
+    left, pieces = Sentences().push(text)
+    speaker = Speaker(1)
+    return np.concatenate([speaker.say(piece, seed=0) for piece in (*pieces, *left.finish())])
+
+
+def assert_sounds(data: bytes, text: str) -> None:
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+    wanted = spoken(text)
+    assert rate == 24_000
+    assert len(samples) == len(wanted)
+    assert np.abs(samples - np.clip(wanted, -1, 1)).max() < 1e-3  # 16 bits of it
+
+
+# ----------------------------------------------------------------------------------------------------------- chat
+
+
+def test_the_list_of_models_says_what_it_takes_and_gives(client: openai.OpenAI) -> None:
+    card = client.models.retrieve("starter").model_dump()
+    assert card["modalities"] == {"input": ["audio", "text"], "output": ["text", "audio", "image"]}
+    assert card["voices"]
+    assert card["stages"] == ["hear", "think", "speak", "draw", "paint"]
+    assert card["defaults"]["drawing"]["steps"] == 20
+    assert card["defaults"]["sampling"]["max_tokens"] == 256
+
+
+def test_an_answer_in_text_speech_and_a_picture(client: openai.OpenAI) -> None:
+    extra = {"modalities": ["text", "audio", "image"], "drawing": QUICK, "audio": {"format": "wav"}}
+    made = client.chat.completions.create(**SHORT, messages=HELLO, extra_body=extra)
+    message: Any = made.choices[0].message
+    assert_sounds(base64.b64decode(message.audio.data), message.audio.transcript)
+    picture = Image.open(io.BytesIO(base64.b64decode(message.images[0]["image_url"]["url"].partition(",")[2])))
+    assert picture.size == (96, 96)
+    details: Any = made.usage.completion_tokens_details
+    assert details.audio_tokens == 0
+    assert details.denoising_steps == 2
+    assert made.usage.completion_tokens == 8
+
+
+def test_the_steps_of_a_picture_are_no_tokens_of_speech() -> None:
+    both = Usage(3, 8, audio_seconds=1.0, images=1, steps=20, stage_tokens={"think": 8, "talk": 30, "draw": 20})
+    assert usage_of(both)["completion_tokens_details"]["audio_tokens"] == 30
+
+
+def test_a_stream_brings_all_three(client: openai.OpenAI) -> None:
+    extra = {"modalities": ["text", "audio", "image"], "drawing": QUICK}
+    whole: Any = client.chat.completions.create(
+        **SHORT, messages=HELLO, extra_body={**extra, "audio": {"format": "wav"}}
+    )
+    transcript, samples, pictures = "", b"", 0
+    stream: Any = client.chat.completions.create(**SHORT, messages=HELLO, stream=True, extra_body=extra)
+    for chunk in stream:
+        for choice in chunk.choices:
+            delta = choice.delta.model_dump()
+            audio = delta.get("audio") or {}
+            transcript += audio.get("transcript") or ""
+            samples += base64.b64decode(audio.get("data") or "")
+            pictures += len(delta.get("images") or ())
+    assert transcript == whole.choices[0].message.audio.transcript
+    assert len(samples) == 2 * len(spoken(transcript))
+    assert pictures == 1
+
+
+def test_a_question_may_be_spoken(client: openai.OpenAI) -> None:
+    asked = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "wav"}}
+    heard = client.chat.completions.create(**SHORT, messages=[{"role": "user", "content": [asked]}])
+    written = client.chat.completions.create(**SHORT, messages=[{"role": "user", "content": HEARD}])
+    assert heard.choices[0].message.content == written.choices[0].message.content
+
+
+def test_the_other_doors_for_text_lead_to_it_too(client: openai.OpenAI) -> None:
+    told = client.responses.create(model="starter", input="Hello!", temperature=0, max_output_tokens=16)
+    assert told.output_text
+    bare = client.completions.create(model="starter", prompt="Once upon a time", temperature=0, max_tokens=5)
+    assert bare.usage is not None
+    assert bare.usage.completion_tokens == 5
+
+
+def test_what_nobody_said_is_the_clients_error(client: openai.OpenAI) -> None:
+    silence = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(0.0)).decode(), "format": "wav"}}
+    with pytest.raises(openai.BadRequestError, match="no word can be heard"):
+        client.chat.completions.create(**SHORT, messages=[{"role": "user", "content": [silence]}])
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_are_drawn_of_a_prompt(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "starter", "prompt": "Draw a red fox.", "extra_body": QUICK}
+    two = client.images.generate(**given, n=2)
+    assert two.size == "96x96"
+    assert [entry.model_dump()["seed"] for entry in two.data or ()] == [3, 4]
+    one = client.images.generate(**given, size="96x96")
+    assert one.data is not None
+    assert one.data[0].b64_json is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"size": "1024x1024"}, "size"), ({"extra_body": {"negative_prompt": "fog"}}, "negative_prompt")],
+)
+def test_other_pictures_are_refused_by_name(client: openai.OpenAI, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.generate(model="starter", prompt="Draw a red fox.", **more)
+    assert refused.value.param == param
+
+
+def test_pictures_cannot_be_changed(client: openai.OpenAI) -> None:
+    encoded = io.BytesIO()
+    Image.new("RGB", (96, 96)).save(encoded, "PNG")
+    with pytest.raises(openai.BadRequestError):
+        client.images.edit(model="starter", prompt="At night.", image=("a.png", encoded.getvalue()))
+
+
+# ------------------------------------------------------------------------------------------------ speech, dictation
+
+
+def test_a_text_is_spoken_as_it_is(client: openai.OpenAI) -> None:
+    made = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
+    assert_sounds(made.content, TEXT)
+
+
+def test_speech_takes_no_instructions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(model="starter", input=TEXT, voice="heart", instructions="Whisper.")
+    assert refused.value.param == "instructions"
+
+
+def test_a_text_without_a_word_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(model="starter", input=" \n ", voice="heart")
+    assert refused.value.param == "input"
+
+
+def dictate(server: Running, **form: Any) -> httpx.Response:
+    files = {"file": ("said.wav", form.pop("data", None) or wav())}
+    address = f"{server.url}/v1/audio/transcriptions"
+    return httpx.post(address, data={"model": "starter", **form}, files=files, timeout=60)
+
+
+def test_a_sound_is_written_down_by_the_ears_alone(server: Running) -> None:
+    plain = dictate(server).json()
+    assert plain == {"text": HEARD, "usage": {"type": "duration", "seconds": pytest.approx(0.8)}}
+    assert dictate(server, response_format="text").text == f"{HEARD}\n"
+    assert dictate(server, response_format="verbose_json", language="en").json()["duration"] == pytest.approx(0.8)
+    lines = dictate(server, stream="true").text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [told["type"] for told in events] == ["transcript.text.delta", "transcript.text.done"]
+    assert events[-1]["text"] == HEARD
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"prompt": "Names: Ann"}, "prompt"),
+        ({"language": "de"}, "language"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"timeout": "-1"}, "timeout"),
+        ({"data": b"no sound"}, "file"),
+    ],
+    ids=["prompt", "language", "temperature", "timeout", "file"],
+)
+def test_what_the_ears_cannot_do_is_refused_by_name(server: Running, form: dict[str, Any], param: str) -> None:
+    refused = dictate(server, **form)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+
+
+def test_a_starter_without_ears_says_how_to_get_them(
+    server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT}))
+    refused = dictate(server)
+    assert refused.status_code == 400
+    assert "omnistage pull starter" in refused.json()["error"]["message"]
+
+
+def test_time_that_is_over_is_said(server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(starter.processor, "transcribe", lambda clip: str(go.wait(30)))
+    refused = dictate(server, timeout="0.2")
+    go.set()
+    assert refused.status_code == 408
+
+
+def test_the_content_filter_sees_what_is_heard_and_what_is_spoken(starter: AsyncOmni) -> None:
+    with serving(service_of(starter, WordList(["bird"]))) as strict:
+        refused = dictate(strict)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "content_filter"
+        with strict.client() as client:
+            made = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
+            assert_sounds(made.content, TEXT)
+            with pytest.raises(openai.BadRequestError):
+                client.audio.speech.create(model="starter", input="A bird.", voice="heart")
+
+
+# -------------------------------------------------------------------------------------------------------- realtime
+
+
+def test_a_conversation_is_spoken_both_ways(client: openai.OpenAI) -> None:
+    with client.realtime.connect(model="starter") as connection:
+        assert connection.recv().type == "session.created"
+        connection.session.update(session={**QUIET, "temperature": 0, "max_output_tokens": 12})
+        until_event(connection, "session.updated")
+        connection.conversation.item.create(item=said(HEARD))
+        connection.response.create()
+        written = until_event(connection, "response.done")
+        told = text_of(written, "response.output_audio_transcript.delta")
+        sound = b"".join(base64.b64decode(e.delta) for e in written if e.type == "response.output_audio.delta")
+        assert len(sound) == 2 * len(spoken(told))
+    with client.realtime.connect(model="starter") as connection:
+        connection.session.update(session={**QUIET, "temperature": 0, "max_output_tokens": 12})
+        until_event(connection, "session.updated")
+        samples = (0.3 * np.sin(np.arange(24_000) / 17)).astype(np.float32)
+        spoken_item: Any = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_audio", "audio": base64_of(samples)}],
+        }
+        connection.conversation.item.create(item=spoken_item)
+        connection.response.create()
+        heard = until_event(connection, "response.done")
+        assert text_of(heard, "response.output_audio_transcript.delta") == told
