@@ -92,6 +92,8 @@ class Answer:
     right: bool
     seconds: float
     """From the request's arrival to the end of its last stage."""
+    processor: float
+    """Seconds of the processor, all threads together."""
     speech: float
     first_sound: float
     thought: float
@@ -105,8 +107,8 @@ class Answer:
         return self.first_sound < self.thought
 
 
-def answer_of(question: str, expected: Iterable[str], output: OmniRequestOutput) -> Answer:
-    """What a finished request says about itself."""
+def answer_of(question: str, expected: Iterable[str], output: OmniRequestOutput, processor: float = 0.0) -> Answer:
+    """What a finished request says about itself; `processor` is what it cost."""
     if output.error is not None:
         raise output.error
     if output.trace is None or output.audio is None or output.trace.finished is None:
@@ -119,6 +121,7 @@ def answer_of(question: str, expected: Iterable[str], output: OmniRequestOutput)
         output.text,
         mentions(output.text, expected),
         output.trace.finished,
+        processor,
         len(output.audio.samples) / output.audio.sample_rate,
         speak.first_chunk,
         think.last_chunk,
@@ -129,11 +132,13 @@ def answer_of(question: str, expected: Iterable[str], output: OmniRequestOutput)
 def summary(answers: Sequence[Answer]) -> dict[str, float]:
     """The figures of some answers. Real-time factors: all time over all speech, and the median of the requests'."""
     several = [answer for answer in answers if answer.pieces > 1]
+    speech = sum(answer.speech for answer in answers)
     return {
         "questions": len(answers),
         "with the expected word": sum(answer.right for answer in answers),
-        "real-time factor": sum(answer.seconds for answer in answers) / sum(answer.speech for answer in answers),
+        "real-time factor": sum(answer.seconds for answer in answers) / speech,
         "real-time factor, median": statistics.median(answer.seconds / answer.speech for answer in answers),
+        "processor's seconds a second of speech": sum(answer.processor for answer in answers) / speech,
         "first sound, s, median": statistics.median(answer.first_sound for answer in answers),
         "first sound, s, worst": max(answer.first_sound for answer in answers),
         "whole answer, s, median": statistics.median(answer.seconds for answer in answers),
@@ -203,8 +208,9 @@ def ask(
     kept: list[list[Answer]] = [[] for _ in conversations]
     for _ in range(rounds):
         for own, messages, (question, expected) in zip(kept, conversations, questions, strict=True):
+            busy = time.process_time()
             output = omni.chat(messages, {"think": params}, modalities=["text", "audio"], progress=False)
-            own.append(answer_of(question, expected, output))
+            own.append(answer_of(question, expected, output, time.process_time() - busy))
             tick()
     return [sorted(own, key=lambda answer: answer.seconds)[(len(own) - 1) // 2] for own in kept]
 

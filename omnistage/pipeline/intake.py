@@ -15,7 +15,7 @@ from omnistage.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.pipeline.registry import AnyProcessor, DrawingProcessor, InputProcessor
+from omnistage.pipeline.registry import AnyProcessor, DrawingProcessor, InputProcessor, PartialProcessor
 from omnistage.pipeline.request import GraphView, OmniRequest
 from omnistage.types import (
     SHOWN_CHARS,
@@ -237,6 +237,8 @@ class RequestFactory:
         present = {kinds[type(part)] for message in messages for part in message.parts if type(part) in kinds}
         taken = self._processor.input_modalities
         if refused := sorted(present - taken):
+            if isinstance(self._processor, PartialProcessor):
+                raise UnsupportedModalityError(self._processor.lacking(refused[0]), param="messages")
             raise UnsupportedModalityError(
                 f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(taken))}", param="messages"
             )

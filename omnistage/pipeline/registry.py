@@ -85,6 +85,15 @@ class HearingProcessor(Protocol):
 
 
 @runtime_checkable
+class PartialProcessor(Protocol):
+    """An input processor whose model may be there without some of its parts."""
+
+    def lacking(self, kind: Modality) -> str:
+        """Why it does not take this kind of media, and what helps."""
+        ...
+
+
+@runtime_checkable
 class DrawingProcessor(Protocol):
     """Turns a request to draw into the entry stage's input. Thread-safe."""
 

@@ -153,9 +153,10 @@ def test_a_failed_request_raises_its_error(trips: ModuleType) -> None:
 
 def test_the_summary_counts_answers_and_divides_time_by_speech(trips: ModuleType) -> None:
     asked = [output(0.2, 0.9), output(0.8, 0.7, pieces=1, text="I do not know."), output(0.8, 0.7)]
-    found = trips.summary([trips.answer_of("Which city?", ("Paris",), one) for one in asked])
+    found = trips.summary([trips.answer_of("Which city?", ("Paris",), one, 2.0) for one in asked])
     assert found["with the expected word"] == 2
     assert found["real-time factor"] == pytest.approx(3 / 12)
+    assert found["processor's seconds a second of speech"] == pytest.approx(6 / 12)
     assert found["first sound before the thinker had finished"] == 1
     assert found["answers of more than one piece"] == 2
     assert found["  of those, first sound before the thinker had finished"] == 1

@@ -15,7 +15,7 @@ from omnistage.models.loading import positive, read_auto_config
 from omnistage.models.prompts import tokens_input
 from omnistage.models.starter.hearing import RATE, Transcriber
 from omnistage.models.starter.seeing import Observer
-from omnistage.models.starter.speaking import _local_voices, _package
+from omnistage.models.starter.speaking import local_voices
 from omnistage.types import ChatInput, Modality, OmniTokensPrompt, is_utf8
 
 READ_ALOUD = "read_aloud"
@@ -86,7 +86,7 @@ class StarterProcessor:
     def load(cls, folder: Path) -> StarterProcessor:
         config = read_auto_config(folder / "think").get_text_config()
         sizes = positive(config, "vocab_size"), positive(config, "hidden_size")
-        return cls(folder, senses(folder), *sizes, _local_voices(_package()[1]))
+        return cls(folder, senses(folder), *sizes, local_voices())
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ChatInput:
         check_parts(messages, self.input_modalities)
@@ -105,6 +105,9 @@ class StarterProcessor:
 
     def voices(self) -> Sequence[str]:
         return self._voices
+
+    def lacking(self, kind: Modality) -> str:
+        return lacking(kind)
 
     def read_aloud(self, text: str) -> list[dict[str, object]]:
         """The conversation that has just this text spoken: the assistant's own words, under a name for it."""

@@ -203,7 +203,7 @@ class Speaker:
 
     def __init__(self, threads: int = 1, voice: str | None = None) -> None:
         hibari, registry = _package()
-        self.voices = _local_voices(registry)
+        self.voices = local_voices()
         """The voices whose files are here."""
         self.voice: str = voice or registry.DEFAULT
         if self.voice not in self.voices:
@@ -256,7 +256,9 @@ def _package() -> tuple[Any, Any]:
         raise MissingDependencyError("speaking needs a voice: pip install 'omnistage[starter]'") from error
 
 
-def _local_voices(registry: Any) -> tuple[str, ...]:
+def local_voices() -> tuple[str, ...]:
+    """Voices whose files are here; the package would fetch the others."""
+    _, registry = _package()
     found = []
     for name in registry.VOICES:
         try:

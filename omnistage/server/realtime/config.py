@@ -77,7 +77,8 @@ class InputAudioConfig(Fields):
     def _not_transcribed(cls, value: object) -> None:
         if value is not None:
             raise ValueError(
-                "is not offered in a session; leave it out, and send the sound to /v1/audio/transcriptions for what was said"
+                "is not offered in a session; leave it out, and send the sound to /v1/audio/transcriptions for what "
+                "was said"
             )
 
 
