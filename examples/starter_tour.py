@@ -84,7 +84,8 @@ def main() -> int:
     try:
         from omnistage import Omni
 
-        with Omni(args.model) as omni:
+        # Room for one conversation is enough here, and clearing a gigabyte for many takes its time.
+        with Omni(args.model, overrides=("think.kv_memory=128MiB",)) as omni:
             ask(omni, args, Terminal.here())
             if "audio" in omni.processor.input_modalities:
                 listen(omni, args)

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from omnistage import DiffusionParams, Omni
 
-_COLUMNS, _GAP, _WORDS = 8, 12, 34
+_COLUMNS, _GAP, _WORDS = 8, 12, 46
 _SIDE = 96
 
 
@@ -50,8 +50,8 @@ def sheet(pictures: list[Image.Image], captions: list[str]) -> Image.Image:
         left, top = _GAP + index % _COLUMNS * width, _GAP + index // _COLUMNS * height
         canvas.paste(picture, (left, top))
         pen.rectangle((left - 1, top - 1, left + _SIDE, top + _SIDE), outline="#dddddd")
-        words = caption.removeprefix("a ").removeprefix("an ")
-        for line, text in enumerate(textwrap.wrap(words, 19)[:2]):
+        words = caption.removeprefix("a ").removesuffix(" background").replace(" on a ", " on ")
+        for line, text in enumerate(textwrap.wrap(words, 19)[:3]):
             pen.text((left, top + _SIDE + 2 + 12 * line), text, fill="#333333", font=font)
     return canvas
 

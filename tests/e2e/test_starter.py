@@ -221,7 +221,7 @@ def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
     with open_door(parts_of(deaf)) as omni:
         assert omni.processor.input_modalities == {Modality.TEXT}
         assert answered(omni, say("Hello!")).text
-        with pytest.raises(UnsupportedModalityError) as refused:
+        with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`") as refused:
             answered(omni, [{"role": "user", "content": [sound()]}])
         assert refused.value.param == "messages"
         clip = AudioClip(np.zeros(16_000, np.float32), 16_000)
