@@ -1,6 +1,6 @@
 """Does the network draw what is asked, in combinations that it has never seen?
 
-    python training/evaluate.py --model build/draw --out build/evaluation
+    python training/evaluate.py --model build/draw/transformer --out build/evaluation
 
 A judge is trained on real pictures only: a small convolutional network and a linear map of the text's rows, so that a
 picture lies nearest to its own caption. Then it picks, for pictures drawn from held-out captions, the right caption
@@ -168,9 +168,11 @@ def grid(pixels: Tensor, columns: int, path: Path, scale: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, default=Path("build"))
-    parser.add_argument("--model", type=Path, default=Path("build/draw"))
+    parser.add_argument("--model", type=Path, default=Path("build/draw/transformer"))
     parser.add_argument("--out", type=Path, default=Path("build/evaluation"))
     parser.add_argument("--layer", type=int, default=10)
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--unbounded", action="store_true", help="let predictions leave the range of colours")
     parser.add_argument("--count", type=int, default=256, help="pictures of each kind")
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
@@ -185,13 +187,15 @@ def main() -> None:
         scenes = [item.scene for item in drawn]
         real = bench.painted(drawn)
         text = bench.asked(scenes)
-        made = draw(model, text, 0)
+        made = draw(model, text, 0, args.guidance, not args.unbounded)
         wrong = text.roll(1, 0)
         report[kind] = {
             "pictures": len(scenes),
             "real": retrieval(bench, judge, real, scenes),
             "drawn": retrieval(bench, judge, made, scenes),
-            "drawn for another caption": retrieval(bench, judge, draw(model, wrong, 0), scenes),
+            "drawn for another caption": retrieval(
+                bench, judge, draw(model, wrong, 0, args.guidance, not args.unbounded), scenes
+            ),
         }
         print(kind, json.dumps(report[kind]), flush=True)
         pairs = torch.stack([real[:24], made[:24]], 1).flatten(0, 1)
@@ -200,15 +204,17 @@ def main() -> None:
     names = [name for line in _FREE.splitlines() for name in line.split(";")]
     free = bench.rows(bench.batches.tokens([f"Draw a {name}." for name in names]))
     for guidance in (1.0, 3.0, 5.0):
-        grid(draw(model, free, 1, guidance=guidance), 12, args.out / f"free-{guidance:g}.png")
+        grid(draw(model, free, 1, guidance, not args.unbounded), 12, args.out / f"free-{guidance:g}.png")
     (args.out / "held_out.txt").write_text("\n".join(shown) + "\n")
     (args.out / "report.json").write_text(json.dumps(report, indent=1))
 
 
-def draw(model: Any, text: Tensor, seed: int, guidance: float = 3.0, steps: int = 20) -> Tensor:
+def draw(model: Any, text: Tensor, seed: int, guidance: float, bounded: bool) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=text.is_cuda):
         generator = torch.Generator(text.device).manual_seed(seed)
-        return sample(model, text, generator, side=SIZE // PATCH, steps=steps, guidance=guidance, shift=2.0).float()
+        return sample(
+            model, text, generator, side=SIZE // PATCH, steps=20, guidance=guidance, shift=2.0, bounded=bounded
+        ).float()
 
 
 if __name__ == "__main__":

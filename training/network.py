@@ -66,9 +66,17 @@ def clean(model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, where: dict[st
 
 @torch.no_grad()
 def sample(
-    model: Any, text: Tensor, generator: torch.Generator, *, side: int, steps: int, guidance: float, shift: float
+    model: Any,
+    text: Tensor,
+    generator: torch.Generator,
+    *,
+    side: int,
+    steps: int,
+    guidance: float,
+    shift: float,
+    bounded: bool = True,
 ) -> Tensor:
-    """Pictures `[B, 3, S, S]` by Euler steps along the flow."""
+    """Pictures `[B, 3, S, S]` by Euler steps along the flow; `bounded` keeps predictions within the colours."""
     where = places(side, text.shape[1], text.device)
     rows = torch.randn(len(text), side * side, CONFIG["in_channels"], generator=generator, device=text.device)  # type: ignore[call-overload]
     times = torch.linspace(1, 1 / steps, steps, device=text.device)
@@ -77,7 +85,8 @@ def sample(
     for now, then in itertools.pairwise(sigmas):
         seen = clean(model, torch.cat([rows, rows]), now.expand(len(both)), both, where).float()
         with_text, without = seen.chunk(2)
-        guided = (without + guidance * (with_text - without)).clamp(-1, 1)
+        guided = without + guidance * (with_text - without)
+        guided = guided.clamp(-1, 1) if bounded else guided
         velocity = (rows - guided) / now.clamp(min=LEAST_SIGMA)
         rows = rows + (then - now) * velocity
     return pictures(rows)

@@ -1,7 +1,7 @@
 """Train the small diffusion transformer on captioned emoji: one GPU, some minutes, reproducible from a seed.
 
-    python training/train.py --out build/draw --steps 9000
-    python training/train.py --out build/draw --seconds 500     # as many steps as fit, which it prints
+    python training/train.py --steps 9000
+    python training/train.py --seconds 500     # as many steps as fit, which it prints
 
 Reads what emoji.py and text.py made, and the tokenizer of the checkpoint that `omnistage pull starter` made.
 """
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=Path("build/draw"))
+    parser.add_argument("--out", type=Path, default=Path("build/draw/transformer"))
     args = parser.parse_args()
     transformers = transformers_module()
 
@@ -55,7 +55,7 @@ def main() -> None:
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer)
     batches = Batches(pictures, tokenizer, (encoder.prefix, encoder.suffix), args.batch, args.seed)
-    trainer = Trainer(Painter(pictures, device), encoder, args.layer, device)
+    trainer = Trainer(Painter(pictures, device), encoder, args.layer, args.seed)
     trainer.run(batches, args)
     args.out.mkdir(parents=True, exist_ok=True)
     trainer.save(args.out)
@@ -64,9 +64,10 @@ def main() -> None:
 class Trainer:
     """The network, its average, and the optimiser."""
 
-    def __init__(self, painter: Painter, encoder: TextEncoder, layer: int, device: torch.device) -> None:
+    def __init__(self, painter: Painter, encoder: TextEncoder, layer: int, seed: int) -> None:
         from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
+        device = next(encoder.parameters()).device
         self.painter, self.layer, self.device = painter, layer, device
         self.model = initialised(Flux2Transformer2DModel(**CONFIG)).to(device)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
@@ -77,7 +78,7 @@ class Trainer:
             self.model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
         )
         self.where = places(SIZE // PATCH, ROWS, device)
-        self.generator = torch.Generator(device).manual_seed(1)
+        self.generator = torch.Generator(device).manual_seed(seed + 1)
 
     def run(self, batches: Batches, args: argparse.Namespace) -> None:
         steps, began, seen = args.steps, time.monotonic(), torch.zeros((), device=self.device)
@@ -151,8 +152,17 @@ class Trainer:
         index = {"metadata": {"total_size": 2 * total}, "weight_map": weight_map}
         (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         self.average.save_config(folder)
+        scheduler = folder.parent / "scheduler"
+        scheduler.mkdir(exist_ok=True)
+        (scheduler / "scheduler_config.json").write_text(json.dumps(_SCHEDULER, indent=2) + "\n")
 
 
+_SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 2.0,
+    "use_dynamic_shifting": False,
+}
 _FILES = tuple(f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2))
 
 
