@@ -26,7 +26,7 @@ def ask(omni, args: argparse.Namespace, terminal: Terminal) -> None:
     from omnistage import DiffusionParams, SamplingParams
 
     # Whole sentences, and few of them: after 32 tokens the next one that ends is the last.
-    briefly = {"min_tokens": 32, "stop": (". ", '." ', "\n"), "include_stop_str_in_output": True}
+    briefly = {"min_tokens": min(32, args.max_tokens), "stop": (". ", '." ', "\n"), "include_stop_str_in_output": True}
     params = {
         "think": SamplingParams(max_tokens=args.max_tokens, temperature=0.0, **briefly),
         "draw": DiffusionParams(seed=args.seed),

@@ -112,7 +112,7 @@ def misfits(problem: Mapping[str, Any]) -> tuple[str, ...]:
 
 class StructuredOutput(BaseModel):
     """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), xgrammar's structural
-    tags, or any JSON."""
+    tags, or any JSON object."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

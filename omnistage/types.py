@@ -233,7 +233,8 @@ class ModuleInput:
 class ChatInput:
     """A conversation whose media are still sounds and pictures: what a stage that hears starts from. Always complete.
 
-    It has messages, or a bare prompt, or tokens.
+    It has messages, or a bare prompt, or tokens. Where nothing of it is left to hear or to see, messages or a bare
+    prompt come with the tokens that they make, so that the stage need not make them.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -242,6 +243,8 @@ class ChatInput:
     prompt: str | None = None
     """A bare prompt instead of messages; no template is applied."""
     tokens: OmniTokensPrompt | None = None
+    drawn: OmniTokensPrompt | None = None
+    """A bare prompt as a user's message: what is read where only a picture is asked for."""
 
 
 StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput

@@ -36,7 +36,7 @@ RECORDING = Path(__file__).parents[1] / "docs" / "images" / "page.gif"
 QUESTION, SUBJECT = "What is the capital of France?", "Draw a blue butterfly."
 WIDTH, HEIGHT, SHOWN = 1120, 700, 0.75
 COLOURS = 200
-LONGEST_STILL, LAST_STILL = 0.7, 2.2
+LONGEST_STILL, LAST_STILL = 0.4, 1.5
 """Seconds that a frame is shown at most; of the last one."""
 MOST_BYTES = 3_000_000
 WAIT = 120_000
@@ -82,8 +82,8 @@ class Recording:
             self.frames.append((time.monotonic(), small))
 
     def type(self, text: str) -> None:
-        for start in range(0, len(text), 3):
-            self.page.locator("#prompt").press_sequentially(text[start : start + 3], delay=20)
+        for start in range(0, len(text), 5):
+            self.page.locator("#prompt").press_sequentially(text[start : start + 5], delay=10)
             self.take()
 
     def until(self, selector: str, seconds: float) -> None:

@@ -40,7 +40,10 @@ _HINTS: tuple[tuple[type[OmniError], str], ...] = (
     (RegistryError, "a family's package may be missing or wrong; `omnistage tiny --help` lists the families"),
     (ConfigError, "`omnistage config MODEL` prints every key with its value and where it came from"),
     (UnsupportedModelError, "CONTRIBUTING.md says how to add a family"),
-    (CheckpointError, "`omnistage tiny FAMILY DIR` makes a small checkpoint to try things with"),
+    (
+        CheckpointError,
+        "`omnistage pull starter` mends the starter; `omnistage tiny FAMILY DIR` makes a small checkpoint",
+    ),
     (MissingDependencyError, "install it and run the same command again"),
     (LimitExceededError, "limits are set with --set limits.KEY=VALUE"),
 )

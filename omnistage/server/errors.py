@@ -78,6 +78,14 @@ class ContentFilterError(InvalidRequestError):
     """The content filter refuses it."""
 
     code = "content_filter"
+    where = "prompt"
+    """What it was that is refused, for the metrics."""
+
+
+class AnswerFilteredError(ContentFilterError):
+    """The content filter refuses what was made."""
+
+    where = "output"
 
 
 class BodyTimeoutError(OmniError):

@@ -15,8 +15,9 @@ from omnistage.media.watch import inspecting
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.params import DiffusionParams, StageParams
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
-from omnistage.server.errors import ContentFilterError
+from omnistage.server.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.filters import AnswerText, PromptText, Redact, Refuse, RequestFilter, Verdict
+from omnistage.server.senses import read_text
 from omnistage.types import FinishReason, Modality, OmniRequestOutput, OmniTokensPrompt, OutputChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -49,12 +50,20 @@ async def start_filtered(
     asked = frozenset((given,) if isinstance(given, str) else given or ())
     # Speech is made of a text, and only a text that is seen can be filtered.
     unseen = Modality.AUDIO in asked and Modality.TEXT not in asked and Modality.TEXT in omni.modalities
-    if unseen:
+    if (said := read_text(omni.processor, prompt)) is not None:
+        await _check_said(own, said)
+    elif unseen:
         options = replace(options, modalities=[*asked, Modality.TEXT])
     with inspecting(inspect):
         stream = await omni.start(prompt, params, options, request_id)
     gives_text = not unseen and (Modality.TEXT in asked or (not asked and Modality.TEXT in omni.modalities))
     return FilteredStream(stream, own, omni, gives_text=gives_text)
+
+
+async def _check_said(own: RequestFilter, text: str) -> None:
+    """A text that is read aloud is its own answer, seen before a sound is made of it."""
+    if isinstance(await own.check_output(AnswerText(held=text, ended=True)), Refuse | Redact):
+        raise AnswerFilteredError("the content filter refuses to have this said; change it")
 
 
 # ------------------------------------------------------------------------------------------------- prompts

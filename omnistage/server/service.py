@@ -28,6 +28,7 @@ from omnistage.server.keys import Holder, Keyring
 from omnistage.server.metrics import Measures
 from omnistage.server.spoken import SpokenAnswers
 from omnistage.server.store import FileStore
+from omnistage.server.workers import Workers
 from omnistage.types import (
     FinishReason,
     Modality,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _OWNERS = 10_000
 """Requests whose keys are remembered: more than the engines remember traces of."""
 _GOODBYE_SECONDS = 5.0
+_LISTENERS, _MOST_HEARD = 2, 8
+"""Sounds that ears alone write down at a time, and those with the ones that wait for it."""
 K = TypeVar("K")
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -104,6 +107,7 @@ class Service:
         self.draining = False
         self.measures = Measures()
         self.spoken = SpokenAnswers()
+        self.listeners = Workers(_LISTENERS, _MOST_HEARD, "listening")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
         self._owners: dict[str, str] = {}
@@ -203,9 +207,9 @@ class Service:
         own = self._content_filter.open(FilterContext(holder.name, model.name))
         try:
             return await start_filtered(own, model.omni, prompt, params, options, request_id)
-        except ContentFilterError:
+        except ContentFilterError as error:
             record.ended = FILTERED
-            self.measures.filtered.labels(model.name, "prompt").inc()
+            self.measures.filtered.labels(model.name, error.where).inc()
             raise
 
     @contextlib.contextmanager
@@ -215,9 +219,9 @@ class Service:
             own = self._content_filter
             try:
                 yield None if own is None else own.open(FilterContext(holder.name, model.name))
-            except ContentFilterError:
+            except ContentFilterError as error:
                 record.ended = FILTERED
-                self.measures.filtered.labels(model.name, "prompt").inc()
+                self.measures.filtered.labels(model.name, error.where).inc()
                 raise
 
     def _traced(self, model: ServedModel, request_id: str) -> None:
@@ -252,7 +256,8 @@ class Service:
         self.draining = True
         for session in tuple(self.sessions):
             session.drain()
-        await asyncio.gather(*(model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values()))
+        models = (model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values())
+        await asyncio.gather(self.listeners.close(timeout), *models)
         await self.jobs.close()
         if self.sessions:  # they have only to say goodbye
             await asyncio.wait(tuple(self.sessions.values()), timeout=_GOODBYE_SECONDS)

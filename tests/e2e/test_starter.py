@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnistage.chat import AudioPart, ChatMessage
 from omnistage.config import OmniEngineArgs
 from omnistage.config.checkpoint import find_model
 from omnistage.engines.build import EngineParts, build_parts
-from omnistage.errors import CheckpointError, InvalidRequestError, MediaError, OmniError, UnsupportedModalityError
+from omnistage.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    LimitExceededError,
+    MediaError,
+    OmniError,
+    PromptTooLongError,
+    UnsupportedModalityError,
+)
 from omnistage.media.audio import AudioClip
+from omnistage.models.prompts import PromptTokenizer
 from omnistage.models.starter import tiny
 from omnistage.models.starter.bridges import SIZE
 from omnistage.models.starter.hearing import Transcriber
@@ -33,6 +41,7 @@ pytest.importorskip("hibari", reason="the voice is that package's")
 HEARD = "the cat sees a bird"
 SMALL = ("think.kv_blocks=256",)
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 8}
+THINK = {"think": GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +172,14 @@ def test_a_text_is_read_aloud_as_it_is(omni: Omni) -> None:
     assert np.array_equal(out.audio.samples, spoken(text))
 
 
+def test_a_text_is_read_aloud_and_nothing_else_is_made_of_it(omni: Omni) -> None:
+    aloud = omni.processor.read_aloud("These very words.")  # type: ignore[union-attr]
+    for asked in (["text"], ["text", "audio"], ["audio", "image"], ["text", "audio", "image"]):
+        with pytest.raises(InvalidRequestError, match="ask for audio alone") as refused:
+            answered(omni, aloud, modalities=asked)
+        assert refused.value.param == "modalities"
+
+
 # --------------------------------------------------------------------------------------------------- what goes in
 
 
@@ -224,24 +241,19 @@ def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
         with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`") as refused:
             answered(omni, [{"role": "user", "content": [sound()]}])
         assert refused.value.param == "messages"
-        clip = AudioClip(np.zeros(16_000, np.float32), 16_000)
-        for asked in (
-            lambda: omni.processor.chat([ChatMessage("user", (AudioPart(clip),))]),
-            lambda: omni.processor.transcribe(clip),
-        ):
-            with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`"):
-                asked()
+        with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`"):
+            omni.processor.transcribe(AudioClip(np.zeros(16_000, np.float32), 16_000))
 
 
 def test_a_sound_of_an_earlier_turn_is_not_heard_again(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
-    transcribe = Transcriber.transcribe
+    words = Transcriber.words
 
     def counted(self: Transcriber, samples: Any) -> str:
         heard.append(len(samples))
-        return transcribe(self, samples)
+        return words(self, samples)
 
-    monkeypatch.setattr(Transcriber, "transcribe", counted)
+    monkeypatch.setattr(Transcriber, "words", counted)
     with open_door(parts_of(starter)) as omni:
         first = {"role": "user", "content": [sound(seconds=1.0)]}
         answered(omni, [first])
@@ -292,6 +304,62 @@ def test_requests_of_every_kind_share_the_stages_and_leave_nothing_behind(loaded
     assert len(texts) == 1
 
 
+def test_a_text_request_overtakes_long_clips(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    clips = [desk.submit(f"clip{i}", [{"role": "user", "content": [long_sound(i)]}], THINK) for i in range(3)]
+    desk.turns(1)
+    written = desk.submit("text", say("Hello!"), {"think": {**GREEDY, "max_tokens": 1}})
+    while not any(item.final for item in written):
+        desk.turns(1)
+    assert not any(item.final for items in clips for item in items)
+    heard = loaded.stages["hear"].stats().running
+    assert heard >= 2, "most of the sound is still to be heard"
+    desk.finish()
+    assert [final_of(items).error for items in clips] == [None, None, None]
+
+
+def test_an_abort_between_the_pieces_of_a_clip_frees_its_place(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    hear = loaded.stages["hear"]
+    items = desk.submit("clip", [{"role": "user", "content": [long_sound(9)]}], THINK)
+    desk.turns(1)
+    assert hear.component._underway  # type: ignore[attr-defined]
+    desk.orchestrator.abort("clip")
+    steps = hear.stats().steps
+    desk.finish()
+    assert final_of(items).finish_reason is FinishReason.ABORT
+    assert hear.stats().steps == steps
+    assert not hear.component._underway  # type: ignore[attr-defined]
+
+
+def long_sound(number: int) -> dict[str, object]:
+    """Of four pieces or more, and different from the others."""
+    return sound(seconds=61.0 + number)
+
+
+def test_what_is_only_words_is_not_made_tokens_of_by_a_stage(
+    loaded: EngineParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(loaded)
+    image: dict[str, Any] = {"modalities": ["image"]}
+    params = {"think": GREEDY, "draw": {"steps": 1}}
+    items = [
+        desk.submit("chat", say("Hello!"), params),
+        desk.submit("drawn", say("Hello!"), params, **image),
+        desk.submit("bare", "Hello!", params),
+        desk.submit("bare-drawn", "Hello!", params, **image),
+    ]
+
+    def refuse(self: object, *args: object) -> tuple[int, ...]:
+        raise AssertionError("tokens are made in a stage")
+
+    for name in ("encode", "encode_plain"):
+        monkeypatch.setattr(PromptTokenizer, name, refuse)
+    desk.finish()
+    assert [final_of(got).error for got in items] == [None] * 4
+    assert [final_of(got).usage.completion_tokens for got in items] == [8, 1, 8, 1]
+
+
 def test_several_answers_to_one_question(omni: Omni) -> None:
     out = omni.chat(say("Hello!"), SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1))
     assert [len(answer.token_ids) for answer in out.outputs] == [4, 4, 4]
@@ -333,10 +401,39 @@ def test_videos_and_unknown_voices_are_refused(omni: Omni) -> None:
         omni.chat(say("Hello!"), modalities=["audio"], voice="nobody")
 
 
-def test_a_prompt_that_is_too_long_is_the_callers_error(omni: Omni) -> None:
-    with pytest.raises(OmniError) as refused:
-        answered(omni, say("fox " * 5000))
-    assert refused.value.code == "prompt_too_long"
+@pytest.mark.parametrize("heard", [(), (sound(),)], ids=["text", "sound"])
+def test_a_prompt_that_is_too_long_is_the_callers_error_before_any_work(loaded: EngineParts, heard: Any) -> None:
+    desk = Desk(loaded)
+    for prompt in (say("fox " * 5000, *heard), "fox " * 5000, {"prompt_token_ids": [1] * 5000}):
+        with pytest.raises(PromptTooLongError) as refused:
+            desk.submit("long", prompt, THINK)
+        assert (refused.value.code, refused.value.status) == ("prompt_too_long", 400)
+
+
+def test_a_prompt_that_cannot_fit_is_not_even_made_tokens_of(
+    loaded: EngineParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, *args: object) -> tuple[int, ...]:
+        raise AssertionError("tokens were made")
+
+    for name in ("encode", "encode_plain"):
+        monkeypatch.setattr(PromptTokenizer, name, refuse)
+    desk = Desk(loaded)
+    half = "x" * 180_000
+    messages = [*say(half), {"role": "assistant", "content": "I see."}, *say(half, sound())]
+    for prompt in (messages, messages[:1] * 2, half * 2):
+        with pytest.raises(PromptTooLongError, match=r"36000\d characters"):
+            desk.submit("long", prompt, THINK)
+
+
+def test_what_is_too_much_to_hear_or_to_read_is_refused_before_any_work(loaded: EngineParts) -> None:
+    desk = Desk(loaded)
+    hours = [{"role": "user", "content": [sound(seconds=301.0), sound(seconds=300.0)]}]
+    with pytest.raises(LimitExceededError, match=r"601\.0 s in all and at most 600 s"):
+        desk.submit("long", hours, THINK)
+    aloud = loaded.processor.read_aloud("x" * 4097)  # type: ignore[union-attr]
+    with pytest.raises(LimitExceededError, match="4097 characters and at most 4096"):
+        desk.submit("aloud", aloud, THINK, modalities=["audio"])
 
 
 # ----------------------------------------------------------------------------------------------------- pictures

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import concurrent.futures
+import contextlib
 import io
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,12 +20,26 @@ import pytest
 import soundfile
 from PIL import Image
 
+from omnistage.errors import ShutdownError
+from omnistage.media.audio import AudioClip
 from omnistage.models.starter import tiny
 from omnistage.models.starter.speaking import Sentences, Speaker
 from omnistage.models.starter.stand_ins import write_ears
 from omnistage.omni import AsyncOmni
+from omnistage.server import dictation
 from omnistage.server.chat_answer import usage_of
-from omnistage.server.filters import ContentFilter
+from omnistage.server.filters import (
+    AnswerText,
+    ContentFilter,
+    FilterContext,
+    Pass,
+    PassingFilter,
+    PromptText,
+    Redact,
+    Refuse,
+    Verdict,
+)
+from omnistage.server.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
 from omnistage.server.wordlist import WordList
 from omnistage.types import Modality, Usage
@@ -52,8 +69,8 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     asyncio.run(omni.shutdown(drain=False))
 
 
-def service_of(omni: AsyncOmni, content_filter: ContentFilter | None = None) -> Service:
-    made = Service(content_filter=content_filter)
+def service_of(omni: AsyncOmni, content_filter: ContentFilter | None = None, keyring: Keyring | None = None) -> Service:
+    made = Service(content_filter=content_filter, keyring=keyring)
     made.add("starter", omni)
     made.loading = False
     return made
@@ -207,17 +224,34 @@ def test_a_text_without_a_word_is_refused(client: openai.OpenAI) -> None:
     assert refused.value.param == "input"
 
 
+def test_a_text_that_is_read_aloud_is_bounded_before_any_work(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.audio.speech.create(model="starter", input="So " * 1366, voice="heart")
+    assert (refused.value.status_code, refused.value.body["param"]) == (413, "input")  # type: ignore[index]
+    assert "at most 4096" in refused.value.message
+
+
+def test_a_text_that_is_read_aloud_takes_no_tokens(server: Running) -> None:
+    given = {"model": "starter", "input": "Hello.", "voice": "heart", "stream_format": "sse"}
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=given, timeout=60)
+    last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+    assert last == {"type": "speech.audio.done", "usage": none}
+
+
 def dictate(server: Running, **form: Any) -> httpx.Response:
     files = {"file": ("said.wav", form.pop("data", None) or wav())}
-    address = f"{server.url}/v1/audio/transcriptions"
-    return httpx.post(address, data={"model": "starter", **form}, files=files, timeout=60)
+    address, headers = f"{server.url}/v1/audio/transcriptions", form.pop("headers", {})
+    return httpx.post(address, data={"model": "starter", **form}, files=files, headers=headers, timeout=60)
 
 
 def test_a_sound_is_written_down_by_the_ears_alone(server: Running) -> None:
     plain = dictate(server).json()
     assert plain == {"text": HEARD, "usage": {"type": "duration", "seconds": pytest.approx(0.8)}}
     assert dictate(server, response_format="text").text == f"{HEARD}\n"
-    assert dictate(server, response_format="verbose_json", language="en").json()["duration"] == pytest.approx(0.8)
+    verbose = dictate(server, response_format="verbose_json", language="en").json()
+    assert verbose["duration"] == pytest.approx(0.8)
+    assert verbose["language"] == "english"
     lines = dictate(server, stream="true").text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert [told["type"] for told in events] == ["transcript.text.delta", "transcript.text.done"]
@@ -245,17 +279,179 @@ def test_a_starter_without_ears_says_how_to_get_them(
     server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT}))
+    monkeypatch.setattr(dictation, "decode_audio", None)  # nothing is decoded for nobody
     refused = dictate(server)
     assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "model"
     assert "omnistage pull starter" in refused.json()["error"]["message"]
 
 
-def test_time_that_is_over_is_said(server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    monkeypatch.setattr(starter.processor, "transcribe", lambda clip: str(go.wait(30)))
-    refused = dictate(server, timeout="0.2")
-    go.set()
-    assert refused.status_code == 408
+def test_a_sound_is_decoded_only_as_far_as_it_can_be_heard(
+    server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter.processor, "clip_seconds", lambda: (0.1, 1.0))
+    monkeypatch.setattr(starter.processor, "transcribe", lambda clip: pytest.fail("it is listened to"))
+    refused = dictate(server, data=wav(seconds=1.5))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "file")
+    assert "the limit of 1;" in refused.json()["error"]["message"]
+
+
+# ----------------------------------------------------------------------------------------------- ears that are slow
+
+
+class SlowEars:
+    """They hear nothing until they are told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.heard = 0
+
+    def transcribe(self, clip: AudioClip) -> str:
+        self.begun.release()
+        assert self.go.wait(60)
+        self.heard += 1
+        return HEARD
+
+    def begun_within(self, seconds: float) -> bool:
+        return self.begun.acquire(timeout=seconds)
+
+
+@pytest.fixture
+def slow(starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowEars]:
+    ears = SlowEars()
+    monkeypatch.setattr(starter.processor, "transcribe", ears.transcribe)
+    yield ears
+    ears.go.set()
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 30
+    while not (last := true()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return last
+
+
+def test_time_that_is_over_is_said(server: Running, slow: SlowEars) -> None:
+    assert dictate(server, timeout="0.2").status_code == 408
+
+
+def test_ears_that_are_slow_keep_nobody_from_a_chat(server: Running, slow: SlowEars) -> None:
+    few = concurrent.futures.ThreadPoolExecutor(2)
+    server.loop.call_soon_threadsafe(server.loop.set_default_executor, few)
+    with concurrent.futures.ThreadPoolExecutor(12) as many:
+        statuses = list(many.map(lambda _: dictate(server, timeout="0.5").status_code, range(12)))
+    assert set(statuses) <= {408, 429}
+    with server.client(timeout=20.0) as client:
+        assert client.chat.completions.create(**SHORT, messages=HELLO).choices[0].message.content
+    slow.go.set()
+    assert eventually(lambda: dictate(server).status_code == 200)
+    # Two had begun before their time was over; those that waited have left the queue, and nobody listened to them.
+    assert slow.heard == 3
+
+
+def test_more_sounds_than_may_wait_are_turned_away(server: Running, slow: SlowEars) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as many:
+        taken = [many.submit(dictate, server) for _ in range(8)]
+        assert eventually(lambda: server.service.listeners._taken == 8)
+        refused = dictate(server, data=b"no sound")  # not even decoded
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        slow.go.set()
+        assert {one.result().status_code for one in taken} == {200}
+    assert dictate(server).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["in time", "left"])
+def test_a_key_is_in_use_until_the_ears_are_done(starter: AsyncOmni, slow: SlowEars, how: str) -> None:
+    keyring = Keyring([Holder("ann", digest_of("a-key-of-ann"), max_concurrent=1)])
+    headers = {"Authorization": "Bearer a-key-of-ann"}
+    made = service_of(starter, keyring=keyring)
+    with serving(made) as server:
+        if how == "left":
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(
+                    f"{server.url}/v1/audio/transcriptions",
+                    data={"model": "starter"},
+                    files={"file": ("said.wav", wav())},
+                    headers=headers,
+                    timeout=0.5,
+                )
+        else:
+            assert dictate(server, timeout="0.5", headers=headers).status_code == 408
+        assert slow.begun_within(30)
+        assert eventually(lambda: not made.listeners._awaited)
+        assert dictate(server, headers=headers).status_code == 429
+        slow.go.set()
+        assert eventually(lambda: dictate(server, headers=headers).status_code == 200)
+        assert eventually(lambda: made.listeners._taken == 0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_a_service_that_stops_lets_ears_finish_while_there_is_time(
+    starter: AsyncOmni, slow: SlowEars, seconds: float
+) -> None:
+    made = service_of(starter)
+    with serving(made) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
+        asked = [many.submit(dictate, server) for _ in range(3)]  # two are listened to, one waits
+        assert eventually(lambda: made.listeners._taken == 3)
+        assert slow.begun_within(30)
+        made.models = {}  # others use it yet
+        stopped = asyncio.run_coroutine_threadsafe(made.drain(seconds), server.loop)
+        if seconds:
+            slow.go.set()
+        stopped.result(30)
+        assert {one.result().status_code for one in asked} == {200 if seconds else 503}
+        with pytest.raises(ShutdownError):
+            asyncio.run(made.listeners.run(lambda over: None, contextlib.ExitStack()))
+
+
+# --------------------------------------------------------------------------------------------------- content filter
+
+
+class HeardWords(PassingFilter):
+    """Refuses, or changes, what it is told to where it is told to."""
+
+    def __init__(self, prompt: Verdict, output: Verdict) -> None:
+        self.prompt, self.output = prompt, output
+        self.prompts: list[PromptText] = []
+
+    def open(self, context: FilterContext) -> HeardWords:
+        return self
+
+    async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
+        self.prompts += texts
+        return self.prompt
+
+    async def check_output(self, answer: AnswerText) -> Verdict:
+        return self.output
+
+
+@pytest.mark.parametrize(("prompt", "output", "where"), [(Refuse(), Pass(), "prompt"), (Pass(), Refuse(), "output")])
+def test_words_that_are_heard_are_filtered_as_told_and_as_answered(
+    starter: AsyncOmni, prompt: Verdict, output: Verdict, where: str
+) -> None:
+    own = HeardWords(prompt, output)
+    with serving(service_of(starter, own)) as strict:
+        refused = dictate(strict)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
+        counts = [line for line in httpx.get(f"{strict.url}/metrics").text.splitlines() if "filtered_total{" in line]
+    assert own.prompts == [PromptText(HEARD, "user")]
+    assert counts == [f'omnistage_content_filtered_total{{model="starter",where="{where}"}} 1.0']
+
+
+@pytest.mark.parametrize("output", [Refuse(), Redact("")])
+def test_a_text_that_is_read_aloud_is_filtered_as_an_answer_too(starter: AsyncOmni, output: Verdict) -> None:
+    with serving(service_of(starter, HeardWords(Pass(), output))) as strict, strict.client() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.audio.speech.create(model="starter", input="A bird.", voice="heart")
+        assert refused.value.code == "content_filter"
+        assert 'where="output"} 1.0' in httpx.get(f"{strict.url}/metrics").text
+
+
+def test_a_filter_may_change_what_is_written_down(starter: AsyncOmni) -> None:
+    with serving(service_of(starter, HeardWords(Pass(), Redact("[...]")))) as strict:
+        assert dictate(strict).json()["text"] == "[...]"
 
 
 def test_the_content_filter_sees_what_is_heard_and_what_is_spoken(starter: AsyncOmni) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from omnistage.chat import ChatMessage, TextPart
 from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
-from omnistage.engines.codec.module import ModulePayload
+from omnistage.engines.codec.module import UNFINISHED, JobResult, ModulePayload
 from omnistage.engines.codec.scheduler import AGE_LIMIT
 from omnistage.errors import InvalidRequestError, LimitExceededError, StageError
 from omnistage.types import (
@@ -69,6 +69,38 @@ class Shout(ModuleComponent):
 
     def close(self) -> None:
         self.closed = True
+
+
+class Slow(ModuleComponent):
+    """Needs a run for each letter of a text; an exclamation mark breaks every run that it is in."""
+
+    max_batch = 1
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.ran: list[str] = []
+        self.forgotten: list[str] = []
+
+    def run(self, jobs: Sequence[Job]) -> Sequence[JobResult]:
+        if len(jobs) > 1 and any("!" in _text(job.payload) for job in jobs):
+            raise RuntimeError("boom")
+        return [self._letter(job.info.request_id, _text(job.payload)) for job in jobs]
+
+    def _letter(self, request_id: str, text: str) -> JobResult:
+        done = self.kept.get(request_id, "")
+        self.ran.append(request_id)
+        if text[len(done)] == "!":
+            raise RuntimeError("boom")
+        done += text[len(done)].upper()
+        if len(done) < len(text):
+            self.kept[request_id] = done
+            return UNFINISHED
+        self.kept.pop(request_id, None)
+        return ModuleOutput(text=done)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+        self.kept.pop(request_id, None)
 
 
 def _text(payload: ModulePayload) -> str:
@@ -359,6 +391,121 @@ def test_an_aborted_request_is_forgotten_at_once() -> None:
     assert held(stage) == 0
     stage.submit(start("a", "again"))
     assert ends(stage.drain()) == {"a": STOP}
+
+
+# ------------------------------------------------------------------------------------------ jobs of several steps
+
+
+def test_a_job_that_is_not_done_comes_again_until_it_is() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    stage.submit(start("a", "abc", final=False))
+    stage.feed("a", ModuleInput(text="d"))
+    chunks = stage.drain()
+    assert component.ran == ["a"] * 4
+    assert texts(chunks, "a") == ["ABC", "D"]
+    assert [c.finish for c in chunks] == [None, None, STOP]  # the started marker comes once
+    assert stage.stats().tokens == 2
+    assert component.forgotten == ["a"]
+    assert held(stage) == 0
+
+
+def test_what_comes_later_goes_before_the_rest_of_long_jobs() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    for name in ("long1", "long2", "long3"):
+        stage.submit(start(name, "abcd"))
+    for _ in range(3):
+        stage.step()
+    stage.submit(start("short", "x"))
+    assert ends(stage.step()) == {"short": STOP}
+    assert set(ends(stage.drain())) == {"long1", "long2", "long3"}
+    assert component.ran[4:] == ["long1", "long2", "long3"] * 3  # and they take turns
+
+
+def test_the_rest_of_a_long_job_is_not_passed_over_for_ever() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    stage.submit(start("long", "ab"))
+    stage.step()
+    for number in range(AGE_LIMIT + 5):
+        stage.submit(start(f"short{number}", "x"))
+    stage.drain()
+    assert component.ran.index("long", 1) == AGE_LIMIT + 1
+
+
+def test_an_urgent_request_is_served_between_the_steps_of_a_job() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    stage.submit(start("long", "abc"))
+    stage.step()
+    stage.submit(start("urgent", "xy", priority=-1))
+    stage.drain()
+    assert component.ran == ["long", "urgent", "urgent", "long", "long"]
+
+
+def test_a_request_that_is_aborted_between_the_steps_of_its_job_leaves_nothing() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    stage.submit(start("a", "abc"))
+    stage.step()
+    assert component.kept == {"a": "A"}
+    stage.abort("a")
+    stage.abort("a")
+    assert component.forgotten == ["a"]
+    assert not component.kept
+    assert not stage.has_work()
+    assert held(stage) == 0
+    stage.submit(start("a", "xy"))
+    assert texts(stage.drain(), "a") == ["XY"]
+
+
+def test_a_step_that_fails_ends_its_own_request_and_forgets_it() -> None:
+    component = Slow()
+    stage = ModuleStage("hear", component, BUDGET)
+    stage.submit(start("bad", "ab!"))
+    stage.submit(start("good", "abcd"))
+    chunks = stage.drain()
+    assert ends(chunks) == {"bad": ERROR, "good": STOP}
+    assert texts(chunks, "good") == ["ABCD"]
+    assert sorted(component.forgotten) == ["bad", "good"]
+    assert not component.kept
+
+
+def test_a_batch_that_fails_is_run_one_by_one_and_unfinished_ones_go_on() -> None:
+    component = Slow()
+    component.max_batch = 4
+    stage = ModuleStage("hear", component, BUDGET)
+    for name, text in (("a", "abc"), ("b", "a!"), ("c", "x")):
+        stage.submit(start(name, text))
+    chunks = stage.step()
+    assert component.ran == ["a", "b", "c"]
+    assert ends(chunks) == {"c": STOP}
+    chunks += stage.drain()
+    assert ends(chunks) == {"a": STOP, "b": ERROR, "c": STOP}
+    assert texts(chunks, "a") == ["ABC"]
+
+
+def test_a_request_that_ends_without_a_piece_is_forgotten_too() -> None:
+    component = Slow()
+    stage = ModuleStage("speak", component, BUDGET)
+    stage.submit(start("a", "x", final=False))
+    stage.drain()
+    assert component.forgotten == []
+    stage.feed("a", ModuleInput())
+    assert ends(stage.drain()) == {"a": STOP}
+    assert component.forgotten == ["a"]
+
+
+def test_a_module_that_cannot_forget_does_no_harm_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    component = Slow()
+    component.max_batch = 4
+    monkeypatch.setattr(component, "forget", lambda request_id: {}["missing"])
+    stage = ModuleStage("hear", component, BUDGET)
+    for name in "ab":
+        stage.submit(start(name, "x"))
+    assert ends(stage.drain()) == {"a": STOP, "b": STOP}
+    assert component.ran == ["a", "b"]
 
 
 def test_closing_the_stage_closes_the_module() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.onnx_ml_pb2 import NodeProto
@@ -295,6 +296,37 @@ def test_weights_in_a_file_elsewhere_are_refused(tmp_path: Path, writer: Writer,
     for call in (check_external_files, lambda path: OnnxModule(path, **FOUR)):
         with pytest.raises(CheckpointError, match="outside its folder; refused"):
             call(path)
+
+
+def test_a_reference_cannot_hide_behind_bits_that_other_readers_drop(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    np.ones(4, np.float32).tofile(tmp_path / "w.bin")
+    path = as_initializer(tmp_path / "model" / "m.onnx", "../w.bin")
+    data = path.read_bytes()
+    model = onnx.load_from_string(data)
+    graph = model.graph.SerializeToString()
+    at = data.index(graph)
+    key = data.rindex(b"\x3a", 0, at)  # field 7, the graph, as one byte
+    path.write_bytes(data[:key] + b"\xba\x80\x80\x80\x10" + data[key + 1 :])  # the same with bit 32 set
+    with pytest.raises(CheckpointError, match="not a readable ONNX file"):
+        check_external_files(path)
+
+
+def test_what_cannot_be_declared_is_refused(tmp_path: Path) -> None:
+    path = doubling(tmp_path)
+    with pytest.raises(ConfigError, match="declare at least one"):
+        OnnxModule(path, inputs=DOUBLE["inputs"], outputs={})
+    with pytest.raises(ConfigError, match="use 1 or more"):
+        OnnxModule(path, **DOUBLE, threads=0)
+
+
+def test_a_file_that_fails_on_values_is_named_without_its_runtime_s_sources(tmp_path: Path) -> None:
+    node = helper.make_node("Gather", ["t", "i"], ["y"])
+    table = numpy_helper.from_array(np.arange(3, dtype=np.float32), "t")
+    write(tmp_path / "g.onnx", [node], {"i": (INT64, ["n"])}, {"y": (FLOAT, ["n"])}, [table])
+    module = OnnxModule(tmp_path / "g.onnx", inputs={"i": "int64[n]"}, outputs={"y": "float32[n]"})
+    with pytest.raises(StageError, match=r"g\.onnx failed on what it was given \(\w+\)$"):
+        module.run({"i": np.array([99])})
 
 
 def test_linked_files_of_a_hub_cache_are_read(tmp_path: Path) -> None:

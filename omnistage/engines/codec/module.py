@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import Enum
+from typing import Final, Protocol
 
 import numpy as np
 
 from omnistage.engines.codec.scheduler import AGE_LIMIT
 from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import stage_failure
+from omnistage.pipeline.loop import log_defect, stage_failure
 from omnistage.pipeline.stage import Stage, StageStats
 from omnistage.types import (
     AudioChunk,
@@ -32,6 +33,17 @@ from omnistage.types import (
 logger = logging.getLogger(__name__)
 
 ModulePayload = ModuleInput | ChatInput
+
+
+class Unfinished(Enum):
+    """The type of `UNFINISHED`."""
+
+    UNFINISHED = "unfinished"
+
+
+UNFINISHED: Final = Unfinished.UNFINISHED
+"""What `run` gives for a job that is not done yet: others have their turn, then it is run again."""
+JobResult = AudioChunk | ModuleOutput | Unfinished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +79,18 @@ class ModuleComponent(ABC):
         return None
 
     @abstractmethod
-    def run(self, jobs: Sequence[Job]) -> list[AudioChunk | ModuleOutput]:
+    def run(self, jobs: Sequence[Job]) -> Sequence[JobResult]:
         """What each job gives, in order. The jobs have one `group` and belong to different requests.
 
         Where it raises, each job is run again alone, and only those that fail alone end their requests.
+
+        A run cannot be interrupted, and all other requests wait for it. One that takes long does a part of its job,
+        keeps what it has under the request's id and gives `UNFINISHED`; the same job then comes again, unless its
+        request has ended meanwhile. `forget` says when it has.
         """
+
+    def forget(self, request_id: str) -> None:  # noqa: B027  (most modules keep nothing of a request)
+        """A request has ended, in whatever way: drop what was kept for it."""
 
     def close(self) -> None:  # noqa: B027  (most modules hold nothing that the garbage collector cannot free)
         """Release what the module holds."""
@@ -87,23 +106,11 @@ class ModuleLimits(Protocol):
 # ------------------------------------------------------------------------------------------------ scheduling
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A job to run now. `last` says that it ends its request."""
-
-    job: Job
-    last: bool
-
-    @property
-    def request_id(self) -> str:
-        return self.job.info.request_id
-
-
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
     """One step's work. `ended` names requests whose end came without a piece."""
 
-    turns: tuple[Turn, ...] = ()
+    jobs: tuple[Job, ...] = ()
     started: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
 
@@ -115,11 +122,13 @@ class _Request:
     turn: int
     """When it last ran, or arrived: the smallest has waited longest."""
     jobs: deque[tuple[Job, Hashable]] = field(default_factory=deque)
-    """What has not run yet, each with its group."""
+    """What is not done yet, each with its group."""
     pieces: int = 0
     """All that came so far."""
     final: bool = False
     started: bool = False
+    halfway: bool = False
+    """Its next job has run already, and is not done."""
     age: int = 0
 
     @property
@@ -127,11 +136,15 @@ class _Request:
         return self.final and not self.jobs
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the longest wait."""
+    def rank(self) -> tuple[int, int, bool, int]:
+        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the longest wait.
+
+        Among equals, new jobs go before the rest of long ones: however many of those there are, a short job waits for
+        one part of one of them.
+        """
         if self.age >= AGE_LIMIT:
-            return -self.age, 0, self.turn
-        return 0, self.info.priority, self.turn
+            return -self.age, 0, False, self.turn
+        return 0, self.info.priority, self.halfway, self.turn
 
 
 class ModuleScheduler:
@@ -186,22 +199,35 @@ class ModuleScheduler:
         return sum(request.started and not request.jobs for request in self._requests.values())
 
     def schedule(self) -> ModulePlan:
-        """The next batch. Requests of which nothing is left to run are forgotten here."""
+        """The next batch: its jobs stay at the head of their requests until they are `done`, or go on with `resume`.
+
+        Requests of which nothing is left to run are removed here.
+        """
         over = [request for request in self._requests.values() if request.is_over]
         ready = sorted((r for r in self._requests.values() if r.jobs), key=lambda r: r.rank)
         picked = [r for r in ready if r.jobs[0][1] == ready[0].jobs[0][1]][: self._max_batch]
         started = tuple(r.info.request_id for r in (*over, *picked) if not r.started)
         for request in ready:
             request.age += 1
-        turns = []
         for request in picked:
             request.started, request.age, request.turn = True, 0, next(self._turns)
-            job, _ = request.jobs.popleft()
-            turns.append(Turn(job, last=request.is_over))
         ended = tuple(request.info.request_id for request in over)
-        for request_id in (*ended, *(turn.request_id for turn in turns if turn.last)):
+        for request_id in ended:
             self.remove(request_id)
-        return ModulePlan(tuple(turns), started, ended)
+        return ModulePlan(tuple(request.jobs[0][0] for request in picked), started, ended)
+
+    def resume(self, request_id: str) -> None:
+        """The job that ran is not done: it stays the request's next."""
+        self._requests[request_id].halfway = True
+
+    def done(self, request_id: str) -> bool:
+        """The job that ran is done; whether it was the request's last, which then is removed."""
+        request = self._requests[request_id]
+        request.jobs.popleft()
+        request.halfway = False
+        if request.is_over:
+            self.remove(request_id)
+        return request.is_over
 
 
 # ----------------------------------------------------------------------------------------------------- stage
@@ -212,6 +238,7 @@ class ModuleStage(Stage):
 
     Each request gives a started marker when it first runs, then one chunk a piece, in order. The chunk of the last
     piece carries its finish; where the end comes alone, so does the finish. A piece that fails ends its own request.
+    A piece may take several steps, between which other requests have theirs.
     """
 
     params_type = CodecParams
@@ -251,14 +278,18 @@ class ModuleStage(Stage):
         self._extend(request_id, feed)
 
     def abort(self, request_id: str) -> None:
-        self._scheduler.remove(request_id)
+        if request_id in self._scheduler:
+            self._scheduler.remove(request_id)
+            self._forget(request_id)
 
     def step(self) -> list[StageChunk]:
         plan = self._scheduler.schedule()
         chunks = [StageChunk(request_id, self.name) for request_id in plan.started]
-        chunks += [StageChunk(request_id, self.name, finish=FinishReason.STOP) for request_id in plan.ended]
+        for request_id in plan.ended:
+            self._forget(request_id)
+            chunks.append(StageChunk(request_id, self.name, finish=FinishReason.STOP))
         self._steps += 1
-        return chunks + self._run(plan.turns)
+        return chunks + self._run(plan.jobs)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -304,41 +335,57 @@ class ModuleStage(Stage):
         job = self._scheduler.next_job(request_id, payload)
         self._scheduler.extend(request_id, job, self.component.group(job), final)
 
-    def _run(self, turns: Sequence[Turn]) -> list[StageChunk]:
+    def _run(self, jobs: Sequence[Job]) -> list[StageChunk]:
         """All together; where that fails each alone, so that only the culprit fails."""
-        if not turns:
+        if not jobs:
             return []
         try:
-            return self._try(turns)
+            return self._try(jobs)
         except Exception as error:  # the step's boundary: whatever a component raises ends at most this batch
-            if len(turns) == 1:
-                return [self._failed(turns[0], error)]
-            logger.warning("a batch of %d failed (%s); running each alone", len(turns), type(error).__name__)
+            if len(jobs) == 1:
+                return [self._failed(jobs[0], error)]
+            logger.warning("a batch of %d failed (%s); running each alone", len(jobs), type(error).__name__)
         chunks: list[StageChunk] = []
-        for turn in turns:
+        for job in jobs:
             try:
-                chunks += self._try([turn])
+                chunks += self._try([job])
             except Exception as error:  # the same boundary
-                chunks.append(self._failed(turn, error))
+                chunks.append(self._failed(job, error))
         return chunks
 
-    def _try(self, turns: Sequence[Turn]) -> list[StageChunk]:
-        results = self.component.run([turn.job for turn in turns])
-        if len(results) != len(turns):
-            raise StageError(f"the module gave {len(results)} results for {len(turns)} pieces")
+    def _try(self, jobs: Sequence[Job]) -> list[StageChunk]:
+        results = self.component.run(jobs)
+        if len(results) != len(jobs):
+            raise StageError(f"the module gave {len(results)} results for {len(jobs)} pieces")
         for result in results:
             _check_result(result)
-        self._pieces += len(turns)
-        self._audio_seconds += sum(len(r.samples) / r.sample_rate for r in results if isinstance(r, AudioChunk))
-        return [
-            StageChunk(turn.request_id, self.name, result, finish=FinishReason.STOP if turn.last else None)
-            for turn, result in zip(turns, results, strict=True)
-        ]
+        seconds = sum(len(r.samples) / r.sample_rate for r in results if isinstance(r, AudioChunk))
+        # Nothing raises from here on: what is done is not run again.
+        self._audio_seconds += seconds
+        chunks = []
+        for job, result in zip(jobs, results, strict=True):
+            request_id = job.info.request_id
+            if isinstance(result, Unfinished):
+                self._scheduler.resume(request_id)
+                continue
+            self._pieces += 1
+            last = self._scheduler.done(request_id)
+            if last:
+                self._forget(request_id)
+            chunks.append(StageChunk(request_id, self.name, result, finish=FinishReason.STOP if last else None))
+        return chunks
 
-    def _failed(self, turn: Turn, error: Exception) -> StageChunk:
-        self._scheduler.remove(turn.request_id)
+    def _forget(self, request_id: str) -> None:
+        try:
+            self.component.forget(request_id)
+        except Exception as error:  # the boundary of a component: the request is over, and others must not suffer
+            log_defect(f"forgetting a request in stage {self.name!r}", error)
+
+    def _failed(self, job: Job, error: Exception) -> StageChunk:
+        request_id = job.info.request_id
+        self.abort(request_id)
         own: OmniError = stage_failure(error, f"stage {self.name!r}")
-        return StageChunk(turn.request_id, self.name, finish=FinishReason.ERROR, error=own)
+        return StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=own)
 
 
 def _is_empty(payload: ModulePayload) -> bool:
@@ -346,9 +393,9 @@ def _is_empty(payload: ModulePayload) -> bool:
     return isinstance(payload, ModuleInput) and not payload.arrays and not payload.text
 
 
-def _check_result(result: AudioChunk | ModuleOutput) -> None:
+def _check_result(result: JobResult) -> None:
     if isinstance(result, AudioChunk):
         if not np.isfinite(result.samples).all():
             raise StageError("the module gave samples that are not numbers")
-    elif not isinstance(result, ModuleOutput):
+    elif not isinstance(result, ModuleOutput | Unfinished):
         raise StageError(f"the module gave a {type(result).__name__}; it must give AudioChunk or ModuleOutput")

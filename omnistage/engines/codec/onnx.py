@@ -55,6 +55,10 @@ class OnnxModule:
             self.inputs, self.outputs = parse_specs(inputs), parse_specs(outputs)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if not self.outputs:
+            raise ConfigError(f"no output of {path.name} is declared; declare at least one", param="outputs")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"{threads} threads cannot run {path.name}; use 1 or more", param="threads")
         self._session = _session(path, threads)
         _check_declared(path, "input", self.inputs, self._session.get_inputs(), whole=True)
         _check_declared(path, "output", self.outputs, self._session.get_outputs(), whole=False)
@@ -83,7 +87,12 @@ class OnnxModule:
     def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The declared outputs by name. Arrays that are not as declared raise `InvalidRequestError` before it runs."""
         sizes = self.check(arrays)
-        results: list[np.ndarray] = self._session.run(list(self.outputs), dict(arrays))
+        try:
+            results: list[np.ndarray] = self._session.run(list(self.outputs), dict(arrays))
+        except MemoryError:
+            raise
+        except Exception as error:  # ONNX Runtime's errors have no base of their own, and name paths of its sources
+            raise StageError(f"{self.path.name} failed on what it was given ({type(error).__name__})") from error
         outputs = dict(zip(self.outputs, results, strict=True))
         for name, spec in self.outputs.items():
             if (problem := spec.problem(outputs[name], sizes)) is not None:

@@ -76,6 +76,8 @@ def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
     at = start
     while at < end:
         key, at = _varint(data, at, end)
+        if key >= 2**32:  # readers of the format drop the bits above: to them it would be another field
+            raise ValueError(_MALFORMED)
         number, wire = key >> 3, key & 7
         if wire == _VARINT:
             _, at = _varint(data, at, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -55,17 +55,14 @@ class Transcriber:
         """Whether all of its files are in `folder`."""
         return all((folder / name).is_file() for name in (ENCODER, DECODER, TOKENIZER))
 
-    def transcribe_all(self, clips: Iterable[Samples]) -> list[str]:
-        """The words of each clip, in order."""
-        return [self.transcribe(clip) for clip in clips]
-
     def transcribe(self, samples: Samples) -> str:
         """The words in `samples` (mono, 16 kHz, in [-1, 1]); of silence, and of what is too short, an empty string."""
         check_clip(samples)
-        heard = (self._words(piece) for piece in split(np.ascontiguousarray(samples, np.float32)))
-        return " ".join(words for words in heard if words)
+        return join(self.words(piece) for piece in split(samples))
 
-    def _words(self, samples: Samples) -> str:
+    def words(self, samples: Samples) -> str:
+        """Those of one piece, as `split` gives them: what takes long is a call for each."""
+        samples = np.ascontiguousarray(samples, np.float32)
         if len(samples) < SHORTEST * RATE or float(np.abs(samples).max()) < _SILENCE:
             return ""
         most = int(len(samples) / RATE * _TOKENS_PER_SECOND) + _SPARE_TOKENS
@@ -86,14 +83,18 @@ def check_clip(samples: Samples) -> None:
         raise MediaError("the clip holds samples that are not finite numbers: send it again, decoded without errors")
 
 
-def split(samples: Samples) -> list[Samples]:
+def split(samples: Samples) -> Iterator[Samples]:
     """Pieces of at most 15 s that together are `samples`, cut where it is quietest so that no word is cut in two."""
-    pieces = []
     while len(samples) > _PIECE * RATE:
         cut = _quietest(samples, int(_PIECE_LEAST * RATE), int(_PIECE * RATE))
-        pieces.append(samples[:cut])
+        yield samples[:cut]
         samples = samples[cut:]
-    return [*pieces, samples]
+    yield samples
+
+
+def join(words: Iterable[str]) -> str:
+    """The words of all pieces of a clip."""
+    return " ".join(piece for piece in words if piece)
 
 
 def _quietest(samples: Samples, start: int, end: int, window: int = RATE // 5) -> int:

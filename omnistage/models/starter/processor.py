@@ -1,47 +1,38 @@
-"""What a user sends to the starter: handed on as it is, for its first stage to hear and to see."""
+"""What a user sends to the starter: words as the language model's prompt, sounds and pictures as they are."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.chat import ChatMessage
 from omnistage.errors import InvalidRequestError, QueueFullError, UnsupportedModalityError
 from omnistage.media.audio import AudioClip
 from omnistage.models.chat_template import ToolSpec
-from omnistage.models.loading import positive, read_auto_config
-from omnistage.models.prompts import tokens_input
+from omnistage.models.starter.hear import (
+    READ_ALOUD,
+    Prompter,
+    as_message,
+    has_media,
+    read_aloud_text,
+    sense_threads,
+    senses,
+    with_words,
+)
 from omnistage.models.starter.hearing import RATE, Transcriber
-from omnistage.models.starter.seeing import Observer
 from omnistage.models.starter.speaking import local_voices
-from omnistage.types import ChatInput, Modality, OmniTokensPrompt, is_utf8
+from omnistage.types import ChatInput, Modality, OmniTokensPrompt
 
-READ_ALOUD = "read_aloud"
-"""Name of an assistant's last message that is to be spoken as it is, where speech is asked for."""
-_MOST_THREADS = 4
 _MOST_LISTENING = 8
 _MISSING = {
     Modality.AUDIO: "it has no ears; install npm and run `omnistage pull starter` again, or send text",
     Modality.IMAGE: "it has no eyes; run `omnistage pull starter` again, or send text",
     Modality.VIDEO: "it has no part for them; send a picture, or text",
 }
-_KINDS: dict[type, Modality] = {
-    AudioPart: Modality.AUDIO,
-    ImagePart: Modality.IMAGE,
-    VideoPart: Modality.VIDEO,
-}
-
-
-def senses(folder: Path) -> frozenset[Modality]:
-    """What a starter's folder has the parts to take in."""
-    found = {Modality.TEXT}
-    if Transcriber.present(folder / "hear"):
-        found.add(Modality.AUDIO)
-    if Observer.present(folder / "see"):
-        found.add(Modality.IMAGE)
-    return frozenset(found)
 
 
 def lacking(kind: Modality) -> str:
@@ -49,59 +40,47 @@ def lacking(kind: Modality) -> str:
     return f"this starter does not take {kind}: {_MISSING[kind]}"
 
 
-def check_parts(messages: Sequence[ChatMessage], taken: frozenset[Modality]) -> None:
-    """Raise for media that there is no part for."""
-    for message in messages:
-        for part in message.parts:
-            if isinstance(part, TextPart):
-                continue
-            kind = _KINDS[type(part)]
-            if kind not in taken:
-                raise UnsupportedModalityError(lacking(kind), param="messages")
-
-
-def sense_threads() -> int:
-    """Cores that one sound or picture may use."""
-    return min(os.cpu_count() or 1, _MOST_THREADS)
-
-
 class StarterProcessor:
-    """Conversations go on with their media in them. Thread-safe."""
+    """What is words already becomes tokens here; what must be heard or seen goes on as it is. Thread-safe."""
 
     ears_rate = RATE
 
-    def __init__(
-        self, folder: Path, taken: frozenset[Modality], vocab_size: int, embed_size: int, voices: Sequence[str]
-    ) -> None:
+    def __init__(self, folder: Path, taken: frozenset[Modality], prompter: Prompter, voices: Sequence[str]) -> None:
         self.input_modalities = taken
         self._folder = folder
         self._ears: Transcriber | None = None
         self._lock = threading.Lock()
         self._listening = threading.BoundedSemaphore(_MOST_LISTENING)
-        self._vocab_size = vocab_size
-        self._embed_size = embed_size
+        self._prompter = prompter
         self._voices = tuple(voices)
 
     @classmethod
     def load(cls, folder: Path) -> StarterProcessor:
-        config = read_auto_config(folder / "think").get_text_config()
-        sizes = positive(config, "vocab_size"), positive(config, "hidden_size")
-        return cls(folder, senses(folder), *sizes, local_voices())
+        return cls(folder, senses(folder), Prompter(folder / "think"), local_voices())
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ChatInput:
-        check_parts(messages, self.input_modalities)
-        return ChatInput(tuple(messages), tuple(tools))
+        payload = ChatInput(tuple(messages), tuple(tools))
+        if read_aloud_text(messages) is not None:
+            return payload  # nobody thinks about it
+        if has_media(messages):
+            # What is too long without a word of what will be heard is refused before anybody listens.
+            self._prompter.prompt(replace(payload, messages=with_words(messages, itertools.repeat(""))))
+            return payload
+        return replace(payload, tokens=self._tokens(payload))
 
     def text(self, prompt: str) -> ChatInput:
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
-        if not is_utf8(prompt):
-            raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param="prompt")
-        return ChatInput(prompt=prompt)
+        payload = ChatInput(prompt=prompt, tokens=self._tokens(ChatInput(prompt=prompt)))
+        with contextlib.suppress(InvalidRequestError):  # for whoever asks for a picture to be told, and nobody else
+            payload = replace(payload, drawn=self._tokens(ChatInput((as_message(prompt),))))
+        return payload
 
     def tokens(self, prompt: OmniTokensPrompt) -> ChatInput:
-        tokens_input(prompt, self._vocab_size, self._embed_size)  # for what it raises
-        return ChatInput(tokens=prompt)
+        payload = ChatInput(tokens=prompt)
+        self._prompter.prompt(payload)  # for what it raises
+        return payload
+
+    def _tokens(self, payload: ChatInput) -> OmniTokensPrompt:
+        return OmniTokensPrompt(self._prompter.prompt(payload).token_ids)
 
     def voices(self) -> Sequence[str]:
         return self._voices

@@ -42,6 +42,7 @@ _LIST_MARK = re.compile(r"\s*(?:[-*+•]|\(?\d{1,3}[.)]|\(?[A-Za-z][.)])\s*")
 _DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 """Initials and what is written like them: J, U.S, e.g, p.m (the last full stop is not part of it)."""
 _CLAUSE_ENDS = (",", ";", ":", "—", "\u2013", " -", " --")
+_FENCE = "```"
 _JOINING = frozenset(("and", "or", "nor"))
 
 
@@ -51,7 +52,7 @@ class Sentences:
 
     A piece ends with its sentence or its line. So that sound starts early, the first one may end at a comma, a dash, a
     colon or a semicolon once it has `first_words` words (None: not). No piece is longer than `longest` characters. How
-    the text is cut on its way here changes nothing, and no word is lost.
+    the text is cut on its way here changes nothing, and no word is lost but those of blocks of code.
     """
 
     first_words: int | None = 5
@@ -59,6 +60,8 @@ class Sentences:
     _rest: str = ""
     _started: bool = False
     """Whether a piece went out."""
+    _code: bool = False
+    """Whether this is inside a block of code, of which nothing is spoken."""
     _clause: int = 0
     """Where in `_rest` the first piece could end, once the word behind is known; 0 where nowhere."""
 
@@ -77,11 +80,13 @@ class Sentences:
 
     def finish(self) -> tuple[str, ...]:
         """What is left when no more text comes."""
-        rest = self._rest.strip()
+        rest = "" if self._is_code else self._rest.strip()
         return (rest,) if rest else ()
 
     def _write(self, new: str) -> tuple[Sentences, str]:
         """One character. Only what is before it decides, so that chunks cannot matter."""
+        if self._is_code:
+            return self._write_code(new), ""
         rest, cut, clause = self._rest, 0, self._clause
         if new == "\n":
             cut = 0 if _LIST_MARK.fullmatch(rest) else len(rest)
@@ -104,13 +109,30 @@ class Sentences:
         if not rest.strip():
             rest = ""  # the space between pieces counts for nothing
         started = self._started or bool(piece)
-        return replace(self, _rest=rest, _started=started, _clause=0 if cut else clause), piece
+        code = new == "\n" and _opens(self._rest)
+        return replace(self, _rest=rest, _started=started, _code=code, _clause=0 if cut else clause), piece
+
+    @property
+    def _is_code(self) -> bool:
+        return self._code or self._rest.lstrip().startswith(_FENCE)
+
+    def _write_code(self, new: str) -> Sentences:
+        """A character of a block of code, or of a line that begins or ends one."""
+        if new != "\n":
+            # How a line begins is all that is asked of it when it ends.
+            return self if len(self._rest) == self.longest else replace(self, _rest=self._rest + new)
+        return replace(self, _rest="", _code=self._code != _opens(self._rest), _clause=0)
 
     def _may_end_clause(self, rest: str, new: str) -> bool:
         if self.first_words is None or self._started or new.isdigit():
             return False
         text = rest.rstrip()
         return text.endswith(_CLAUSE_ENDS) and len(re.findall(r"\w[\w'\u2019.-]*", text)) >= self.first_words
+
+
+def _opens(line: str) -> bool:
+    """Whether a line begins a block of code that does not end on it, or ends one."""
+    return line.count(_FENCE) % 2 == 1
 
 
 def _ends_sentence(rest: str, new: str) -> bool:

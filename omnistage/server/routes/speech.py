@@ -10,7 +10,13 @@ from contextlib import AbstractAsyncContextManager, aclosing
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, UnsupportedModalityError
+from omnistage.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    UnsupportedModalityError,
+)
 from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.answers import SpeechEvent
@@ -27,6 +33,8 @@ from omnistage.types import FinishReason, Modality, OmniRequestOutput, Usage
 
 router = APIRouter()
 _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
+_MOST_READ = 4096
+"""Characters, as with OpenAI. A chat model's own room bounds what it is asked to say."""
 _READ_ALOUD = "Say exactly this, and nothing else: "
 
 
@@ -42,7 +50,8 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     messages = _messages(body, model)
     running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
     if body.stream_format == "sse":
-        return await stream_response(_events(running, body.response_format))
+        reads = isinstance(model.omni.processor, ReadingProcessor)
+        return await stream_response(_events(running, body.response_format, reads=reads))
     return await stream_response(_file(running, body.response_format), CONTENT_TYPES[body.response_format])
 
 
@@ -51,6 +60,11 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     if isinstance(processor, ReadingProcessor):
         if body.instructions:
             raise InvalidRequestError("this model's voice takes none; leave it out", param="instructions")
+        if len(body.input) > _MOST_READ:
+            raise LimitExceededError(
+                f"has {len(body.input)} characters, and at most {_MOST_READ} are read aloud at once; send it in parts",
+                param="input",
+            )
         return processor.read_aloud(body.input)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
     return [{"role": "user", "content": f"{content}{body.input}"}]
@@ -89,7 +103,9 @@ async def _file(running: AbstractAsyncContextManager[OutputStream], format: str)
                 yield piece
 
 
-async def _events(running: AbstractAsyncContextManager[OutputStream], format: str) -> AsyncGenerator[bytes]:
+async def _events(
+    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool
+) -> AsyncGenerator[bytes]:
     begun = False
     async with aclosing(_spoken(running, format)) as pieces:
         try:
@@ -97,7 +113,9 @@ async def _events(running: AbstractAsyncContextManager[OutputStream], format: st
                 if isinstance(piece, bytes):
                     yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
                 else:
-                    yield event({"type": "speech.audio.done", "usage": _usage(piece.usage)})
+                    # A voice that reads needs no tokens: those of the stages on its way stand for nothing.
+                    usage = Usage() if reads else piece.usage
+                    yield event({"type": "speech.audio.done", "usage": _usage(usage)})
                 begun = True
         except OmniError as error:
             if not begun:  # it can still have its status

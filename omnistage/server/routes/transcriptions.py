@@ -23,15 +23,16 @@ from omnistage.params import SamplingParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.answers import Transcription, TranscriptionEvent
 from omnistage.server.context import caller, service_of
+from omnistage.server.dictation import Dictation, check_hears, dictated
 from omnistage.server.documented import answers
 from omnistage.server.errors import CancelledRequestError, ContentFilterError, body_of
 from omnistage.server.schemas import Finite
-from omnistage.server.senses import Dictation, WritingProcessor, dictated
+from omnistage.server.senses import WritingProcessor
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
 from omnistage.server.wire import WireModel
-from omnistage.types import FinishReason, Modality, OmniRequestOutput, OutputChunk, Usage
+from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk, Usage
 
 router = APIRouter()
 _ASK = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
@@ -45,6 +46,7 @@ _REFUSED = {
     "known_speaker_references": "speakers are not told apart here; leave it out",
     "timestamp_granularities": "no times are given: models that chat do not know them; leave it out",
 }
+_TIMED = ("srt", "vtt", "diarized_json")
 _ENGLISH = ("en", "english")
 Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
 
@@ -69,6 +71,15 @@ class TranscriptionForm(WireModel):
     timestamp_granularities: list[str] = Field(default=[], alias="timestamp_granularities[]")
     # Ours
     timeout: Finite | None = None
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _without_times(cls, value: object) -> object:
+        if value in _TIMED:
+            raise ValueError(
+                f"{value} needs times or speakers, which are not known here; use json, text or verbose_json"
+            )
+        return value
 
     @field_validator(*_REFUSED)
     @classmethod
@@ -121,16 +132,17 @@ async def transcriptions(
     service = service_of(request)
     holder = caller(request)
     served = service.model(form.model)
-    processor = served.omni.processor
+    check_hears(served)
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send a sound file", param="file")
+    processor = served.omni.processor
     if isinstance(processor, WritingProcessor):
         form.check_ears()
         return await _dictation(form, await dictated(service, holder, served, processor, data, form.timeout))
     stage = served.stage_taking(SamplingParams)
-    if Modality.AUDIO not in processor.input_modalities or stage is None:
-        raise UnsupportedModalityError("this model does not hear; use one that takes audio", param="model")
+    if stage is None:
+        raise UnsupportedModalityError("this model does not write; use one that gives text", param="model")
     content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.question()}]
     running = renamed(
         service.running(
@@ -181,7 +193,7 @@ async def _dictation(form: TranscriptionForm, made: Dictation) -> Response:
     if form.response_format == "text":
         return PlainTextResponse(f"{made.text}\n")
     if form.response_format == "verbose_json":
-        spoken = {"task": "transcribe", "language": "en", "duration": made.seconds, "segments": []}
+        spoken = {"task": "transcribe", "language": "english", "duration": made.seconds, "segments": []}
         return JSONResponse({**spoken, "text": made.text, "usage": usage})
     return JSONResponse({"text": made.text, "usage": usage})
 
