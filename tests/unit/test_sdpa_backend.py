@@ -18,7 +18,7 @@ from omnistage.engines.ar.attention import (
     bind_caches,
     make_backend,
 )
-from omnistage.engines.ar.attention.sdpa import SdpaBackend
+from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 from omnistage.errors import ConfigError, StageError
 
 SLOW_MACHINE = [HealthCheck.too_slow]
@@ -63,12 +63,20 @@ class Scene:
 
 
 def make_scene(
-    sequences: list[tuple[int, int]], *, kv_heads: int = 2, group: int = 2, dim: int = 8, size: int = 4, seed: int = 0
+    sequences: list[tuple[int, int]],
+    *,
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 8,
+    size: int = 4,
+    seed: int = 0,
+    in_order: bool = False,
 ) -> Scene:
-    """`sequences` are (tokens computed earlier, queries now). Blocks are dealt out in random order."""
+    """`sequences` are (tokens computed earlier, queries now). Blocks are dealt out in random order or `in_order`."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(past + count) // size) for past, count in sequences]
     blocks = torch.randperm(sum(needed) + 3, generator=generator).numpy()
+    blocks = np.sort(blocks) if in_order else blocks
     cache = tuple(torch.randn(len(blocks), size, kv_heads, dim, generator=generator) for _ in range(2))
     slots, tables, histories, mapping = [], [], [], []
     news: list[list[torch.Tensor]] = [[], []]
@@ -92,6 +100,18 @@ def make_scene(
     paged = PagedContext(backend, torch.from_numpy(np.concatenate(mapping)), plan)
     query = torch.randn(int(counts.sum()), kv_heads * group, dim, generator=generator)
     return Scene(query, torch.cat(news[0]), torch.cat(news[1]), cache, paged, histories, counts.tolist(), slots)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("past", [1, 9, 30])
+def test_one_sequence_whose_blocks_lie_in_order_is_read_in_place(past: int, window: int | None) -> None:
+    for in_order in (True, False):
+        scene = make_scene([(past, 1)], in_order=in_order, seed=past)
+        plan = scene.paged.plan
+        assert isinstance(plan, SdpaPlan)
+        assert (plan.run is not None) == (in_order or past < 4)  # within one block they always do
+        got = scene.run(scale=0.3, window=window)
+        assert torch.allclose(got.double(), scene.expected(scale=0.3, window=window), atol=1e-5)
 
 
 def assert_matches(scene: Scene, *, scale: float = 0.3, window: int | None = None) -> None:

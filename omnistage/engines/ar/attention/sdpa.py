@@ -52,6 +52,8 @@ class SdpaPlan(AttentionPlan):
     """int64 [B, 1], or None when all are equally long and no mask is needed."""
     longest: int
     chunks: list[_Chunk]
+    run: int | None = None
+    """Where the only sequence's slots begin, if they lie one behind the other: then nothing has to be gathered."""
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
     def single_mask(self, window: int | None) -> torch.Tensor | None:
@@ -103,6 +105,7 @@ class SdpaBackend(AttentionBackend):
             torch.tensor(own, device=device)[:, None] if min(own) < longest else None,
             longest,
             chunks,
+            _run(padded[0]) if len(single) == 1 else None,
         )
 
     def attend(
@@ -132,6 +135,14 @@ class SdpaBackend(AttentionBackend):
         return out
 
 
+def _run(slots: np.ndarray) -> int | None:
+    """The first of slots that lie one behind the other; None if they do not."""
+    first = int(slots[0])
+    if int(slots[-1]) - first != len(slots) - 1 or not (np.diff(slots) == 1).all():
+        return None
+    return first
+
+
 def _attend_single(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, scale: float, window: int | None
 ) -> torch.Tensor:
@@ -140,9 +151,13 @@ def _attend_single(
         raise TypeError("the plan has no one-query sequences")
     batch, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    flat = plan.single_slots.reshape(-1)
-    k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
-    v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
+    if plan.run is not None:
+        k = keys[plan.run : plan.run + plan.longest].transpose(0, 1).unsqueeze(0)
+        v = values[plan.run : plan.run + plan.longest].transpose(0, 1).unsqueeze(0)
+    else:
+        flat = plan.single_slots.view(-1)
+        k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
+        v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
     q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
     return out.reshape(batch, heads, values.shape[2])
