@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,6 @@ from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError,
 
 if TYPE_CHECKING:
     from omnistage.cli.conversation import Conversation, Said
-    from omnistage.media.audio import AudioClip
     from omnistage.omni import Omni
     from omnistage.pipeline.intake import ParamsLike
     from omnistage.types import DiffusionParams, Modality, OmniRequestOutput, OutputChunk, SamplingParams
@@ -82,20 +81,6 @@ def chat(
                 break
     if talk.failed and not terminal.interactive:
         raise typer.Exit(EXIT_ERROR)  # a script must be able to tell
-
-
-@runtime_checkable
-class WritingProcessor(Protocol):
-    """An input processor of a model that can write down what is said without a thought about it."""
-
-    def transcribe(self, clip: AudioClip) -> str:
-        """The words in a sound at `ears_rate`; empty where there are none."""
-        ...
-
-    @property
-    def ears_rate(self) -> int:
-        """Samples a second that it hears."""
-        ...
 
 
 class Talk:
@@ -249,10 +234,12 @@ class Talk:
 
     def _heard(self, sound: bytes) -> str:
         """What the model understands of a sound, shown before it answers; empty where it cannot say."""
+        from omnistage.media.audio import decode_audio
+        from omnistage.pipeline.registry import WritingProcessor
+
         ears = self._omni.processor
         if not isinstance(ears, WritingProcessor):
             return ""
-        from omnistage.media.audio import decode_audio
 
         words = ears.transcribe(decode_audio(sound, self._omni.media_limits, ears.ears_rate))
         self._terminal.note(f"(heard: {words})" if words else "(heard no words)")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from omnistage.chat import ChatMessage
     from omnistage.config import OmniModelConfig, StageConfig
+    from omnistage.media.audio import AudioClip
     from omnistage.params import DiffusionParams
 
 _T = TypeVar("_T")
@@ -81,6 +82,29 @@ class HearingProcessor(Protocol):
 
     def clip_seconds(self) -> tuple[float, float]:
         """The shortest and the longest sound that may be one part of a message."""
+        ...
+
+
+@runtime_checkable
+class ReadingProcessor(Protocol):
+    """An input processor of a model that can speak a text as it is."""
+
+    def read_aloud(self, text: str) -> list[dict[str, object]]:
+        """The conversation that has just this text spoken."""
+        ...
+
+
+@runtime_checkable
+class WritingProcessor(Protocol):
+    """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
+
+    def transcribe(self, clip: AudioClip) -> str:
+        """The words in a sound at `ears_rate`; empty where there are none. It takes as long as it takes."""
+        ...
+
+    @property
+    def ears_rate(self) -> int:
+        """Samples a second that it hears."""
         ...
 
 

@@ -12,11 +12,10 @@ from omnistage.errors import DeadlineExceededError, InvalidRequestError, Unsuppo
 from omnistage.media.audio import decode_audio
 from omnistage.media.limits import MediaLimits
 from omnistage.media.watch import inspecting, show
-from omnistage.pipeline.registry import HearingProcessor, PartialProcessor
+from omnistage.pipeline.registry import HearingProcessor, PartialProcessor, WritingProcessor
 from omnistage.server.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.filters import AnswerText, PromptText, Redact, Refuse, RequestFilter
 from omnistage.server.keys import Holder
-from omnistage.server.senses import WritingProcessor
 from omnistage.server.service import ServedModel, Service
 from omnistage.types import Modality
 

@@ -124,7 +124,7 @@ class SpeechRequest(WireModel):
     @classmethod
     def _own_speed(cls, value: float | None) -> float | None:
         if value not in (None, 1.0):
-            raise ValueError("the model speaks at its own speed; leave it out, and ask for another by instructions")
+            raise ValueError("the model speaks at its own speed; leave it out")
         return value
 
 

@@ -19,6 +19,7 @@ from omnistage.errors import (
 )
 from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.pipeline.registry import ReadingProcessor
 from omnistage.server.answers import SpeechEvent
 from omnistage.server.chat_answer import usage_of
 from omnistage.server.context import caller, service_of
@@ -26,7 +27,6 @@ from omnistage.server.documented import answers
 from omnistage.server.encode import CONTENT_TYPES, SoundWriter, sound_writer
 from omnistage.server.errors import body_of
 from omnistage.server.schemas import SpeechRequest
-from omnistage.server.senses import ReadingProcessor
 from omnistage.server.service import ServedModel
 from omnistage.server.sse import event, stream_response
 from omnistage.types import FinishReason, Modality, OmniRequestOutput, Usage
@@ -104,7 +104,7 @@ async def _file(running: AbstractAsyncContextManager[OutputStream], format: str)
 
 
 async def _events(
-    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool
+    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
 ) -> AsyncGenerator[bytes]:
     begun = False
     async with aclosing(_spoken(running, format)) as pieces:

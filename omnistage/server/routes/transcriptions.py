@@ -21,13 +21,13 @@ from omnistage.errors import (
 from omnistage.media.audio import decode_audio
 from omnistage.params import SamplingParams
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.pipeline.registry import WritingProcessor
 from omnistage.server.answers import Transcription, TranscriptionEvent
 from omnistage.server.context import caller, service_of
 from omnistage.server.dictation import Dictation, check_hears, dictated
 from omnistage.server.documented import answers
 from omnistage.server.errors import CancelledRequestError, ContentFilterError, body_of
 from omnistage.server.schemas import Finite
-from omnistage.server.senses import WritingProcessor
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
 from omnistage.server.tools import renamed
@@ -44,7 +44,7 @@ _REFUSED = {
     "include": "transcriptions come without log probabilities here; leave it out",
     "known_speaker_names": "speakers are not told apart here; leave it out",
     "known_speaker_references": "speakers are not told apart here; leave it out",
-    "timestamp_granularities": "no times are given: models that chat do not know them; leave it out",
+    "timestamp_granularities": "no times are known here; leave it out",
 }
 _TIMED = ("srt", "vtt", "diarized_json")
 _ENGLISH = ("en", "english")
@@ -128,7 +128,7 @@ class TranscriptionForm(WireModel):
 async def transcriptions(
     form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")], request: Request
 ) -> Response:
-    """Write down what is said in a sound. No times are given: models that chat do not know them."""
+    """Write down what is said in a sound. No times are given: none are known here."""
     service = service_of(request)
     holder = caller(request)
     served = service.model(form.model)
@@ -180,14 +180,14 @@ async def transcriptions(
 
 
 async def _dictation(form: TranscriptionForm, made: Dictation) -> Response:
-    """The answer of ears alone: all of it at once, and counted in seconds."""
+    """The answer of ears alone: all of it at once, and counted in seconds, for which OpenAI's events have no place."""
     usage = {"type": "duration", "seconds": made.seconds}
     if form.stream:
 
         async def items() -> AsyncIterator[bytes]:
             if made.text:
                 yield event({"type": "transcript.text.delta", "delta": made.text})
-            yield event({"type": "transcript.text.done", "text": made.text, "usage": usage})
+            yield event({"type": "transcript.text.done", "text": made.text})
 
         return await stream_response(items())
     if form.response_format == "text":
