@@ -40,12 +40,12 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
 	  echo "NVIDIA GPU found: installing with the torch that suits it"; \
-	  $(BIN)/python -m pip install --no-compile -e '.[dev,all]'; \
+	  $(BIN)/python -m pip install -e '.[dev,all]'; \
 	else \
 	  echo "no NVIDIA GPU: installing with the CPU torch of constraints.txt"; \
-	  $(BIN)/python -m pip install --no-compile -c constraints.txt torch; \
-	  $(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[dev,structured,diffusion,server,starter,jwt,tracing]'; \
-	  $(BIN)/python -m pip install --no-compile --no-deps $(TORCHVISION); \
+	  $(BIN)/python -m pip install -c constraints.txt torch; \
+	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,starter,jwt,tracing]'; \
+	  $(BIN)/python -m pip install --no-deps $(TORCHVISION); \
 	fi
 	@touch $@
 
