@@ -14,7 +14,6 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 
 from omnistage.omni import AsyncOmni
 from tests.server.conftest import SERVE_LIMITS, Running, make
-from tests.server.conftest import _one_thread as _one_thread
 from tests.server.conftest import server as server
 from tests.server.conftest import service as service
 

@@ -94,8 +94,8 @@ class Shell:
 
 @contextmanager
 def served(shell: Shell, lines: list[str]) -> Iterator[None]:
-    """The service of a page: its `omnistage tiny` lines, then its `omnistage serve`."""
-    (serve,) = [line for line in lines if line.startswith("omnistage serve")]
+    """The service of a page: its `omnistage tiny` lines, then its `omnistage serve` of what they made."""
+    (serve,) = [line for line in lines if line.startswith("omnistage serve --model")]
     for line in lines[: lines.index(serve)]:
         folder = re.search(r"^omnistage tiny \S+ (\S+)", line)
         if folder and f"={folder[1]}" in serve:
