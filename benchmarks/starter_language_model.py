@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine_load import load
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -231,14 +232,6 @@ def measure(sides: dict[str, Run], prompts: Sequence[Ids], tokens: int, rounds: 
     reference = done[SINGLE, max(COUNTS)][0].tokens
     same = {case: sum(a == b for a, b in zip(own[-1].tokens, reference, strict=False)) for case, own in done.items()}
     return medians(done, tokens, same)
-
-
-def load() -> str:
-    """What else this machine is doing; empty where it does not say."""
-    try:
-        return " ".join(f"{value:.2f}" for value in os.getloadavg())
-    except OSError:
-        return ""
 
 
 def main() -> None:

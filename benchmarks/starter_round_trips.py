@@ -29,6 +29,7 @@ import numpy as np
 import soundfile
 import soxr
 import torch
+from machine_load import load
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -213,14 +214,6 @@ def ask(
             own.append(answer_of(question, expected, output, time.process_time() - busy))
             tick()
     return [sorted(own, key=lambda answer: answer.seconds)[(len(own) - 1) // 2] for own in kept]
-
-
-def load() -> str:
-    """What else this machine is doing; empty where it does not say."""
-    try:
-        return " ".join(f"{value:.2f}" for value in os.getloadavg())
-    except OSError:
-        return ""
 
 
 def main() -> None:

@@ -10,27 +10,17 @@ took until the next one; only waiting in which nothing moves is cut short.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import io
 import itertools
-import os
-import shutil
-import socket
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import uvicorn
+from live_page import ARGUMENTS, WAIT, chromium, serving
 from PIL import Image, ImageChops
 from playwright.sync_api import Page, sync_playwright
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.app import create_app
-from omnistage.server.runner import server_config
-from omnistage.server.service import Service
 
 RECORDING = Path(__file__).parents[1] / "docs" / "images" / "page.gif"
 QUESTION, SUBJECT = "What is the capital of France?", "Draw a blue butterfly."
@@ -39,33 +29,6 @@ COLOURS = 200
 LONGEST_STILL, LAST_STILL = 0.4, 1.5
 """Seconds that a frame is shown at most; of the last one."""
 MOST_BYTES = 3_000_000
-WAIT = 120_000
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--autoplay-policy=no-user-gesture-required"]
-
-
-def chromium() -> str:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("OMNISTAGE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        raise SystemExit("no Chromium: install one or set OMNISTAGE_CHROMIUM")
-    return found
-
-
-@contextlib.contextmanager
-def serving(model: str) -> Iterator[str]:
-    """The service over the starter; its address."""
-    service = Service()
-    service.add("starter", AsyncOmni(model, progress=False))
-    service.loading = False
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(create_app(service)))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(30)
-    for served in service.models.values():
-        asyncio.run(served.omni.shutdown(drain=False))
 
 
 @dataclass
@@ -148,7 +111,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RECORDING)
     args = parser.parse_args()
-    with serving(args.model) as url, sync_playwright() as playwright:
+    starter = {"starter": AsyncOmni(args.model, progress=False)}
+    with serving(starter) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), headless=True, args=ARGUMENTS)
         context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         context.set_default_timeout(WAIT)

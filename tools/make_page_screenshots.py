@@ -8,51 +8,30 @@ noise, and the seed is chosen so that the noise is made of letters.
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
-import os
 import re
-import shutil
-import socket
 import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
-import uvicorn
+from live_page import ARGUMENTS, WAIT, chromium, serving
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.registry import REGISTRY
-from omnistage.server.app import create_app
-from omnistage.server.runner import server_config
-from omnistage.server.service import Service
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 MODELS = {"qwen2.5-omni": "qwen2_5_omni", "stable-diffusion-3": "stable_diffusion_3"}
 QUESTION, PROMPT = "What do you see in this picture?", "A lighthouse at dusk, watercolour"
 TOKENS = 10
 SEEDS = range(895, 5000)  # from shortly before the one that was found last
-WAIT = 120_000
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--autoplay-policy=no-user-gesture-required"]
 
 
-def chromium() -> str:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("OMNISTAGE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        raise SystemExit("no Chromium: install one or set OMNISTAGE_CHROMIUM")
-    return found
-
-
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The service over new small models; its address."""
-    service = Service()
+def small_models(folder: Path) -> dict[str, AsyncOmni]:
+    """New small models by the names that the page shows."""
+    models = {}
     for name, family in MODELS.items():
         tiny = REGISTRY.family(family).tiny
         if tiny is None:
@@ -60,17 +39,8 @@ def serving(folder: Path) -> Iterator[str]:
         (folder / name).mkdir()
         tiny(folder / name, seed=0)
         bound = ("talker.max_tokens=96",) if family == "qwen2_5_omni" else ()
-        service.add(name, AsyncOmni(folder / name, device="cpu", dtype="float32", overrides=bound, progress=False))
-    service.loading = False
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(create_app(service)))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(30)
-    for model in service.models.values():
-        asyncio.run(model.omni.shutdown(drain=False))
+        models[name] = AsyncOmni(folder / name, device="cpu", dtype="float32", overrides=bound, progress=False)
+    return models
 
 
 def picture(file: Path) -> Path:
@@ -142,7 +112,11 @@ def spoken(page: Page, file: Path, seed: int) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as url, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(small_models(Path(folder))) as url,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=chromium(), headless=True, args=ARGUMENTS)
         file = picture(Path(folder) / "colours.png")
         seed = readable_seed(url, file)

@@ -5,12 +5,12 @@ python tools/make_pipeline_diagram.py
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
+
+from diagram import arrow, box, drawing, text
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "qwen2_5_omni.svg"
 WIDTH, HEIGHT = 980, 330
-INK, SOFT, LINE = "#1f2933", "#52606d", "#7b8794"
 COLOURS = {"thinker": "#d9e8fb", "talker": "#dff3e4", "token2wav": "#fdebd0"}
 STAGES = (
     ("thinker", 150, "autoregressive engine", ("encoders: image, audio,", "video; language model")),
@@ -18,19 +18,6 @@ STAGES = (
     ("token2wav", 710, "codec engine", ("flow matching by blocks,", "then a vocoder")),
 )
 BOX_WIDTH, BOX_TOP, BOX_HEIGHT = 160, 50, 110
-
-
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle", *, bold: bool = False) -> str:
-    look = f'fill="{INK}" font-weight="600"' if bold else f'fill="{SOFT}"'
-    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" {look}>{escape(words)}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{fill}" stroke="{LINE}"/>'
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}" stroke-width="1.6" marker-end="url(#tip)"/>'
 
 
 def stages() -> list[str]:
@@ -73,14 +60,8 @@ def overlap() -> list[str]:
 
 
 def render() -> str:
-    body = "\n".join((*stages(), *flows(), *overlap()))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img" '
-        'aria-label="Qwen2.5-Omni: thinker, talker and token2wav as a pipeline">\n'
-        f'<defs><marker id="tip" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto">'
-        f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n{body}\n</svg>\n'
+    return drawing(
+        (*stages(), *flows(), *overlap()), WIDTH, HEIGHT, "Qwen2.5-Omni: thinker, talker and token2wav as a pipeline"
     )
 
 

@@ -10,13 +10,13 @@ real weights: `omnistage pull starter`. With `--demo out/picture.png` also docs/
 from __future__ import annotations
 
 import argparse
-from html import escape
 from pathlib import Path
+
+from diagram import SOFT, arrow, box, drawing, text
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 DIAGRAM, PICTURES, DEMO = (IMAGES / name for name in ("starter.svg", "starter-pictures.png", "starter-demo.png"))
 WIDTH, HEIGHT = 1080, 440
-INK, SOFT, LINE = "#1f2933", "#52606d", "#7b8794"
 BLUE, GREEN, ORANGE, PINK = "#d9e8fb", "#dff3e4", "#fdebd0", "#f9dfe8"
 BOX_WIDTH, BOX_HEIGHT = 150, 96
 # name, left, top, colour, engine, what it is
@@ -45,19 +45,6 @@ WORDS = (
 )
 SEED, SCALE, GAP, COLUMNS = 0, 2, 12, 4
 DEMO_SCALE = 3
-
-
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle", *, bold: bool = False) -> str:
-    look = f'fill="{INK}" font-weight="600"' if bold else f'fill="{SOFT}"'
-    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" {look}>{escape(words)}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{fill}" stroke="{LINE}"/>'
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}" stroke-width="1.6" marker-end="url(#tip)"/>'
 
 
 def stages() -> list[str]:
@@ -95,14 +82,11 @@ def overlap() -> list[str]:
 
 
 def render() -> str:
-    body = "\n".join((*stages(), *flows(), *overlap()))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img" '
-        'aria-label="The starter: hear, think, speak, draw and paint as a pipeline">\n'
-        f'<defs><marker id="tip" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto">'
-        f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n{body}\n</svg>\n'
+    return drawing(
+        (*stages(), *flows(), *overlap()),
+        WIDTH,
+        HEIGHT,
+        "The starter: hear, think, speak, draw and paint as a pipeline",
     )
 
 

@@ -22,7 +22,7 @@ from captions import BACKGROUNDS, HUES, Scene
 from network import PATCH, sample
 from PIL import Image
 from scenes import SIZE, Batches, Drawn, Painter, Pictures
-from text import TextEncoder, condition_rows
+from text import TextEncoder, condition_rows, mask_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from train import load, transformers_module
@@ -79,7 +79,7 @@ class Bench:
     @torch.no_grad()
     def rows(self, said: dict[str, Tensor]) -> Tensor:
         said = {name: value.to(self.device) for name, value in said.items() if name in _SAID}
-        mask = (torch.arange(said["ids"].shape[1], device=self.device) < said["end"][:, None]).long()
+        mask = mask_of(said["ids"], said["end"])
         return condition_rows(self.encoder(said["ids"].long(), mask)[self.layer], said["start"], said["end"])
 
     def asked(self, scenes: list[Scene]) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from captions import Scene
 from scenes import Batches, Drawn, Painter, Pictures
-from text import TextEncoder, condition_rows
+from text import TextEncoder, condition_rows, mask_of
 from train import transformers_module
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         drawn = batches.arranged([Drawn(Scene(pictures.captions[i]), i) for i in some])
         seen.append(torch.nn.functional.adaptive_avg_pool2d(painter(_on(drawn, device)), 8).flatten(1))
         said = _on(batches.tokens([f"Draw a {pictures.captions[i]}." for i in some]), device)
-        mask = (torch.arange(said["ids"].shape[1], device=device) < said["end"][:, None]).long()
+        mask = mask_of(said["ids"], said["end"])
         hidden = encoder(said["ids"].long(), mask)
         found = [condition_rows(state, said["start"], said["end"]) for state in hidden]
         rows.append(torch.stack([torch.cat([r.mean(1) * 4, _last(r)], -1) for r in found]))

@@ -78,6 +78,11 @@ class TextEncoder(nn.Module):
         return out.hidden_states  # type: ignore[no-any-return]
 
 
+def mask_of(ids: Tensor, end: Tensor) -> Tensor:
+    """`int64 [B, T]`: 1 where a prompt that ends at `end` has tokens."""
+    return (torch.arange(ids.shape[1], device=ids.device) < end[:, None]).long()
+
+
 def condition_rows(hidden: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """`[B, ROWS, H]`: the last rows of `[start, end)`, each of root mean square 1, then rows of zeros."""
     begin = torch.maximum(start, end - ROWS)

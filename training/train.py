@@ -20,7 +20,7 @@ import torch
 from network import CONFIG, LEAST_SIGMA, PATCH, clean, initialised, patches, places
 from safetensors.torch import load_file, save_file
 from scenes import SIZE, Batches, Painter, Pictures
-from text import ROWS, TextEncoder, condition_rows
+from text import ROWS, TextEncoder, condition_rows, mask_of
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -128,8 +128,7 @@ class Trainer:
     @torch.no_grad()
     def text(self, batch: dict[str, Tensor]) -> Tensor:
         ids = batch["ids"].long()
-        mask = (torch.arange(ids.shape[1], device=self.device) < batch["end"][:, None]).long()
-        return condition_rows(self.encode(ids, mask)[self.layer], batch["start"], batch["end"])
+        return condition_rows(self.encode(ids, mask_of(ids, batch["end"]))[self.layer], batch["start"], batch["end"])
 
     @torch.no_grad()
     def _follow(self, share: float) -> None:

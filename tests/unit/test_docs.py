@@ -19,6 +19,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def tool(name: str) -> ModuleType:
+    if (folder := str(ROOT / "tools")) not in sys.path:  # where a script finds its neighbours when it is run
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -161,10 +161,9 @@ class ModuleScheduler:
     def add(self, info: RequestInfo, params: CodecParams) -> None:
         self._requests[info.request_id] = _Request(info, params, next(self._turns))
 
-    def next_job(self, request_id: str, payload: ModulePayload) -> Job:
-        """The payload as the request's next piece; `extend` puts it in line."""
-        request = self._requests[request_id]
-        return Job(request.info, request.params, payload, request.pieces)
+    def pieces(self, request_id: str) -> int:
+        """How many came so far."""
+        return self._requests[request_id].pieces
 
     def extend(self, request_id: str, job: Job | None, group: Hashable, final: bool) -> None:
         """Put a piece in line, or None where there is nothing to say but whether it was the last."""
@@ -259,12 +258,9 @@ class ModuleStage(Stage):
         info = stage_input.info
         if info.request_id in self._scheduler:
             raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
+        job, group = self._job(info, params, payload, 0)  # before the request is taken: a component may refuse it
         self._scheduler.add(info, params)
-        try:
-            self._extend(info.request_id, payload)
-        except Exception:  # whatever a component raises: the stage must be as it was
-            self._scheduler.remove(info.request_id)
-            raise
+        self._scheduler.extend(info.request_id, job, group, _is_final(payload))
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         """Errors raise, and whoever drives the stage ends the request: a piece is wrong or not of the right type."""
@@ -275,7 +271,8 @@ class ModuleStage(Stage):
             raise InvalidRequestError(f"stage {self.name!r} is not fed {type(feed).__name__}")
         if not _is_empty(feed):
             self.component.check(*request, feed)
-        self._extend(request_id, feed)
+        job, group = self._job(*request, feed, self._scheduler.pieces(request_id))
+        self._scheduler.extend(request_id, job, group, feed.final)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._scheduler:
@@ -327,13 +324,14 @@ class ModuleStage(Stage):
             self.component.check(info, params, payload)
         return params, payload
 
-    def _extend(self, request_id: str, payload: ModulePayload) -> None:
-        final = payload.final if isinstance(payload, ModuleInput) else True
+    def _job(
+        self, info: RequestInfo, params: CodecParams, payload: ModulePayload, number: int
+    ) -> tuple[Job | None, Hashable]:
+        """A payload as a piece of work and its group; None where there is nothing to run."""
         if _is_empty(payload):
-            self._scheduler.extend(request_id, None, None, final)
-            return
-        job = self._scheduler.next_job(request_id, payload)
-        self._scheduler.extend(request_id, job, self.component.group(job), final)
+            return None, None
+        job = Job(info, params, payload, number)
+        return job, self.component.group(job)
 
     def _run(self, jobs: Sequence[Job]) -> list[StageChunk]:
         """All together; where that fails each alone, so that only the culprit fails."""
@@ -386,6 +384,10 @@ class ModuleStage(Stage):
         self.abort(request_id)
         own: OmniError = stage_failure(error, f"stage {self.name!r}")
         return StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=own)
+
+
+def _is_final(payload: ModulePayload) -> bool:
+    return payload.final if isinstance(payload, ModuleInput) else True
 
 
 def _is_empty(payload: ModulePayload) -> bool:
