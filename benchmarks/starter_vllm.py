@@ -1,26 +1,15 @@
-"""vLLM's side of `starter_language_model.py`: runs in an environment of its own, spoken to over its standard streams.
-
-    python benchmarks/starter_vllm.py FOLDER
-
-Each line of its input is a JSON object with `prompts` (lists of token ids) and `tokens`; each line of its answer one
-with `seconds`, `processor` (its seconds too) and `tokens` (the ids that were generated). The first line says which
-versions run. Needs vllm alone, so that it can stay out of our own environment.
-"""
+"""vLLM's side of `starter_language_model.py`, in an environment of its own: `starter_vllm.py FOLDER`."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
+from side_process import Generate, Ids, answer
 
-def main() -> None:
-    # What vLLM prints belongs to the standard error; the standard output carries answers alone.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
+def prepare() -> tuple[dict[str, Any], Generate]:
     import torch
     import vllm
 
@@ -34,23 +23,14 @@ def main() -> None:
         disable_log_stats=True,
     )
 
-    def say(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def generate(prompts: Sequence[Ids], tokens: int, side: str) -> list[Ids]:
+        del side
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=True, seed=0)
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
-    say({"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()})
-    for line in sys.stdin:
-        asked = json.loads(line)
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=True, seed=0
-        )
-        prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-        start, busy = time.perf_counter(), time.process_time()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        seconds, processor = time.perf_counter() - start, time.process_time() - busy
-        new = [list(output.outputs[0].token_ids) for output in outputs]
-        say({"seconds": seconds, "processor": processor, "tokens": new})
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}, generate
 
 
 if __name__ == "__main__":
-    main()
+    answer(prepare)

@@ -83,10 +83,18 @@ class Scene:
     background: str | None = None
 
     def held_out(self) -> str | None:
-        """The kind of combination for which this scene is never trained on, or None."""
-        for kind, part in (("colour", self.colour), ("background", self.background), ("beside", self.beside)):
-            if part is not None and _chosen(kind, self.thing, part):
-                return kind
+        """The kind of combination for which this scene is never trained on, or None.
+
+        Neither thing of a pair is trained on before a background that is held out for it, and the order of a pair does
+        not matter.
+        """
+        things = [thing for thing in (self.thing, self.beside) if thing is not None]
+        if self.colour is not None and _chosen("colour", self.thing, self.colour):
+            return "colour"
+        if self.background is not None and any(_chosen("background", thing, self.background) for thing in things):
+            return "background"
+        if self.beside is not None and _chosen("beside", *sorted(things)):
+            return "beside"
         return None
 
     def words(self, rng: random.Random) -> str:
@@ -106,8 +114,10 @@ def _chosen(kind: str, thing: str, part: str) -> bool:
 
 def with_article(words: str, rng: random.Random) -> str:
     """Mostly with `a` or `an`, as people say it; sometimes bare."""
-    if rng.random() < 0.2:
-        return words
+    return words if rng.random() < 0.2 else a(words)
+
+
+def a(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from captions import BACKGROUNDS, HUES, Scene
+from captions import BACKGROUNDS, HUES, Scene, a
 from network import PATCH, sample
 from PIL import Image
 from scenes import SIZE, Batches, Drawn, Painter, Pictures
@@ -115,10 +115,10 @@ class Bench:
 
 def plain(scene: Scene) -> str:
     """The scene in its plainest words."""
-    said = f"a {scene.colour} {scene.thing}" if scene.colour else f"a {scene.thing}"
+    said = a(f"{scene.colour} {scene.thing}" if scene.colour else scene.thing)
     if scene.beside:
-        said += f" and a {scene.beside}"
-    return f"{said} on a {scene.background} background" if scene.background else said
+        said += f" and {a(scene.beside)}"
+    return f"{said} on {a(scene.background)} background" if scene.background else said
 
 
 def held_out(batches: Batches, kind: str, count: int, seed: int) -> list[Drawn]:

@@ -56,11 +56,17 @@ class EngineParts:
 def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
     """Resolve the configuration and load every stage; stages that were loaded are closed if a later one fails."""
     resolved = resolve(args, registry=registry)
-    config, graph = resolved.config, resolved.graph
-    if config.deployment.torch_threads is not None:
-        import torch
+    import torch  # not before the configuration has been found good
 
-        torch.set_num_threads(config.deployment.torch_threads)
+    from omnistage.engines.threads import in_passing
+
+    if resolved.config.deployment.torch_threads is not None:
+        torch.set_num_threads(resolved.config.deployment.torch_threads)
+    return in_passing(lambda: _build_parts(resolved, progress, registry))
+
+
+def _build_parts(resolved: ResolvedConfig, progress: bool, registry: Registry) -> EngineParts:
+    config, graph = resolved.config, resolved.graph
     names = {name: graph.bridge(name) for name in graph.order}
     bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
     family = registry.family(resolved.model.family)
@@ -114,7 +120,13 @@ def build_stage(
     device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
     dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
     context = LoadContext(model, name, stage_cfg, device, dtype, progress)
-    component = load_component(context, registry=registry)
+    stage = _engine_stage(name, stage_cfg, load_component(context, registry=registry))
+    stage.on_cpu = device.type == "cpu" and not stage.own_threads
+    return stage
+
+
+def _engine_stage(name: str, stage_cfg: StageConfig, component: object) -> Stage:
+    """A component on its engine."""
     if isinstance(stage_cfg, ARStageConfig):
         from omnistage.engines.ar.component import ARComponent
         from omnistage.engines.ar.stage import ARStage

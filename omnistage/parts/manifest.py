@@ -315,11 +315,11 @@ STARTER = Bundle(
             (
                 InstalledFile(
                     "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
-                    "a1db53f2369a1bb16b1aed8d7fe0957398c750c40d7bbcd7e0c8224dca042289",
+                    "e05eb6458d6b78d86c33a3c37931790bba71b739d6d69b3e09af1d170a3557b8",
                 ),
                 InstalledFile(
                     "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
-                    "1df23e58dc60a4f87edc8396fc09913cba660b5197748e8ec7ee92eb298939ba",
+                    "0bfde41f0de2eb2a5592ceff9e4e3e0c660b907b149d0c4d62f34d38f6ddf6fe",
                 ),
             ),
             "Apache-2.0",

@@ -1,12 +1,11 @@
-"""What drives a pipeline: one loop per stage, and one timer for all deadlines.
+"""What drives a stage: its loop, and the threads that loops run in.
 
-A `StageLoop` is the only caller of its stage (`check` aside), so a stage needs no locks. Both classes also run
-without a thread, one turn at a time, so that every interleaving can be tested without sleeping.
+A `StageLoop` is the only caller of its stage (`check` aside), so a stage needs no locks. It also runs without a thread,
+one turn at a time, so that every interleaving can be tested without sleeping.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
@@ -83,9 +82,9 @@ class StageLoop(Generic[Owner]):
     """Runs one stage: commands are drained before every step, chunks are handed to `emit` in order.
 
     `submit`, `feed`, `abort` and `stop` may be called from any thread and return at once; `emit(owner, chunk)` is
-    called from the loop's thread. `owner` identifies a request beyond its id: chunks, feeds and aborts of a request
-    that has ended never reach a later one with the same id. Every submitted request gets a chunk with `finish` for
-    each answer or one with an error, unless it is aborted through `abort`.
+    called from the `LoopThread` that the loop is given to. `owner` identifies a request beyond its id: chunks, feeds
+    and aborts of a request that has ended never reach a later one with the same id. Every submitted request gets a
+    chunk with `finish` for each answer or one with an error, unless it is aborted through `abort`.
     """
 
     def __init__(
@@ -94,11 +93,13 @@ class StageLoop(Generic[Owner]):
         emit: Callable[[Owner, StageChunk], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        changed: threading.Condition | None = None,
     ) -> None:
+        """`changed` is given where several loops are to share a thread: the same one to all of them."""
         self.stage = stage
+        self.changed = changed or threading.Condition()
         self._emit = emit
         self._clock = clock
-        self._changed = threading.Condition()
         self._inbox: deque[_Submit[Owner] | _Feed[Owner] | _Abort[Owner]] = deque()
         self._stopping = False
         self._drain = True
@@ -106,62 +107,56 @@ class StageLoop(Generic[Owner]):
         self._stats = StageStats()
         self._step_timer = StepTimer()
         self._live: dict[str, _Live[Owner]] = {}  # touched by the loop only
-        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._threaded = False
+        self._ended = threading.Event()
 
     # ------------------------------------------------------------------------------------- from any thread
 
     def submit(self, stage_input: StageInput, owner: Owner) -> None:
         """Queue a request. Raises `ShutdownError` once the loop is stopping."""
-        with self._changed:
+        with self.changed:
             if self._stopping:
                 raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
             self._put(_Submit(owner, stage_input))
 
     def feed(self, request_id: str, feed: StageFeed, owner: Owner) -> None:
-        with self._changed:
+        with self.changed:
             self._put(_Feed(owner, request_id, feed))
 
     def abort(self, request_id: str, owner: Owner) -> None:
         """Forget the request before the next step; nothing more is emitted for it after that."""
-        with self._changed:
+        with self.changed:
             self._put(_Abort(owner, request_id))
 
     def _put(self, command: _Submit[Owner] | _Feed[Owner] | _Abort[Owner]) -> None:
         self._inbox.append(command)
-        self._changed.notify_all()
-
-    def start(self) -> None:
-        """Run in a daemon thread from now on."""
-        self._thread = threading.Thread(target=self._run, name=f"omnistage-{self.stage.name}", daemon=True)
-        self._thread.start()
+        self.changed.notify_all()
 
     def stop(self, drain: bool = True) -> None:
         """End the loop: with `drain` once nothing is runnable, else after the step that is running now.
 
         Requests that are left then (starved ones, or all without `drain`) end with `FinishReason.ABORT`.
         """
-        with self._changed:
+        with self.changed:
             self._stopping = True
             self._drain = self._drain and drain
-            self._changed.notify_all()
-        if self._thread is None:
+            self.changed.notify_all()
+        if not self._threaded:
             while self._drain and self.run_pending():
                 pass
-            self._close_out()
+            self.close_out()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for a stopped loop's thread; whether it has ended."""
-        if self._thread is None:
-            return True
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """Wait for a stopped loop to end; whether it has."""
+        return not self._threaded or self._ended.wait(timeout)
 
     def wait_resting(self, timeout: float | None = None) -> bool:
         """Wait until every command has been applied and nothing is runnable; whether that came about in time."""
-        with self._changed:
-            if self._thread is None or self._stopping:
+        with self.changed:
+            if not self._threaded or self._stopping:
                 return not self._inbox
-            return self._changed.wait_for(lambda: self._resting and not self._inbox, timeout)
+            return self.changed.wait_for(lambda: self._resting and not self._inbox, timeout)
 
     def stats(self) -> StageStats:
         """The stage's counters as of its last turn; exact while the loop rests."""
@@ -187,33 +182,37 @@ class StageLoop(Generic[Owner]):
         while (command := self._take()) is not None:
             self._apply(command)
             applied = True
-        return self._turn() or applied
+        self._busy = self._turn() or applied
+        return self._busy
 
-    def _run(self) -> None:
-        while True:
-            busy = self.run_pending()
-            with self._changed:
-                if not busy:
-                    self._rest()
-                if self._stopping and (not self._drain or not (busy or self._inbox)):
-                    break
-        self._close_out()
+    def enter_thread(self) -> None:
+        """From now on a `LoopThread` makes the turns."""
+        self._threaded = True
 
-    def _rest(self) -> None:
-        """Wait for a command, a stop, or the time that the stage itself names."""
+    @property
+    def called(self) -> bool:
+        """Whether a command or a stop waits; asked with `changed` held."""
+        return bool(self._inbox) or self._stopping
+
+    @property
+    def over(self) -> bool:
+        """Whether it was stopped and has no more turns to make; asked with `changed` held."""
+        return self._stopping and (not self._drain or not (self._busy or self._inbox))
+
+    def rest(self) -> float | None:
+        """Nothing is runnable, and the loop will wait, at most so many seconds; called with `changed` held."""
+        self._resting = True
         try:
-            limit = self.stage.wait_limit()
+            return self.stage.wait_limit()
         except Exception as error:  # the boundary of a stage, as in `_turn`; it is asked again at the next rest
             log_defect(f"wait_limit of stage {self.stage.name!r}", error)
-            limit = _RETRY_SECONDS
-        self._resting = True
-        self._changed.notify_all()
-        while not self._inbox and not self._stopping and self._changed.wait(limit):
-            pass
+            return _RETRY_SECONDS
+
+    def wake(self) -> None:
         self._resting = False
 
     def _take(self) -> _Submit[Owner] | _Feed[Owner] | _Abort[Owner] | None:
-        with self._changed:
+        with self.changed:
             return self._inbox.popleft() if self._inbox else None
 
     def _turn(self) -> bool:
@@ -298,7 +297,8 @@ class StageLoop(Generic[Owner]):
             # The receiver ends its requests itself; whatever escapes must not end this thread for all others.
             log_defect(f"handing on a chunk of stage {self.stage.name!r}", error)
 
-    def _close_out(self) -> None:
+    def close_out(self) -> None:
+        """End every request that is left, and the loop."""
         while (command := self._take()) is not None:
             if isinstance(command, _Submit):
                 request_id = command.stage_input.info.request_id
@@ -310,6 +310,7 @@ class StageLoop(Generic[Owner]):
             self._stats = self.stage.stats()
         except Exception as error:
             log_defect(f"stats of stage {self.stage.name!r}", error)
+        self._ended.set()
 
     def _ending(self, request_id: str, finish: FinishReason, error: OmniError | None = None) -> StageChunk:
         return StageChunk(request_id, self.stage.name, finish=finish, error=error, time=self._clock())
@@ -320,79 +321,71 @@ class StageLoop(Generic[Owner]):
         return failure
 
 
-class DeadlineTimer(Generic[Owner]):
-    """Calls `expire(owner)` once a deadline has passed: one heap, at most one thread, however many requests.
+class LoopThread(Generic[Owner]):
+    """Runs loops in one daemon thread; where several have work, the one that has had the least time is next.
 
-    `add` returns a token for `discard`. Without `start` nothing happens until `tick` is called.
+    Stages that compute with torch on the CPU share one. OpenMP keeps a team of as many threads as there are cores for
+    every thread that computes, and once there are two such teams, all of them sleep and wake at every operator instead
+    of waiting awake: steps take half as long again, or twice as long, even while only one stage has work.
     """
 
-    def __init__(self, expire: Callable[[Owner], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._expire = expire
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._heap: list[tuple[float, int]] = []
-        # By token, and only here: what has been discarded keeps nobody's media in memory until its time.
-        self._owners: dict[int, Owner] = {}
-        self._next_token = 0
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def add(self, deadline: float, owner: Owner) -> int:
-        with self._changed:
-            token = self._next_token
-            self._next_token += 1
-            self._owners[token] = owner
-            heapq.heappush(self._heap, (deadline, token))
-            if self._heap[0][1] == token:
-                self._changed.notify_all()
-            return token
-
-    def discard(self, token: int) -> None:
-        with self._changed:
-            self._owners.pop(token, None)
-            # Entries stay in the heap until their time, so it is swept once most of it is stale.
-            if len(self._heap) > 2 * len(self._owners) + 16:
-                self._heap = [entry for entry in self._heap if entry[1] in self._owners]
-                heapq.heapify(self._heap)
-
-    def tick(self) -> bool:
-        """Expire everything whose time has come; whether there was any."""
-        due = self._pop_due()
-        for owner in due:
-            self._expire(owner)
-        return bool(due)
-
-    def _pop_due(self) -> list[Owner]:
-        due: list[Owner] = []
-        now = self._clock()
-        with self._changed:
-            while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._owners):
-                _, token = heapq.heappop(self._heap)
-                if token in self._owners:
-                    due.append(self._owners.pop(token))
-        return due
+    def __init__(self, name: str, loops: Sequence[StageLoop[Owner]]) -> None:
+        self._changed = loops[0].changed
+        if any(loop.changed is not self._changed for loop in loops):
+            raise ValueError("loops that share a thread must share their condition")
+        self.name = name
+        self._loops = list(loops)
+        self._seconds = [0.0] * len(loops)
+        self._floor = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="omnistage-deadlines", daemon=True)
+        for loop in self._loops:
+            loop.enter_thread()
         self._thread.start()
 
-    def stop(self, timeout: float | None = None) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout)
-
     def _run(self) -> None:
-        while True:
-            self.tick()
+        for loop in self._loops:
+            loop.stage.enter_thread()
+        open_loops = list(range(len(self._loops)))
+        while open_loops:
+            busy = self._turn(open_loops)
             with self._changed:
-                if self._stopping:
-                    return
-                wait = self._heap[0][0] - self._clock() if self._heap else None
-                if wait is None or wait > 0:
-                    # A wait longer than a lock can express is cut short; the next turn waits on.
-                    self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))
+                if not busy:
+                    self._rest(open_loops)
+                over = [number for number in open_loops if self._loops[number].over]
+            for number in over:
+                open_loops.remove(number)
+                self._loops[number].close_out()
+
+    def _turn(self, open_loops: Sequence[int]) -> bool:
+        """A turn of the first loop that has something to do; whether there was one."""
+        for number in sorted(open_loops, key=self._seconds.__getitem__):
+            # Time without work is not saved up: who comes back has no claim on more than the others had meanwhile.
+            had = max(self._seconds[number], self._floor)
+            begun = time.perf_counter()
+            busy = self._loops[number].run_pending()
+            self._seconds[number] = had
+            if busy:
+                self._floor = had
+                self._seconds[number] += time.perf_counter() - begun
+                return True
+        return False
+
+    def _rest(self, open_loops: Sequence[int]) -> None:
+        """Wait for a command, a stop, or the time that a stage itself names."""
+        loops = [self._loops[number] for number in open_loops]
+        limits = [limit for loop in loops if (limit := loop.rest()) is not None]
+        limit = min(limits, default=None)
+        self._changed.notify_all()
+        while not any(loop.called for loop in loops) and self._changed.wait(limit):
+            pass
+        for loop in loops:
+            loop.wake()
+
+
+def loop_threads(loops: Sequence[StageLoop[Owner]]) -> list[LoopThread[Owner]]:
+    """One for all stages that torch computes on the CPU, and one for every other stage."""
+    threads = [LoopThread(f"omnistage-{loop.stage.name}", [loop]) for loop in loops if not loop.stage.on_cpu]
+    on_cpu = [loop for loop in loops if loop.stage.on_cpu]
+    return [*threads, LoopThread("omnistage-cpu", on_cpu)] if on_cpu else threads

@@ -28,7 +28,8 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
-from omnistage.pipeline.loop import DeadlineTimer, StageLoop, answers, log_defect
+from omnistage.pipeline.deadlines import DeadlineTimer
+from omnistage.pipeline.loop import StageLoop, answers, log_defect, loop_threads
 from omnistage.pipeline.output import Sink, final_chunk
 from omnistage.pipeline.registry import Bridge
 from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
@@ -104,13 +105,15 @@ class Orchestrator:
         self._closing = False
         self._closed_stages = False
         self._timer: DeadlineTimer[RequestRun] = DeadlineTimer(self._expire, clock=clock)
+        shared = threading.Condition()
         self._loops: dict[str, StageLoop[RequestRun]] = {
-            name: StageLoop(stages[name], self._on_chunk, clock=clock) for name in graph.order
+            name: StageLoop(stage, self._on_chunk, clock=clock, changed=shared if stage.on_cpu else None)
+            for name, stage in ((name, stages[name]) for name in graph.order)
         }
         if threads:
             self._timer.start()
-            for loop in self._loops.values():
-                loop.start()
+            for thread in loop_threads(list(self._loops.values())):
+                thread.start()
 
     # ------------------------------------------------------------------------------------------- admission
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from omnistage.types import StageChunk, StageFeed, StageInput, StageParams
 
@@ -32,6 +33,13 @@ class Stage(ABC):
 
     name: str
     params_type: type[StageParams]
+    own_threads: ClassVar[bool] = False
+    """Whether its work is done by threads that it brings along, whatever thread it is called from."""
+    on_cpu: bool = False
+    """Whether torch computes its steps on the CPU: such stages take turns in one thread (`LoopThread` says why)."""
+
+    def enter_thread(self) -> None:  # noqa: B027  (most stages take a thread as it is)
+        """Called once in the thread that the stage will be run in, where there is one."""
 
     @abstractmethod
     def check(self, stage_input: StageInput) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import pytest
 
 from omnistage.config import OmniEngineArgs
 from omnistage.config.checkpoint import find_model
+from omnistage.engines import build
+from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.build import EngineParts, build_parts
+from omnistage.engines.codec.module import ModuleStage
+from omnistage.engines.diffusion.decode import DecodeStage
+from omnistage.engines.diffusion.stage import DenoiseStage
 from omnistage.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -104,6 +110,38 @@ def apart(one: OmniRequestOutput, two: OmniRequestOutput) -> int:
 
 
 # ------------------------------------------------------------------------------------------------- what comes out
+
+
+def test_torch_computes_in_one_thread_and_modules_in_their_own(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that compute with torch slow each other down, even by turns."""
+    where: dict[str, set[str]] = {}
+
+    def noted(kind: type, method: str) -> None:
+        original = getattr(kind, method)
+
+        def step(self: Any, *args: Any) -> Any:
+            where.setdefault(self.name, set()).add(threading.current_thread().name)
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, method, step)
+
+    for kind in (ARStage, DenoiseStage, DecodeStage, ModuleStage):
+        noted(kind, "step")
+    load = build.load_component
+
+    def loaded_there(*args: Any, **named: Any) -> object:
+        where.setdefault("loading", set()).add(threading.current_thread().name)
+        return load(*args, **named)
+
+    monkeypatch.setattr(build, "load_component", loaded_there)
+    with open_door(parts_of(starter)) as omni:
+        answered(omni, say("Draw a red fox.", sound()), modalities=["text", "audio", "image"])
+    assert where == {
+        "loading": {"omnistage-passing"},
+        "hear": {"omnistage-hear"},
+        "speak": {"omnistage-speak"},
+        **{name: {"omnistage-cpu"} for name in ("think", "draw", "paint")},
+    }
 
 
 def test_one_request_is_answered_in_text_speech_and_a_picture(omni: Omni) -> None:

@@ -10,7 +10,8 @@ import weakref
 import pytest
 
 from omnistage.errors import InvalidRequestError, ShutdownError, StageError
-from omnistage.pipeline.loop import DeadlineTimer, StageLoop
+from omnistage.pipeline.deadlines import DeadlineTimer
+from omnistage.pipeline.loop import LoopThread, StageLoop
 from omnistage.types import (
     ARInput,
     FinishReason,
@@ -238,7 +239,7 @@ def test_stopping_without_drain_ends_queued_and_running_requests() -> None:
 
 def test_the_thread_rests_without_work_and_wakes_for_it() -> None:
     rig = Rig()
-    rig.loop.start()
+    LoopThread("test", [rig.loop]).start()
     assert rig.loop.wait_resting(30)
     steps = rig.stage.steps
     rig.submit("a", 3)
@@ -260,7 +261,7 @@ def test_a_stopping_thread_drains_only_if_told_to(drain: bool) -> None:
         go.wait(30)
 
     rig.stage.before_step = hold
-    rig.loop.start()
+    LoopThread("test", [rig.loop]).start()
     rig.submit("a", 3)
     assert entered.wait(30)
     rig.loop.stop(drain=drain)
@@ -333,7 +334,7 @@ def test_a_stage_that_cannot_say_how_long_to_wait_goes_on_serving() -> None:
         raise RuntimeError("no idea")
 
     rig.stage.wait_limit = broken  # type: ignore[method-assign]
-    rig.loop.start()
+    LoopThread("test", [rig.loop]).start()
     assert asked.wait(30)
     rig.submit("a")
     rig.wait_finish("a")

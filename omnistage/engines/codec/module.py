@@ -241,6 +241,7 @@ class ModuleStage(Stage):
     """
 
     params_type = CodecParams
+    own_threads = True  # ONNX Runtime's
 
     def __init__(self, name: str, component: ModuleComponent, budget: ModuleLimits) -> None:
         self.name = name
@@ -249,6 +250,11 @@ class ModuleStage(Stage):
         self._steps = 0
         self._pieces = 0
         self._audio_seconds = 0.0
+
+    def enter_thread(self) -> None:
+        from omnistage.engines.threads import compute_alone  # the rest of this file has no use for torch
+
+        compute_alone()
 
     def check(self, stage_input: StageInput) -> None:
         self._checked(stage_input)

@@ -12,6 +12,7 @@ import torch
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.few_rows import quicken
 from omnistage.errors import CheckpointError, StageError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
@@ -60,6 +61,7 @@ class CausalLM(ARComponent):
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         expected = _stock_logits(model, self.spec.vocab_size)
         use_paged_attention(self.decoder)
+        quicken(self.model)
         self._check_same(expected)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

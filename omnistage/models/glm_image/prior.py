@@ -12,6 +12,7 @@ from torch import Tensor
 from omnistage.compat import prepare_torchvision
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.few_rows import quicken
 from omnistage.errors import CheckpointError, InvalidRequestError
 from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import Parts
@@ -54,6 +55,7 @@ class Prior(ARComponent):
         self.suppress_token_ids = tuple(range(codes, self.spec.vocab_size))
         self._image_token = int(config.image_token_id)
         use_paged_attention(self.decoder)
+        quicken(self.model)
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         del info

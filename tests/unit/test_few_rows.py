@@ -1,0 +1,63 @@
+"""Linear layers of few rows: the same product, however many rows there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from omnistage.engines.ar.few_rows import FEWEST, MOST, FewRowsLinear, quicken
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
+
+
+@needs_mkl
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, FEWEST - 1, FEWEST, 5, 16, 17, MOST, MOST + 1, 100])
+def test_the_product_is_that_of_a_plain_layer(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    plain = nn.Linear(48, 80, bias=bias)
+    quick = nn.Linear(48, 80, bias=bias)
+    quick.load_state_dict(plain.state_dict())
+    quicken(quick)
+    given = torch.randn(1, rows, 48, generator=generator)
+    got, expected = quick(given), plain(given)
+    assert got.shape == expected.shape
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_mkl
+def test_inputs_of_any_layout_will_do() -> None:
+    plain, quick = nn.Linear(6, 4), nn.Linear(6, 4)
+    quick.load_state_dict(plain.state_dict())
+    quicken(quick)
+    given = torch.randn(6, 5, 3).permute(2, 1, 0)
+    torch.testing.assert_close(quick(given), plain(given))
+
+
+@needs_mkl
+def test_only_plain_layers_of_the_cpu_in_float32_are_changed() -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(4, 4),
+            "narrow": nn.Linear(4, 4, dtype=torch.float16),
+            "other": Quantised(4, 4),
+            "elsewhere": nn.Linear(4, 4, device="meta"),
+        }
+    )
+    weights = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    quicken(model)
+    changed = {name for name, module in model.items() if type(module) is FewRowsLinear}
+    assert changed == {"plain"}
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == weights
+
+
+def test_nothing_is_changed_where_there_is_no_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    layer = nn.Linear(4, 4)
+    quicken(layer)
+    assert type(layer) is nn.Linear
