@@ -23,15 +23,19 @@ _SHAPES = ((576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 15
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63, 64, 96, 128)
 
 
+def layers_of_a_model() -> list[nn.Linear]:
+    return [nn.Linear(*shape, bias=False).requires_grad_(False) for _ in range(30) for shape in _SHAPES]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    plain = nn.ModuleList(nn.Linear(*shape, bias=False) for _ in range(30) for shape in _SHAPES).requires_grad_(False)
-    quick = nn.ModuleList(nn.Linear(*shape, bias=False) for _ in range(30) for shape in _SHAPES).requires_grad_(False)
-    quicken(quick)
+    plain, quick = layers_of_a_model(), layers_of_a_model()
+    for layer in quick:
+        quicken(layer)
     if not isinstance(quick[0], FewRowsLinear):
         raise SystemExit("this torch has no MKL, so layers are left as they are")
     table = Table(title=f"{options.threads} threads, torch {torch.__version__}")

@@ -3,8 +3,8 @@
     python benchmarks/openmp_teams.py
 
 OpenMP keeps a team of threads for every thread that computes. While the teams together have more threads than the
-machine has cores, libgomp does not wait awake for the next operator: every one ends with threads going to sleep. That is
-why stages on the CPU share a thread, and why models are loaded in one that ends.
+machine has cores, libgomp does not wait awake for the next operator: every one ends with threads going to sleep. That
+is why stages on the CPU share a thread, and why models are loaded in one that ends.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ user would.
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def sheet(pictures: list[Image.Image], captions: list[str]) -> Image.Image:
         left, top = _GAP + index % _COLUMNS * width, _GAP + index // _COLUMNS * height
         canvas.paste(picture, (left, top))
         pen.rectangle((left - 1, top - 1, left + _SIDE, top + _SIDE), outline="#dddddd")
-        words = caption.removeprefix("a ").removesuffix(" background").replace(" on a ", " on ")
+        words = re.sub("^an? ", "", caption).removesuffix(" background")
+        words = re.sub(" on an? ", " on ", words)
         for line, text in enumerate(textwrap.wrap(words, 19)[:3]):
             pen.text((left, top + _SIDE + 2 + 12 * line), text, fill="#333333", font=font)
     return canvas

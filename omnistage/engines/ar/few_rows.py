@@ -21,12 +21,10 @@ class FewRowsLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if not FEWEST <= rows <= MOST:
             return super().forward(input)
-        flat = input.reshape(rows, self.in_features).t()
-        if self.bias is None:
-            out = torch.mm(self.weight, flat)
-        else:
-            out = torch.addmm(self.bias[:, None], self.weight, flat)
-        return out.t().contiguous().view(*input.shape[:-1], self.out_features)
+        out = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*input.shape[:-1], self.out_features)
 
 
 def quicken(model: nn.Module) -> None:
@@ -34,7 +32,7 @@ def quicken(model: nn.Module) -> None:
 
     Layers of other classes (quantised ones) are left alone too.
     """
-    if not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
