@@ -15,7 +15,7 @@ from omnistage import __version__
 from omnistage.server.chat_request import ChatRequest
 from omnistage.server.encode import encode_audio, pcm16
 from omnistage.server.errors import body_of
-from omnistage.server.tools import CallReader, read_whole
+from omnistage.server.tools import CallReader, as_known, read_whole
 from omnistage.types import (
     CompletionOutput,
     FinishReason,
@@ -212,7 +212,7 @@ class StreamWriter:
 
     def _last(self, final: OmniRequestOutput) -> list[dict[str, Any]]:
         if final.error is not None:
-            return [body_of(final.error)]
+            return [body_of(as_known(final.error, self._body.error_paths()))]
         made: list[dict[str, Any]] = []
         for answer in final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]:
             made += self._begin(answer.index)

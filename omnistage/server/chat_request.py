@@ -31,6 +31,7 @@ _ERROR_PATHS = {
     "structured.json_schema": "response_format.json_schema.schema",
     "structured": "response_format",
     "voice": "audio.voice",
+    "prompt": "messages",
 }
 """Fields as the engines name them, and as clients know them."""
 

@@ -227,6 +227,8 @@ class ResponsesRequest(ResponseToolFields):
             return "tools" if path == "structured.structural_tag" else "text.format"
         if path == "voice":
             return "audio.voice"
+        if path == "prompt":
+            return "input"
         found = re.fullmatch(r"messages(?:\[(\d+)\])?(.*)", path)
         if found is None:
             return path

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from omnistage.errors import InvalidRequestError
+from omnistage.errors import InvalidRequestError, OmniError
 from omnistage.omni import OutputStream
 from omnistage.params import StructuredOutput
 from omnistage.server.wire import WireModel
@@ -315,15 +315,22 @@ def read_whole(text: str, toolbox: Toolbox) -> tuple[str | None, list[dict[str, 
 # --------------------------------------------------------------------------------------------------- errors
 
 
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+def as_known(error: OmniError, rename: Rename) -> OmniError:
+    """The error, with its field named as the client knows it."""
+    if isinstance(error, InvalidRequestError) and error.param is not None:
+        error.param = rename.get(error.param, error.param) if isinstance(rename, Mapping) else rename(error.param)
+    return error
+
+
 @asynccontextmanager
-async def renamed(
-    running: AbstractAsyncContextManager[OutputStream], rename: Callable[[str], str] | Mapping[str, str]
-) -> AsyncIterator[OutputStream]:
+async def renamed(running: AbstractAsyncContextManager[OutputStream], rename: Rename) -> AsyncIterator[OutputStream]:
     """A running request whose errors name fields as the client knows them."""
     try:
         async with running as stream:
             yield stream
-    except InvalidRequestError as error:
-        if error.param is not None:
-            error.param = rename.get(error.param, error.param) if isinstance(rename, Mapping) else rename(error.param)
+    except OmniError as error:
+        as_known(error, rename)
         raise

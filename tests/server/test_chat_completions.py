@@ -180,6 +180,7 @@ def test_a_text_is_spoken(client: openai.OpenAI, format: str) -> None:
         ),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"stop": [""]}, 400, "stop"),
+        ({"messages": [{"role": "user", "content": "word " * 30_000}]}, 400, "messages"),
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, object], status: int, param: str | None) -> None:

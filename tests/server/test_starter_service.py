@@ -180,6 +180,19 @@ def test_what_nobody_said_is_the_clients_error(client: openai.OpenAI) -> None:
 # -------------------------------------------------------------------------------------------------------- pictures
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_is_too_long_is_named_as_it_was_sent(client: openai.OpenAI, stream: bool) -> None:
+    words = "word " * 30_000
+    messages: list[Any] = [{"role": "user", "content": words}]
+    with pytest.raises(openai.APIError) as chat:
+        list(client.chat.completions.create(**SHORT, messages=messages, stream=stream))
+    assert (chat.value.param, chat.value.code) == ("messages", "prompt_too_long")
+    if not stream:
+        with pytest.raises(openai.BadRequestError) as response:
+            client.responses.create(model="starter", input=words)
+        assert response.value.param == "input"
+
+
 def test_pictures_are_drawn_of_a_prompt(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "starter", "prompt": "Draw a red fox.", "extra_body": QUICK}
     two = client.images.generate(**given, n=2)

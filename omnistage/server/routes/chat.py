@@ -58,8 +58,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await stream_response(items())
     async with running as stream:
         final = (await collect(stream, request))[-1].final
-    if final is None or final.error is not None:
-        raise final.error if final is not None and final.error is not None else StageError("no answer came")
+        if final is None or final.error is not None:
+            raise final.error if final is not None and final.error is not None else StageError("no answer came")
     return JSONResponse(whole(_answer_id(stream.request_id), body, final, keep))
 
 

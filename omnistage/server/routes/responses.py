@@ -24,7 +24,7 @@ from omnistage.server.response_request import ResponsesRequest
 from omnistage.server.response_tools import ToolOutput, whole_output
 from omnistage.server.service import ServedModel, collect
 from omnistage.server.sse import event, stream_response
-from omnistage.server.tools import renamed
+from omnistage.server.tools import as_known, renamed
 from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk, Usage
 
 router = APIRouter()
@@ -65,8 +65,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     async with running as stream:
         answer = Answer(stream.request_id, body)
         final = (await collect(stream, request))[-1].final
-    if final is None or final.error is not None:
-        raise final.error if final is not None and final.error is not None else StageError("no answer came")
+        if final is None or final.error is not None:
+            raise final.error if final is not None and final.error is not None else StageError("no answer came")
     return JSONResponse(answer.ended(final))
 
 
@@ -118,7 +118,7 @@ class Answer:
         )
 
     def failed(self, error: OmniError) -> dict[str, Any]:
-        told = body_of(error)["error"]
+        told = body_of(as_known(error, self.body.path))["error"]
         return self.state("failed", error={"code": told["code"], "message": told["message"]})
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
