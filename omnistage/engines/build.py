@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,17 +57,11 @@ class EngineParts:
 def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
     """Resolve the configuration and load every stage; stages that were loaded are closed if a later one fails."""
     resolved = resolve(args, registry=registry)
-    import torch  # not before the configuration has been found good
-
-    from omnistage.engines.threads import in_passing
-
-    if resolved.config.deployment.torch_threads is not None:
-        torch.set_num_threads(resolved.config.deployment.torch_threads)
-    return in_passing(lambda: _build_parts(resolved, progress, registry))
-
-
-def _build_parts(resolved: ResolvedConfig, progress: bool, registry: Registry) -> EngineParts:
     config, graph = resolved.config, resolved.graph
+    if config.deployment.torch_threads is not None:
+        import torch
+
+        torch.set_num_threads(config.deployment.torch_threads)
     names = {name: graph.bridge(name) for name in graph.order}
     bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
     family = registry.family(resolved.model.family)
@@ -120,8 +115,17 @@ def build_stage(
     device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
     dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
     context = LoadContext(model, name, stage_cfg, device, dtype, progress)
-    stage = _engine_stage(name, stage_cfg, load_component(context, registry=registry))
-    stage.on_cpu = device.type == "cpu" and not stage.own_threads
+    if device.type != "cpu":
+        return _engine_stage(name, stage_cfg, load_component(context, registry=registry))
+    from omnistage.engines.threads import alone, compute_alone, use
+
+    with alone() as threads:  # whoever loads a model shall not slow it down ever after
+        stage = _engine_stage(name, stage_cfg, load_component(context, registry=registry))
+    if stage.uses_torch:
+        stage.cpu_threads = threads
+        stage.enter_thread = partial(use, threads)
+    else:
+        stage.enter_thread = compute_alone
     return stage
 
 

@@ -20,7 +20,7 @@ class DeadlineTimer(Generic[Owner]):
     def __init__(self, expire: Callable[[Owner], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._expire = expire
         self._clock = clock
-        self.changed = threading.Condition()
+        self._changed = threading.Condition()
         self._heap: list[tuple[float, int]] = []
         # By token, and only here: what has been discarded keeps nobody's media in memory until its time.
         self._owners: dict[int, Owner] = {}
@@ -32,17 +32,17 @@ class DeadlineTimer(Generic[Owner]):
         return len(self._owners)
 
     def add(self, deadline: float, owner: Owner) -> int:
-        with self.changed:
+        with self._changed:
             token = self._next_token
             self._next_token += 1
             self._owners[token] = owner
             heapq.heappush(self._heap, (deadline, token))
             if self._heap[0][1] == token:
-                self.changed.notify_all()
+                self._changed.notify_all()
             return token
 
     def discard(self, token: int) -> None:
-        with self.changed:
+        with self._changed:
             self._owners.pop(token, None)
             # Entries stay in the heap until their time, so it is swept once most of it is stale.
             if len(self._heap) > 2 * len(self._owners) + 16:
@@ -59,7 +59,7 @@ class DeadlineTimer(Generic[Owner]):
     def _pop_due(self) -> list[Owner]:
         due: list[Owner] = []
         now = self._clock()
-        with self.changed:
+        with self._changed:
             while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._owners):
                 _, token = heapq.heappop(self._heap)
                 if token in self._owners:
@@ -71,19 +71,19 @@ class DeadlineTimer(Generic[Owner]):
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> None:
-        with self.changed:
+        with self._changed:
             self._stopping = True
-            self.changed.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _run(self) -> None:
         while True:
             self.tick()
-            with self.changed:
+            with self._changed:
                 if self._stopping:
                     return
                 wait = self._heap[0][0] - self._clock() if self._heap else None
                 if wait is None or wait > 0:
                     # A wait longer than a lock can express is cut short; the next turn waits on.
-                    self.changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))
+                    self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))

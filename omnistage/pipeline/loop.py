@@ -7,11 +7,12 @@ one turn at a time, so that every interleaving can be tested without sleeping.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -108,7 +109,7 @@ class StageLoop(Generic[Owner]):
         self._step_timer = StepTimer()
         self._live: dict[str, _Live[Owner]] = {}  # touched by the loop only
         self._busy = False
-        self._threaded = False
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     # ------------------------------------------------------------------------------------- from any thread
@@ -142,19 +143,21 @@ class StageLoop(Generic[Owner]):
             self._stopping = True
             self._drain = self._drain and drain
             self.changed.notify_all()
-        if not self._threaded:
+        if self._thread is None:
             while self._drain and self.run_pending():
                 pass
             self.close_out()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for a stopped loop to end; whether it has."""
-        return not self._threaded or self._ended.wait(timeout)
+        """Wait for a stopped loop to end; whether it has. Its own thread cannot wait for it."""
+        if self._thread is threading.current_thread():
+            return self._ended.is_set()
+        return self._thread is None or self._ended.wait(timeout)
 
     def wait_resting(self, timeout: float | None = None) -> bool:
         """Wait until every command has been applied and nothing is runnable; whether that came about in time."""
         with self.changed:
-            if not self._threaded or self._stopping:
+            if self._thread is None or self._stopping:
                 return not self._inbox
             return self.changed.wait_for(lambda: self._resting and not self._inbox, timeout)
 
@@ -185,9 +188,17 @@ class StageLoop(Generic[Owner]):
         self._busy = self._turn() or applied
         return self._busy
 
-    def enter_thread(self) -> None:
+    def give_to(self, thread: threading.Thread) -> None:
         """From now on a `LoopThread` makes the turns."""
-        self._threaded = True
+        self._thread = thread
+
+    def enter_thread(self) -> None:
+        if self.stage.enter_thread is None:
+            return
+        try:
+            self.stage.enter_thread()
+        except Exception as error:  # the boundary of a stage, as in `_turn`
+            log_defect(f"enter_thread of stage {self.stage.name!r}", error)
 
     @property
     def called(self) -> bool:
@@ -324,9 +335,10 @@ class StageLoop(Generic[Owner]):
 class LoopThread(Generic[Owner]):
     """Runs loops in one daemon thread; where several have work, the one that has had the least time is next.
 
-    Stages that compute with torch on the CPU share one. OpenMP keeps a team of as many threads as there are cores for
-    every thread that computes, and once there are two such teams, all of them sleep and wake at every operator instead
-    of waiting awake: steps take half as long again, or twice as long, even while only one stage has work.
+    Stages that torch computes on the CPU share one. OpenMP keeps a team of as many threads as there are cores for every
+    thread that computes, and once the teams together have more threads than there are cores, those of GNU's library
+    sleep and wake at every operator instead of waiting awake: a step takes half as long again, or twice as long, even
+    while only one stage has work (`benchmarks/openmp_teams.py`).
     """
 
     def __init__(self, name: str, loops: Sequence[StageLoop[Owner]]) -> None:
@@ -337,16 +349,20 @@ class LoopThread(Generic[Owner]):
         self._loops = list(loops)
         self._seconds = [0.0] * len(loops)
         self._floor = 0.0
+        self._entered = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        """Returns once every stage has entered the thread."""
         for loop in self._loops:
-            loop.enter_thread()
+            loop.give_to(self._thread)
         self._thread.start()
+        self._entered.wait()
 
     def _run(self) -> None:
         for loop in self._loops:
-            loop.stage.enter_thread()
+            loop.enter_thread()
+        self._entered.set()
         open_loops = list(range(len(self._loops)))
         while open_loops:
             busy = self._turn(open_loops)
@@ -384,8 +400,21 @@ class LoopThread(Generic[Owner]):
             loop.wake()
 
 
-def loop_threads(loops: Sequence[StageLoop[Owner]]) -> list[LoopThread[Owner]]:
-    """One for all stages that torch computes on the CPU, and one for every other stage."""
-    threads = [LoopThread(f"omnistage-{loop.stage.name}", [loop]) for loop in loops if not loop.stage.on_cpu]
-    on_cpu = [loop for loop in loops if loop.stage.on_cpu]
-    return [*threads, LoopThread("omnistage-cpu", on_cpu)] if on_cpu else threads
+def sharing(stages: Iterable[Stage]) -> frozenset[str]:
+    """Names of the stages that are to share a thread: those that torch computes on the CPU, unless there are cores
+    enough for all of their threads."""
+    threads = {stage.name: stage.cpu_threads for stage in stages if stage.cpu_threads}
+    crowded = max(threads.values(), default=0) > 1 and sum(threads.values()) > _cores()
+    return frozenset(threads) if crowded else frozenset()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def loop_threads(loops: Sequence[StageLoop[Owner]], shared: Collection[str]) -> list[LoopThread[Owner]]:
+    """One for the stages in `shared` together, and one for every other stage."""
+    threads = [LoopThread(f"omnistage-{loop.stage.name}", [loop]) for loop in loops if loop.stage.name not in shared]
+    together = [loop for loop in loops if loop.stage.name in shared]
+    return [*threads, LoopThread("omnistage-cpu", together)] if together else threads

@@ -29,7 +29,7 @@ from omnistage.errors import (
     UnsupportedModalityError,
 )
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.loop import StageLoop, answers, log_defect, loop_threads
+from omnistage.pipeline.loop import StageLoop, answers, log_defect, loop_threads, sharing
 from omnistage.pipeline.output import Sink, final_chunk
 from omnistage.pipeline.registry import Bridge
 from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
@@ -105,14 +105,14 @@ class Orchestrator:
         self._closing = False
         self._closed_stages = False
         self._timer: DeadlineTimer[RequestRun] = DeadlineTimer(self._expire, clock=clock)
-        shared = threading.Condition()
+        shared, changed = sharing(stages.values()), threading.Condition()
         self._loops: dict[str, StageLoop[RequestRun]] = {
-            name: StageLoop(stage, self._on_chunk, clock=clock, changed=shared if stage.on_cpu else None)
-            for name, stage in ((name, stages[name]) for name in graph.order)
+            name: StageLoop(stages[name], self._on_chunk, clock=clock, changed=changed if name in shared else None)
+            for name in graph.order
         }
         if threads:
             self._timer.start()
-            for thread in loop_threads(list(self._loops.values())):
+            for thread in loop_threads(list(self._loops.values()), shared):
                 thread.start()
 
     # ------------------------------------------------------------------------------------------- admission
@@ -439,8 +439,9 @@ class Orchestrator:
             self.cancel(run)
         for loop in self._loops.values():
             loop.stop(drain=False)
-        # A stage in the middle of a step gets a moment even where draining has used up the time.
-        stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 1.0))]
+        # Stages in the middle of a step get a moment even where draining has used up the time.
+        give_up = max(give_up, time.monotonic() + 1.0)
+        stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 0.0))]
         self._timer.stop(1.0)
         with self._room:
             if self._closed_stages:

@@ -98,8 +98,11 @@ class ReadingProcessor(Protocol):
 class WritingProcessor(Protocol):
     """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
 
-    def transcribe(self, clip: AudioClip) -> str:
-        """The words in a sound at `ears_rate`; empty where there are none. It takes as long as it takes."""
+    def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
+        """The words in a sound at `ears_rate`; empty where there are none.
+
+        It takes as long as it takes, but asks now and then whether it is `over`: then what it gives is of no use.
+        """
         ...
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from omnistage.types import StageChunk, StageFeed, StageInput, StageParams
 
@@ -33,13 +33,12 @@ class Stage(ABC):
 
     name: str
     params_type: type[StageParams]
-    own_threads: ClassVar[bool] = False
-    """Whether its work is done by threads that it brings along, whatever thread it is called from."""
-    on_cpu: bool = False
-    """Whether torch computes its steps on the CPU: such stages take turns in one thread (`LoopThread` says why)."""
-
-    def enter_thread(self) -> None:  # noqa: B027  (most stages take a thread as it is)
-        """Called once in the thread that the stage will be run in, where there is one."""
+    uses_torch: bool = True
+    """Whether torch does its work, in the thread that the stage is run in."""
+    cpu_threads: int = 0
+    """How many threads torch has for its steps on the CPU; none where it does not compute them there."""
+    enter_thread: Callable[[], None] | None = None
+    """Called once in the thread that the stage will be run in, where there is one."""
 
     @abstractmethod
     def check(self, stage_input: StageInput) -> None:

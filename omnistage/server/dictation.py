@@ -62,8 +62,7 @@ async def dictated(
             with inspecting(inspect):
                 clip = decode_audio(data, limits, ears.ears_rate)
                 show(clip)
-            # Listening cannot be interrupted, but need not begin for nobody.
-            return Dictation("" if over.is_set() else ears.transcribe(clip), clip.seconds)
+            return Dictation(ears.transcribe(clip, over.is_set), clip.seconds)
 
         try:
             async with asyncio.timeout(timeout):

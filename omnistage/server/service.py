@@ -70,14 +70,22 @@ class ServedModel:
         return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
 
     def seeded(self, seed: int | None, chosen: Mapping[str, StageParams]) -> dict[str, StageParams]:
-        """These parameters, and the seed on every other stage that draws lots: how it is spoken, how it sounds."""
+        """These parameters, and the seed on every other stage that draws lots: how it is spoken, what is drawn."""
+        made = dict(chosen)
         if seed is None:
-            return dict(chosen)
-        kinds = {name: stage.params_type for name, stage in self.omni.orchestrator.stages.items()}
-        # What draws takes one set of parameters for all of its stages, with a seed of its own.
-        lots = {name: kind for name, kind in kinds.items() if "seed" in kind.model_fields and not kind.shared}
-        seeded = {name: kind.parse({"seed": seed % 2**63}) for name, kind in lots.items()}  # OpenAI's may be negative
-        return {**seeded, **chosen}
+            return made
+        seed %= 2**63  # OpenAI's may be negative
+        stages = self.omni.orchestrator.stages
+        for name in self.omni.orchestrator.graph.order:
+            kind = stages[name].params_type
+            # What draws takes one set of parameters for all of its stages, under the name of the first.
+            if "seed" not in kind.model_fields or (kind.shared and name != self.stage_taking(kind)):
+                continue
+            if name not in made:
+                made[name] = kind.parse({"seed": seed})
+            elif kind.shared and getattr(made[name], "seed", None) is None:
+                made[name] = made[name].model_copy(update={"seed": seed})
+        return made
 
 
 class Drainable(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from omnistage.config import OmniEngineArgs
 from omnistage.config.checkpoint import find_model
@@ -38,6 +39,7 @@ from omnistage.models.starter.stand_ins import write_ears
 from omnistage.omni import Omni
 from omnistage.parts.manifest import BUNDLES
 from omnistage.parts.store import HOME_VARIABLE, Store
+from omnistage.pipeline import loop
 from omnistage.types import DiffusionParams, FinishReason, Modality, OmniRequestOutput, SamplingParams
 from tests.e2e.conftest import Desk, assert_empty, final_of, open_door, say
 
@@ -114,13 +116,17 @@ def apart(one: OmniRequestOutput, two: OmniRequestOutput) -> int:
 
 def test_torch_computes_in_one_thread_and_modules_in_their_own(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that compute with torch slow each other down, even by turns."""
-    where: dict[str, set[str]] = {}
+    where: dict[str, set[tuple[str, int]]] = {}
+    monkeypatch.setattr(loop, "_cores", lambda: 2)
+
+    def here() -> tuple[str, int]:
+        return threading.current_thread().name, torch.get_num_threads()
 
     def noted(kind: type, method: str) -> None:
         original = getattr(kind, method)
 
         def step(self: Any, *args: Any) -> Any:
-            where.setdefault(self.name, set()).add(threading.current_thread().name)
+            where.setdefault(self.name, set()).add(here())
             return original(self, *args)
 
         monkeypatch.setattr(kind, method, step)
@@ -130,17 +136,22 @@ def test_torch_computes_in_one_thread_and_modules_in_their_own(starter: Path, mo
     load = build.load_component
 
     def loaded_there(*args: Any, **named: Any) -> object:
-        where.setdefault("loading", set()).add(threading.current_thread().name)
+        where.setdefault("loading", set()).add(here())
         return load(*args, **named)
 
     monkeypatch.setattr(build, "load_component", loaded_there)
-    with open_door(parts_of(starter)) as omni:
-        answered(omni, say("Draw a red fox.", sound()), modalities=["text", "audio", "image"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with open_door(parts_of(starter)) as omni:
+            answered(omni, say("Draw a red fox.", sound()), modalities=["text", "audio", "image"])
+    finally:
+        torch.set_num_threads(before)
     assert where == {
-        "loading": {"omnistage-passing"},
-        "hear": {"omnistage-hear"},
-        "speak": {"omnistage-speak"},
-        **{name: {"omnistage-cpu"} for name in ("think", "draw", "paint")},
+        "loading": {(threading.current_thread().name, 1)},
+        "hear": {("omnistage-hear", 1)},
+        "speak": {("omnistage-speak", 1)},
+        **{name: {("omnistage-cpu", 2)} for name in ("think", "draw", "paint")},
     }
 
 
@@ -276,10 +287,10 @@ def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
     with open_door(parts_of(deaf)) as omni:
         assert omni.processor.input_modalities == {Modality.TEXT}
         assert answered(omni, say("Hello!")).text
-        with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`") as refused:
+        with pytest.raises(UnsupportedModalityError, match="npm installed, run `omnistage pull starter`") as refused:
             answered(omni, [{"role": "user", "content": [sound()]}])
         assert refused.value.param == "messages"
-        with pytest.raises(UnsupportedModalityError, match="install npm and run `omnistage pull starter`"):
+        with pytest.raises(UnsupportedModalityError, match="npm installed, run `omnistage pull starter`"):
             omni.processor.transcribe(AudioClip(np.zeros(16_000, np.float32), 16_000))
 
 

@@ -193,6 +193,22 @@ def test_a_conversation_that_is_too_long_is_named_as_it_was_sent(client: openai.
         assert response.value.param == "input"
 
 
+def test_a_seed_is_the_pictures_too_unless_it_has_its_own(client: openai.OpenAI) -> None:
+    def picture(seed: int, drawing: dict[str, int] | None = None) -> bytes:
+        answer = client.chat.completions.create(
+            **SHORT,
+            messages=[{"role": "user", "content": "Draw a red fox."}],
+            seed=seed,
+            extra_body={"modalities": ["text", "image"], "drawing": {"steps": 2, **(drawing or {})}},
+        )
+        url = answer.choices[0].message.model_extra["images"][0]["image_url"]["url"]  # type: ignore[index]
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))).tobytes()
+
+    assert picture(7) == picture(7)
+    assert picture(7) != picture(8)
+    assert picture(7, {"seed": 3}) == picture(8, {"seed": 3})
+
+
 def test_pictures_are_drawn_of_a_prompt(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "starter", "prompt": "Draw a red fox.", "extra_body": QUICK}
     two = client.images.generate(**given, n=2)
@@ -216,8 +232,10 @@ def test_other_pictures_are_refused_by_name(client: openai.OpenAI, more: dict[st
 def test_pictures_cannot_be_changed(client: openai.OpenAI) -> None:
     encoded = io.BytesIO()
     Image.new("RGB", (96, 96)).save(encoded, "PNG")
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(model="starter", prompt="At night.", image=("a.png", encoded.getvalue()))
+    assert refused.value.param == "image"
+    assert "this model changes no pictures" in refused.value.message
 
 
 # ------------------------------------------------------------------------------------------------ speech, dictation
@@ -323,7 +341,7 @@ class SlowEars:
         self.begun = threading.Semaphore(0)
         self.heard = 0
 
-    def transcribe(self, clip: AudioClip) -> str:
+    def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
         self.begun.release()
         assert self.go.wait(60)
         self.heard += 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from omnistage.engines.threads import compute_alone, in_passing
-from omnistage.pipeline.loop import LoopThread, StageLoop, loop_threads
+from omnistage.engines import threads
+from omnistage.pipeline import loop as stage_loops
+from omnistage.pipeline.loop import LoopThread, StageLoop, loop_threads, sharing
 from omnistage.types import ARInput, FinishReason, RequestInfo, SamplingParams, StageChunk, StageInput
 from tests.unit.fakes import FakeStage
 
@@ -29,7 +30,6 @@ class Shared:
         self.loops: dict[str, StageLoop[str]] = {}
         for name in ("a", "b"):
             stage = FakeStage(name)
-            stage.on_cpu = True
             stage.before_step = lambda name=name: self._step(name, seconds.get(name, 0.0))
             self.loops[name] = StageLoop(stage, self._take, changed=self.changed)
         self.thread: LoopThread[str] = LoopThread("shared", list(self.loops.values()))
@@ -142,45 +142,120 @@ def test_loops_of_different_conditions_cannot_share_a_thread() -> None:
         LoopThread("no", loops)
 
 
-def test_stages_on_the_cpu_share_a_thread_and_others_have_their_own() -> None:
-    changed = threading.Condition()
+@pytest.mark.parametrize(
+    ("each", "cores", "shared"), [(2, 2, True), (2, 3, True), (2, 4, False), (1, 1, False), (0, 2, False)]
+)
+def test_stages_share_a_thread_where_their_threads_would_crowd_the_cores(
+    monkeypatch: pytest.MonkeyPatch, each: int, cores: int, shared: bool
+) -> None:
+    monkeypatch.setattr(stage_loops, "_cores", lambda: cores)
     stages = [FakeStage(name) for name in ("hear", "think", "speak", "draw")]
-    stages[1].on_cpu = stages[3].on_cpu = True
+    stages[1].cpu_threads = stages[3].cpu_threads = each
+    together = sharing(stages)
+    assert together == (frozenset({"think", "draw"}) if shared else frozenset())
+    changed = threading.Condition()
     loops: list[StageLoop[str]] = [
-        StageLoop(stage, lambda *_: None, changed=changed if stage.on_cpu else None) for stage in stages
+        StageLoop(stage, lambda *_: None, changed=changed if stage.name in together else None) for stage in stages
     ]
-    names = sorted(thread.name for thread in loop_threads(loops))
-    assert names == ["omnistage-cpu", "omnistage-hear", "omnistage-speak"]
+    names = sorted(thread.name for thread in loop_threads(loops, together))
+    own = {"omnistage-hear", "omnistage-speak"}
+    assert names == sorted(own | ({"omnistage-cpu"} if shared else {"omnistage-think", "omnistage-draw"}))
+
+
+def test_a_stage_that_cannot_enter_its_thread_is_run_all_the_same(
+    shared: Shared, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    shared.loops["a"].stage.enter_thread = fail
+    shared.loops["b"].stage.enter_thread = lambda: entered.append(threading.current_thread().name)
+    shared.thread.start()
+    assert entered == ["shared"]  # before `start` returns
+    shared.submit("a", "x", 2)
+    shared.submit("b", "y", 2)
+    shared.wait("x", "y")
+    assert "enter_thread of stage 'a'" in caplog.text
+
+
+def test_a_loop_does_not_wait_for_itself(shared: Shared) -> None:
+    found: list[bool] = []
+    stage = shared.loops["a"].stage
+    assert isinstance(stage, FakeStage)
+    stage.before_step = lambda: found.append(shared.loops["b"].join(30))
+    shared.submit("a", "x", 1)
+    shared.thread.start()
+    shared.wait("x")
+    assert found == [False]
 
 
 # --------------------------------------------------------------------------------------------------- torch's
 
 
-def test_a_call_in_passing_gives_its_result_and_leaves_no_thread() -> None:
-    before = threading.active_count()
-    assert in_passing(lambda: threading.current_thread().name) == "omnistage-passing"
-    assert threading.active_count() == before
-
-
-def test_a_call_in_passing_raises_what_it_raised() -> None:
-    def fail() -> None:
-        raise KeyError("missing")
-
-    with pytest.raises(KeyError, match="missing"):
-        in_passing(fail)
-
-
-def test_computing_alone_is_for_one_thread_only() -> None:
+@pytest.fixture
+def three() -> Iterator[None]:
+    """Three of torch's threads, here and in threads to come."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    try:
+    yield
+    torch.set_num_threads(before)
 
-        def alone() -> int:
-            compute_alone()
-            return torch.get_num_threads()
 
-        assert in_passing(alone) == 1
-        assert in_passing(torch.get_num_threads) == 3
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+def elsewhere(function: Callable[[], object]) -> int:
+    """What torch's number is in a new thread, behind a call there."""
+    found: list[int] = []
+
+    def run() -> None:
+        function()
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.usefixtures("three")
+def test_computing_alone_is_for_one_thread_only() -> None:
+    assert elsewhere(threads.compute_alone) == 1
+    assert elsewhere(lambda: None) == 3
+    assert torch.get_num_threads() == 3
+    assert elsewhere(lambda: threads.use(2)) == 2
+
+
+@pytest.mark.usefixtures("three")
+def test_being_alone_ends() -> None:
+    with threads.alone() as usual:
+        assert (usual, torch.get_num_threads()) == (3, 1)
+        # Whoever comes to it meanwhile finds what is usual all the same.
+        assert elsewhere(beside := _Beside()) == 3
+        assert beside.usual == 3
+    assert torch.get_num_threads() == 3
+    assert elsewhere(lambda: None) == 3
+
+
+class _Beside:
+    usual = 0
+
+    def __call__(self) -> None:
+        with threads.alone() as self.usual:
+            pass
+
+
+@pytest.mark.usefixtures("three")
+def test_threads_that_are_made_alone_at_one_time_leave_others_as_they_are() -> None:
+    for _ in range(100):
+        ready = threading.Barrier(4)
+
+        def enter(ready: threading.Barrier = ready) -> None:
+            ready.wait()
+            threads.compute_alone()
+
+        entering = [threading.Thread(target=enter) for _ in range(4)]
+        for thread in entering:
+            thread.start()
+        for thread in entering:
+            thread.join()
+        assert elsewhere(lambda: None) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,12 @@ class Toy:
             )
         )
         self.threads: list[int] = []
-        monkeypatch.setattr(torch, "set_num_threads", self.threads.append)
         monkeypatch.setattr("omnistage.engines.ar.stage.ARStage", lambda *args: self.stage(*args, audio=False))
         monkeypatch.setattr("omnistage.engines.codec.stage.CodecStage", lambda *args: self.stage(*args, audio=True))
 
     def load(self, context: LoadContext) -> object:
         self.contexts[context.stage_name] = context
+        self.threads.append(torch.get_num_threads())
         if context.progress is not None:
             context.progress("weights", 0.5)
         return self.components[context.stage.component]()
@@ -84,8 +85,10 @@ class Toy:
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    return Toy(tmp_path, monkeypatch)
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
+    before = torch.get_num_threads()
+    yield Toy(tmp_path, monkeypatch)
+    torch.set_num_threads(before)
 
 
 def test_a_folder_becomes_stages_bridges_and_defaults(toy: Toy) -> None:
@@ -93,7 +96,9 @@ def test_a_folder_becomes_stages_bridges_and_defaults(toy: Toy) -> None:
     assert [stage.name for stage in toy.stages] == ["thinker", "voice"]
     assert list(parts.bridges) == ["voice"]
     assert parts.defaults == {"thinker": SamplingParams(max_tokens=5), "voice": CodecParams()}
-    assert toy.threads == [2]
+    assert torch.get_num_threads() == 2
+    assert [stage.cpu_threads for stage in toy.stages] == [2, 2]
+    assert toy.threads == [1, 1]  # whoever loads a model leaves no threads behind
     assert toy.contexts["thinker"].dtype is torch.float32
     assert toy.contexts["voice"].dtype is torch.float16
 

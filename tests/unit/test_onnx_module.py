@@ -21,6 +21,7 @@ from omnistage.engines.codec import Job, ModuleStage
 from omnistage.engines.codec.onnx import BRIDGES, COMPONENTS, OnnxComponent, OnnxModule
 from omnistage.engines.codec.onnx_refs import check_external_files, external_files
 from omnistage.errors import (
+    BridgeError,
     CheckpointError,
     ConfigError,
     InvalidRequestError,
@@ -38,6 +39,7 @@ from omnistage.types import (
     ModuleOutput,
     RequestInfo,
     StageChunk,
+    TokenChunk,
 )
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -547,3 +549,15 @@ def test_the_bridge_passes_arrays_on_and_ends_with_its_source() -> None:
     assert (piece.arrays["x"] is array, piece.final) == (True, False)
     _, [end] = bridge(RequestInfo("a"), None, StageChunk("a", "front", finish=FinishReason.STOP))
     assert (dict(end.arrays), end.final) == ({}, True)
+
+
+def test_the_bridge_passes_sound_on_as_samples_and_refuses_the_rest() -> None:
+    bridge = BRIDGES["onnx.arrays"]
+    sound = AudioChunk(np.linspace(-1, 1, 5, dtype=np.float32), 24_000)
+    _, [piece] = bridge(RequestInfo("a"), None, StageChunk("a", "speak", sound))
+    assert list(piece.arrays) == ["samples"]
+    assert piece.arrays["samples"].shape == (1, 5)
+    np.testing.assert_array_equal(piece.arrays["samples"][0], sound.samples)
+    with pytest.raises(BridgeError, match="'think' gives a TokenChunk"):
+        bridge(RequestInfo("a"), None, StageChunk("a", "think", TokenChunk((1,))))
+    assert bridge(RequestInfo("a"), None, StageChunk("a", "front"))[1] == []

@@ -34,6 +34,9 @@ class ARSpec:
     """1 for plain positions, 3 for m-RoPE."""
     emit_size: int = 0
     """Width of the hidden rows handed downstream; 0: none."""
+    emit_anew: bool = False
+    """A request that hands rows downstream takes none from the prefix cache: computed with another part of the prompt
+    they differ in the last bits, and so would what is made of them."""
     side_input: bool = False
     """Generated tokens take a side row from upstream."""
     prompt_vocab_size: int = 0

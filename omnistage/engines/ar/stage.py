@@ -172,7 +172,9 @@ class ARStage(Stage):
             prompt_length=prompt,
             side_rows=side,
             media_keys=_content_keys(payload),
-            cacheable=payload.embeds is None and not payload.streaming,
+            cacheable=payload.embeds is None
+            and not payload.streaming
+            and not (stage_input.emit_hidden and component.spec.emit_anew),
         )
         self.scheduler.add(state, info.priority)
         text = TextStream(component.tokenizer, own) if component.tokenizer is not None else None

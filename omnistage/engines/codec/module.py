@@ -63,6 +63,9 @@ class ModuleComponent(ABC):
     input_type: type[ModuleInput] | type[ChatInput] = ModuleInput
     max_batch: int = 1
     """Most jobs that one `run` takes."""
+    uses_torch: bool = False
+    """Whether torch does most of the work. On the CPU such a stage takes turns with others that do; any other runs
+    beside them, and what little it computes with torch has one thread."""
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -241,20 +244,15 @@ class ModuleStage(Stage):
     """
 
     params_type = CodecParams
-    own_threads = True  # ONNX Runtime's
 
     def __init__(self, name: str, component: ModuleComponent, budget: ModuleLimits) -> None:
         self.name = name
         self.component = component
+        self.uses_torch = component.uses_torch
         self._scheduler = ModuleScheduler(min(component.max_batch, budget.max_batch))
         self._steps = 0
         self._pieces = 0
         self._audio_seconds = 0.0
-
-    def enter_thread(self) -> None:
-        from omnistage.engines.threads import compute_alone  # the rest of this file has no use for torch
-
-        compute_alone()
 
     def check(self, stage_input: StageInput) -> None:
         self._checked(stage_input)

@@ -13,6 +13,7 @@ from omnistage.config.schema import ONNX_MODULE, CodecStageConfig, ModuleAudio, 
 from omnistage.engines.codec.module import Job, ModuleComponent, ModulePayload
 from omnistage.engines.codec.onnx_refs import check_external_files
 from omnistage.errors import (
+    BridgeError,
     CheckpointError,
     ConfigError,
     InvalidRequestError,
@@ -248,11 +249,24 @@ def module_file(folder: Path, config: ModuleConfig) -> Path:
     return path
 
 
+SAMPLES = "samples"
+
+
 def arrays2module(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-    """The bridge `onnx.arrays`: a module's output arrays are the next one's input arrays, piece by piece."""
-    final = chunk.finish is not None
-    if isinstance(chunk.payload, ModuleOutput):
-        return state, [ModuleInput(chunk.payload.arrays, final=final)]
+    """The bridge `onnx.arrays`: a module's output arrays are the next one's input arrays, piece by piece.
+
+    A piece of sound is an array too: `samples`, float32 `[1, n]`.
+    """
+    final, payload = chunk.finish is not None, chunk.payload
+    if isinstance(payload, ModuleOutput):
+        return state, [ModuleInput(payload.arrays, final=final)]
+    if isinstance(payload, AudioChunk):
+        return state, [ModuleInput({SAMPLES: np.asarray(payload.samples, np.float32)[None]}, final=final)]
+    if payload is not None:
+        raise BridgeError(
+            f"stage {chunk.stage!r} gives a {type(payload).__name__}, and onnx.arrays hands on arrays and sound only; "
+            "write a bridge for it"
+        )
     return state, [ModuleInput(final=True)] if final else []
 
 

@@ -135,7 +135,7 @@ class WholeStage(Stage):
     """
 
     params_type = DiffusionParams
-    own_threads = True  # one for every picture
+    uses_torch = False  # not in its own thread: a pipeline runs in one for each picture
 
     def __init__(self, name: str, component: WholePipeline, budget: DiffusionBudget) -> None:
         for field, default in (("cache", None), ("compile", False)):

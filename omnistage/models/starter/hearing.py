@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -55,10 +56,14 @@ class Transcriber:
         """Whether all of its files are in `folder`."""
         return all((folder / name).is_file() for name in (ENCODER, DECODER, TOKENIZER))
 
-    def transcribe(self, samples: Samples) -> str:
-        """The words in `samples` (mono, 16 kHz, in [-1, 1]); of silence, and of what is too short, an empty string."""
+    def transcribe(self, samples: Samples, over: Callable[[], bool] | None = None) -> str:
+        """The words in `samples` (mono, 16 kHz, in [-1, 1]); of silence, and of what is too short, an empty string.
+
+        Before every piece it is asked whether it is `over`; pieces from there on are left out.
+        """
         check_clip(samples)
-        return join(self.words(piece) for piece in split(samples))
+        heard = itertools.takewhile(lambda _: over is None or not over(), split(samples))
+        return join(self.words(piece) for piece in heard)
 
     def words(self, samples: Samples) -> str:
         """Those of one piece, as `split` gives them: what takes long is a call for each."""

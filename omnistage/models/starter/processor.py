@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from omnistage.types import ChatInput, Modality, OmniTokensPrompt
 
 _MOST_LISTENING = 8
 _MISSING = {
-    Modality.AUDIO: "it has no ears; install npm and run `omnistage pull starter` again, or send text",
+    Modality.AUDIO: "it has no ears; with npm installed, run `omnistage pull starter` again, or send text",
     Modality.IMAGE: "it has no eyes; run `omnistage pull starter` again, or send text",
     Modality.VIDEO: "it has no part for them; send a picture, or text",
 }
@@ -92,7 +92,7 @@ class StarterProcessor:
         """The conversation that has just this text spoken: the assistant's own words, under a name for it."""
         return [{"role": "assistant", "name": READ_ALOUD, "content": text}]
 
-    def transcribe(self, clip: AudioClip) -> str:
+    def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
         """What is said in a sound, without the pipeline. Raises `QueueFullError` while enough others listen."""
         if Modality.AUDIO not in self.input_modalities:
             raise UnsupportedModalityError(lacking(Modality.AUDIO))
@@ -101,7 +101,7 @@ class StarterProcessor:
         try:
             with self._lock:  # ears of its own, read on first use: the stage's belong to its thread
                 self._ears = self._ears or Transcriber(self._folder / "hear", sense_threads())
-            return self._ears.transcribe(clip.samples)
+            return self._ears.transcribe(clip.samples, over)
         finally:
             self._listening.release()
 

@@ -31,7 +31,8 @@ class Thinker(CausalLM):
                 "use a deeper one"
             )
         super().__init__(model, tokenizer)
-        self.spec = replace(self.spec, emit_size=self.spec.embed_size)
+        # The same words and seed are to give the same picture, whatever was said before.
+        self.spec = replace(self.spec, emit_size=self.spec.embed_size, emit_anew=True)
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         out = self.decoder(
