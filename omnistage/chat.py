@@ -367,7 +367,9 @@ def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> 
     if not isinstance(inner, Mapping):
         raise InvalidRequestError(f'must be an object with "data" and "format", got {_kind(inner)}', param=path)
     data, encoding = inner.get("data"), inner.get("format")
-    if not isinstance(data, str) or not data:
+    if data == "":
+        raise InvalidRequestError("is empty; give the sound as base64 text", param=f"{path}.data")
+    if not isinstance(data, str):
         raise InvalidRequestError(f"must be base64 text, got {_kind(data)}", param=f"{path}.data")
     if encoding is not None and encoding not in _AUDIO_FORMATS:
         raise InvalidRequestError(f"must be one of {', '.join(_AUDIO_FORMATS)}", param=f"{path}.format")

@@ -228,7 +228,7 @@ class Talk:
     def _listen(self, rest: str) -> None:
         from omnistage.types import Modality
 
-        self._need(Modality.AUDIO, self._takes, "hear")
+        self._need_part(Modality.AUDIO, "hear")
         said = self._with_file(Modality.AUDIO, rest, "/listen")
         self._ask(said, self._heard(said.data))
 
@@ -248,7 +248,7 @@ class Talk:
     def _look(self, rest: str) -> None:
         from omnistage.types import Modality
 
-        self._need(Modality.IMAGE, self._takes, "see")
+        self._need_part(Modality.IMAGE, "see")
         self._ask(self._with_file(Modality.IMAGE, rest, "/look", _ABOUT_A_PICTURE))
 
     def _with_file(self, kind: Modality, rest: str, command: str, default: str = "") -> Said:
@@ -275,6 +275,15 @@ class Talk:
     def _need(self, kind: Modality, among: frozenset[Modality], verb: str) -> None:
         if kind not in among:
             raise UnsupportedModalityError(f"this model does not {verb}; /help lists what it does")
+
+    def _need_part(self, kind: Modality, verb: str) -> None:
+        """Raise where the model does not take this kind, with what helps where it could have the part for it."""
+        from omnistage.pipeline.registry import PartialProcessor
+
+        processor = self._omni.processor
+        if kind not in self._takes and isinstance(processor, PartialProcessor):
+            raise UnsupportedModalityError(processor.lacking(kind))
+        self._need(kind, self._takes, verb)
 
     # -------------------------------------------------------------------------------------------- answers
 

@@ -20,6 +20,7 @@ from omnistage.errors import (
     LimitExceededError,
     MissingDependencyError,
     OmniError,
+    PromptTooLongError,
     RegistryError,
     UnsupportedModelError,
 )
@@ -36,7 +37,7 @@ Report = Callable[[str, float], None]
 """Takes what is being done and the fraction of it that is done."""
 
 # The first class that fits gives the hint, so subclasses come before their bases.
-_HINTS: tuple[tuple[type[OmniError], str], ...] = (
+_HINTS: tuple[tuple[type[OmniError], str | None], ...] = (
     (RegistryError, "a family's package may be missing or wrong; `omnistage tiny --help` lists the families"),
     (ConfigError, "`omnistage config MODEL` prints every key with its value and where it came from"),
     (UnsupportedModelError, "CONTRIBUTING.md says how to add a family"),
@@ -45,6 +46,7 @@ _HINTS: tuple[tuple[type[OmniError], str], ...] = (
         "`omnistage pull starter` mends the starter; `omnistage tiny FAMILY DIR` makes a small checkpoint",
     ),
     (MissingDependencyError, "install it and run the same command again"),
+    (PromptTooLongError, None),  # most often the model itself holds no more, and no setting changes that
     (LimitExceededError, "limits are set with --set limits.KEY=VALUE"),
 )
 

@@ -162,6 +162,8 @@ class ChatRequest(SamplingFields, ToolFields):
         if toolbox.forced and self.response_format is not None and self.response_format.type != "text":
             raise InvalidRequestError("excludes a forced tool_choice; leave one out", param="response_format")
 
-    @staticmethod
-    def error_paths() -> Mapping[str, str]:
-        return _ERROR_PATHS
+    def error_paths(self) -> Mapping[str, str]:
+        """Names of fields as the engines know them, and where the client sent them."""
+        drawn = self.drawing.model_fields_set if self.drawing is not None else set()
+        # Some names are the request's own too: where both are sent, nobody knows which one is meant.
+        return {**_ERROR_PATHS, **{name: f"drawing.{name}" for name in drawn - self.model_fields_set}}

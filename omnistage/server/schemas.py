@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from omnistage.params import DiffusionParams, SamplingParams, misfit
+from omnistage.params import DiffusionParams, SamplingParams, misfit, short_repr
 from omnistage.server.wire import WireModel as WireModel
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 SIZE_PATTERN = r"^(auto|\d{2,5}x\d{2,5})$"
+
+
+def _checked_size(size: str) -> str:
+    if not re.fullmatch(SIZE_PATTERN, size, re.ASCII):
+        raise ValueError(
+            f"must be WIDTHxHEIGHT in pixels, 2 to 5 digits each as in 512x512, or auto; got {short_repr(size)}"
+        )
+    return size
+
+
+# Checked here: pydantic's own message would be the pattern.
+Size = Annotated[str, AfterValidator(_checked_size), WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN})]
 
 
 class StreamOptions(WireModel):
@@ -134,7 +147,7 @@ class ImageRequest(WireModel):
     model: str
     prompt: str = Field(min_length=1, max_length=32_000)
     n: int | None = Field(default=None, ge=1, le=16)
-    size: str | None = Field(default=None, pattern=SIZE_PATTERN, description="WIDTHxHEIGHT, or auto.")
+    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(default=None, ge=0, le=100)

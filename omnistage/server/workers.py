@@ -23,9 +23,10 @@ class Workers:
     keep all other requests from theirs.
     """
 
-    def __init__(self, threads: int, most: int, name: str) -> None:
+    def __init__(self, threads: int, most: int, name: str, things: str = "sounds") -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._most = most
+        self._things = things
         self._taken = 0
         self._awaited: set[asyncio.Future[Any]] = set()
         self._closed = False
@@ -39,7 +40,9 @@ class Workers:
         if self._closed:
             raise ShutdownError("the service is stopping and takes no more requests")
         if self._taken >= self._most:
-            raise QueueFullError(f"{self._taken} are worked on or wait already, the most there may be; try again soon")
+            raise QueueFullError(
+                f"{self._taken} {self._things} are worked on or wait already, the most there may be; try again soon"
+            )
         self._taken += 1
         held.callback(self._leave)
         over = threading.Event()

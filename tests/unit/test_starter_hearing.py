@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,7 +249,8 @@ class Eyes:
     def __init__(self) -> None:
         self.pictures = 0
 
-    def describe(self, pixels: NDArray[np.uint8]) -> str:
+    def look(self, pixels: NDArray[np.uint8]) -> Generator[None, None, str]:
+        yield
         self.pictures += 1
         return f"(A picture of {pixels[0, 0, 0]}.)"
 

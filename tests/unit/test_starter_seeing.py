@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from omnistage.errors import CheckpointError, LimitExceededError, MediaError
 from omnistage.models.starter import seeing
 from omnistage.models.starter.efficientnet import CLASSES, EfficientNetLite0, _Conv
-from omnistage.models.starter.reading import Box, Reader, components, in_rows
+from omnistage.models.starter.reading import Box, Reader, components, in_rows, whole
 from omnistage.models.starter.seeing import LABELLER, READER, Labeller, Observer, class_names
 from omnistage.parts.manifest import BUNDLES
 from omnistage.parts.store import Store
@@ -236,24 +236,32 @@ def test_text_is_found_and_read_in_order(tmp_path: Path) -> None:
 def test_a_letter_that_takes_several_steps_is_one_letter_and_white_between_makes_it_two(tmp_path: Path) -> None:
     words = reader(tmp_path)
     line = Image.fromarray(page((0, 0, "aaa"), size=(3 * LETTER, LETTER)))
-    assert words.line(line, Box(0, 0, *line.size)) == "a"
+    assert whole(words.line(line, Box(0, 0, *line.size))) == "a"
     apart = Image.fromarray(page((0, 0, "a"), (2 * LETTER, 0, "a"), size=(3 * LETTER, LETTER)))
-    assert words.line(apart, Box(0, 0, *apart.size)) == "aa"
+    assert whole(words.line(apart, Box(0, 0, *apart.size))) == "aa"
 
 
 def test_a_line_that_runs_downwards_is_turned(tmp_path: Path) -> None:
     upright = Image.fromarray(page((0, 0, "abb"), size=(3 * LETTER, LETTER)))
     downwards = upright.transpose(Image.Transpose.ROTATE_270).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     assert downwards.size == (LETTER, 3 * LETTER)
-    assert reader(tmp_path).line(downwards, Box(0, 0, *downwards.size)) == "ab"
+    assert whole(reader(tmp_path).line(downwards, Box(0, 0, *downwards.size))) == "ab"
+
+
+def test_reading_stops_before_each_run_of_a_network(tmp_path: Path) -> None:
+    upright = page((40, 40, "ab"), (40, 200, "ba"))
+    downwards = np.ascontiguousarray(page((40, 40, "abab")).transpose(1, 0, 2))  # a tall box is read three ways
+    words = reader(tmp_path)
+    assert len(list(words.reading(Image.fromarray(upright)))) == 1 + 2
+    assert len(list(words.reading(Image.fromarray(downwards)))) == 1 + 3
 
 
 def test_a_line_that_is_not_sure_or_not_text_is_left_out(tmp_path: Path) -> None:
     words = reader(tmp_path)
     purple = Image.new("RGB", (60, LETTER), (255, 0, 255))  # "a" and "b" with the same chance
-    assert words.line(purple, Box(0, 0, 60, LETTER)) == ""
+    assert whole(words.line(purple, Box(0, 0, 60, LETTER))) == ""
     spaces = Image.new("RGB", (60, LETTER), GREEN)
-    assert words.line(spaces, Box(0, 0, 60, LETTER)) == ""
+    assert whole(words.line(spaces, Box(0, 0, 60, LETTER))) == ""
 
 
 def test_only_so_many_boxes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

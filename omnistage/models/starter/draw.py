@@ -46,7 +46,9 @@ class Drawer(Denoiser):
             asked = getattr(params, name)
             if asked not in (None, SIZE):
                 raise InvalidRequestError(
-                    f"this model draws {SIZE}x{SIZE} pixels, got {asked}; ask for {SIZE}, or leave it out", param=name
+                    f"this model draws {SIZE}x{SIZE} pixels, got a {name} of {asked}; ask for {SIZE}x{SIZE}, or leave "
+                    "it out",
+                    param=name,
                 )
         for name, reason in _UNUSED.items():
             if getattr(params, name) is not None:

@@ -48,6 +48,8 @@ _MOST_THREADS = 4
 _INAUDIBLE = "(inaudible)"
 _CACHE_BYTES = 4 * 2**20
 """For words of sounds and pictures: a conversation sends its earlier ones again with every turn."""
+_LARGE = 2**22
+"""Pixels of a picture from which it takes long even to know it again, or to make it smaller."""
 _USER = "<|im_start|>user"
 
 Worded = Generator[None, None, str]
@@ -82,12 +84,15 @@ class Words:
         """What is found in a picture."""
         if self._eyes is None:
             raise InternalError("a picture came to a stage without eyes")
-        pixels = np.asarray(part.image, dtype=np.uint8)
-        key = content_key("image", pixels)
+        large = part.image.width * part.image.height > _LARGE
+        if large:
+            yield
+        key = content_key("image", _pixels(part))
         known = self._known.get(key)
         if known is None:
-            yield
-            known = self._eyes.describe(pixels)
+            if large:
+                yield
+            known = yield from self._eyes.look(_pixels(part))
             self._known.put(key, known)
         return known
 
@@ -150,7 +155,7 @@ class Prompter:
 
 
 class Hearer(ModuleComponent):
-    """Takes a conversation, gives the prompt. A run hears one piece of a sound or looks at one picture."""
+    """Takes a conversation, gives the prompt. A run does one piece of hearing a sound or looking at a picture."""
 
     input_type = ChatInput
     max_batch = 16
@@ -280,6 +285,10 @@ def _chat(payload: ModuleInput | ChatInput) -> ChatInput:
     if not isinstance(payload, ChatInput):
         raise InternalError(f"a {type(payload).__name__} came to be heard")
     return payload
+
+
+def _pixels(part: ImagePart) -> np.ndarray:
+    return np.asarray(part.image, dtype=np.uint8)
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterator[TextPart]:

@@ -5,10 +5,12 @@ Lines are taken to lie flat: boxes are upright rectangles. Text at an angle of m
 
 from __future__ import annotations
 
+import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -32,6 +34,8 @@ _HEIGHT = 48  # the reader's line
 _WIDTHS = (320, 1920)  # narrower lines are filled up, longer ones squeezed
 _PIXELS, _MAP, _CHANCES = "x", "sigmoid_0.tmp_0", "softmax_11.tmp_0"  # as the files name them
 _TALL = 2.0  # height over width from which a box may hold a line that runs upwards or downwards
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,24 @@ class Reader:
 
     def read(self, picture: Image.Image) -> list[str]:
         """The lines of a picture, from top to bottom and from left to right in a row."""
+        return whole(self.reading(picture))
+
+    def reading(self, picture: Image.Image, most: int = sys.maxsize) -> Generator[None, None, list[str]]:
+        """Gives what `read` gives, and stops before each run of a network.
+
+        Nothing is read behind the line with which there are `most` characters, nor in it once there are more.
+        """
+        yield
         boxes = sorted(self.find(picture), key=lambda box: box.width * box.height, reverse=True)[:MAX_BOXES]
-        rows = [[self.line(picture, box) for box in row] for row in in_rows(boxes)]
-        return [text for row in rows if (text := " ".join(filter(None, row)))]
+        lines: list[str] = []
+        for row in in_rows(boxes):
+            line = yield from self._row(picture, row, most)
+            if line:
+                lines.append(line)
+            most -= len(line)
+            if most <= 0:
+                break
+        return lines
 
     def find(self, picture: Image.Image) -> list[Box]:
         """Where text stands."""
@@ -103,14 +122,28 @@ class Reader:
             )
         return boxes
 
-    def line(self, picture: Image.Image, box: Box) -> str:
-        """What a box says; empty where that is not sure."""
+    def line(self, picture: Image.Image, box: Box) -> Generator[None, None, str]:
+        """What a box says; empty where that is not sure. Stops before each run of the network."""
         crop = picture.crop((box.left, box.top, box.right, box.bottom))
         ways = [crop]
         if box.height >= _TALL * box.width:
             ways += [crop.transpose(Image.Transpose.ROTATE_90), crop.transpose(Image.Transpose.ROTATE_270)]
-        text, sure = max((self._recognise(way) for way in ways), key=lambda read: read[1])
+        read = []
+        for way in ways:
+            yield
+            read.append(self._recognise(way))
+        text, sure = max(read, key=lambda found: found[1])
         return text if sure >= _SURE else ""
+
+    def _row(self, picture: Image.Image, boxes: list[Box], most: int) -> Generator[None, None, str]:
+        """What the boxes beside each other say; without the rest once that is more than `most` characters."""
+        line = ""
+        for box in boxes:
+            text = yield from self.line(picture, box)
+            line = " ".join(filter(None, (line, text)))
+            if len(line) > most:
+                break
+        return line
 
     def _recognise(self, line: Image.Image) -> tuple[str, float]:
         least, most = _WIDTHS
@@ -130,6 +163,16 @@ class Reader:
         if not any(character.isalnum() for character in text):
             return "", 0.0
         return text, float(chances.max(axis=-1)[first & (best != space)].mean())
+
+
+def whole(work: Generator[None, None, T]) -> T:
+    """What comes of work that is done piece by piece, without a stop."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def in_rows(boxes: list[Box]) -> list[list[Box]]:

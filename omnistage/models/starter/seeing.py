@@ -6,6 +6,7 @@ and it says nothing of where things are, how many, or what happens.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 
 from omnistage.errors import CheckpointError, LimitExceededError, MediaError
 from omnistage.models.starter.efficientnet import CLASSES, SIDE, EfficientNetLite0
-from omnistage.models.starter.reading import Reader
+from omnistage.models.starter.reading import Reader, whole
 
 LABELLER = ("labels.safetensors", "synsets.txt", "lemmas.txt")
 """Files that labels need: the network, ImageNet's classes by their number in WordNet, and WordNet's words for them."""
@@ -32,7 +33,7 @@ class Observer:
     """Looks at pictures with the parts that lie in a folder. Threads may share one."""
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
-        """`threads` is for the ONNX networks; the other one runs on PyTorch's threads."""
+        """`threads` is for the ONNX networks; the other one has as many as torch has in the thread that asks."""
         weights, synsets, lemmas = (folder / name for name in LABELLER)
         find, read, characters = (folder / name for name in READER)
         self._labeller = Labeller(weights, synsets, lemmas) if _there(folder, LABELLER) else None
@@ -47,9 +48,20 @@ class Observer:
 
     def describe(self, pixels: np.ndarray) -> str:
         """A sentence in brackets about a picture, bytes `[height, width, 3]`."""
+        return whole(self.look(pixels))
+
+    def look(self, pixels: np.ndarray) -> Generator[None, None, str]:
+        """Gives what `describe` gives, and stops before each run of a network."""
         picture = _picture(pixels)
-        labels = self._labeller.labels(picture) if self._labeller else []
-        lines = _bounded(self._reader.read(picture)) if self._reader else []
+        del pixels  # many may be looked at by turns, and what is looked at is often smaller by far
+        labels: list[tuple[str, float]] = []
+        lines: list[str] = []
+        if self._labeller:
+            yield
+            labels = self._labeller.labels(picture)
+        if self._reader:
+            # What is quoted is never shorter than what was read: behind as many characters there is no room.
+            lines = _bounded((yield from self._reader.reading(picture, _CHARACTERS)))
         said = ["A picture."]
         if labels:
             said.append("It may show: " + ", ".join(f"{name} ({chance:.0%})" for name, chance in labels) + ".")

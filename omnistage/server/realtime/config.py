@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationError, Validati
 
 from omnistage.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.params import SamplingParams, StageParams
-from omnistage.pipeline.registry import HearingProcessor
+from omnistage.pipeline.registry import HearingProcessor, PartialProcessor
 from omnistage.server.realtime.sound import RATES, FormatName
 from omnistage.server.realtime.vad import available, check_available
 from omnistage.server.realtime.wire import Fields, Ignored, first_problem
@@ -325,5 +325,10 @@ def hearing_of(config: SessionConfig, model: ServedModel) -> Hearing:
 
 
 def check_hears(model: ServedModel, param: str) -> None:
-    if Modality.AUDIO not in model.omni.processor.input_modalities:
-        raise UnsupportedModalityError("this model does not hear; send text, or use one that does", param=param)
+    processor = model.omni.processor
+    if Modality.AUDIO in processor.input_modalities:
+        return
+    what = "this model does not hear; send text, or use one that does"
+    if isinstance(processor, PartialProcessor):
+        what = processor.lacking(Modality.AUDIO)
+    raise UnsupportedModalityError(what, param=param)

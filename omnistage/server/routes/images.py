@@ -25,6 +25,7 @@ from omnistage.errors import (
 from omnistage.media.image_output import ImageOutput
 from omnistage.params import DiffusionParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.pipeline.registry import DrawingProcessor
 from omnistage.server.answers import PictureEvent, Pictures
 from omnistage.server.context import caller, service_of
 from omnistage.server.documented import answers
@@ -61,7 +62,8 @@ class ImageEditForm(ImageRequest):
 @router.post("/v1/images/generations", response_model=None, responses=answers(Pictures, events=PictureEvent))
 async def generations(body: ImageRequest, request: Request) -> Response:
     """Draw a prompt."""
-    return await _draw(body, {"prompt": body.prompt}, request, "image_generation")
+    model = _drawing_model(body, request)
+    return await _draw(body, model, {"prompt": body.prompt}, request, "image_generation")
 
 
 @router.post("/v1/images/edits", response_model=None, responses=answers(Pictures, events=PictureEvent))
@@ -70,10 +72,12 @@ async def edits(form: Annotated[ImageEditForm, Form(media_type="multipart/form-d
     files = [*form.image, *form.image_list]
     if not files:
         raise InvalidRequestError("is missing; send the picture to change", param="image")
+    model = _drawing_model(form, request)
+    _check_changes(model)
     prompt: dict[str, object] = {"prompt": form.prompt, "images": [await file.read() for file in files]}
     if form.mask is not None:
         prompt["mask"] = await form.mask.read()
-    return await _draw(form, prompt, request, "image_edit")
+    return await _draw(form, model, prompt, request, "image_edit")
 
 
 @router.get("/files/{name}", response_class=Response, responses=answers(files=_KINDS), name="get_file")
@@ -95,12 +99,28 @@ def renamed(error: OmniError, fields: dict[str, str]) -> OmniError:
     return error
 
 
-async def _draw(body: ImageRequest, prompt: dict[str, object], request: Request, kind: str) -> Response:
-    service = service_of(request)
-    holder = caller(request)
-    model = service.model(body.model)
+def _drawing_model(body: ImageRequest, request: Request) -> ServedModel:
+    model = service_of(request).model(body.model)
     if Modality.IMAGE not in model.modalities:
         raise UnsupportedModalityError("this model gives no pictures; use one that draws", param="model")
+    return model
+
+
+def _check_changes(model: ServedModel) -> None:
+    processor = model.omni.processor
+    # One that chats may see pictures, but what it draws is new.
+    if not isinstance(processor, DrawingProcessor) or Modality.IMAGE not in processor.input_modalities:
+        raise UnsupportedModalityError(
+            "this model changes no pictures; use one that does, or draw a new one with /v1/images/generations",
+            param="image",
+        )
+
+
+async def _draw(
+    body: ImageRequest, model: ServedModel, prompt: dict[str, object], request: Request, kind: str
+) -> Response:
+    service = service_of(request)
+    holder = caller(request)
     try:
         options = RequestOptions(["image"], None, body.priority, body.timeout)
         running = service.running(holder, model, prompt, _params(body, model), options)

@@ -36,6 +36,11 @@ _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
 _MOST_READ = 4096
 """Characters, as with OpenAI. A chat model's own room bounds what it is asked to say."""
 _READ_ALOUD = "Say exactly this, and nothing else: "
+_SAID_NOTHING = "the model said nothing to this text; try another"
+_NO_WORDS = (
+    "nothing in this text can be spoken: the voice speaks English words (Latin letters and digits) and leaves out "
+    "code, pictures and other scripts; send some words"
+)
 
 
 @router.post("/v1/audio/speech", response_class=Response, responses=answers(events=SpeechEvent, files=_FILES))
@@ -49,10 +54,11 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     options = RequestOptions(["audio"], body.voice_name, 0, body.timeout)
     messages = _messages(body, model)
     running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
+    reads = isinstance(model.omni.processor, ReadingProcessor)
     if body.stream_format == "sse":
-        reads = isinstance(model.omni.processor, ReadingProcessor)
         return await stream_response(_events(running, body.response_format, reads=reads))
-    return await stream_response(_file(running, body.response_format), CONTENT_TYPES[body.response_format])
+    pieces = _file(running, body.response_format, reads=reads)
+    return await stream_response(pieces, CONTENT_TYPES[body.response_format])
 
 
 def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]]:
@@ -71,7 +77,7 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
 
 
 async def _spoken(
-    running: AbstractAsyncContextManager[OutputStream], format: str
+    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
 ) -> AsyncGenerator[bytes | OmniRequestOutput]:
     """Pieces of the file as it grows, none of them empty, then the end. Raises for an end that is not the text's."""
     writer: SoundWriter | None = None
@@ -89,15 +95,17 @@ async def _spoken(
             if item.final.finish_reason is FinishReason.DEADLINE:  # a sound cannot say that it is not whole
                 raise DeadlineExceededError("the time was over before all of it was said; allow more", param="timeout")
             if writer is None:
-                raise InvalidRequestError("the model said nothing to this text; try another", param="input")
+                raise InvalidRequestError(_NO_WORDS if reads else _SAID_NOTHING, param="input")
             if data := await asyncio.to_thread(writer.finish):
                 yield data
             yield item.final
 
 
-async def _file(running: AbstractAsyncContextManager[OutputStream], format: str) -> AsyncGenerator[bytes]:
+async def _file(
+    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
+) -> AsyncGenerator[bytes]:
     """What fails midway breaks the answer off: bytes have no room to say it."""
-    async with aclosing(_spoken(running, format)) as pieces:
+    async with aclosing(_spoken(running, format, reads=reads)) as pieces:
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
@@ -107,7 +115,7 @@ async def _events(
     running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
 ) -> AsyncGenerator[bytes]:
     begun = False
-    async with aclosing(_spoken(running, format)) as pieces:
+    async with aclosing(_spoken(running, format, reads=reads)) as pieces:
         try:
             async for piece in pieces:
                 if isinstance(piece, bytes):

@@ -25,7 +25,7 @@ from omnistage.server.errors import NotFoundError, RangeError, announced, respon
 from omnistage.server.jobs import Job, new_job
 from omnistage.server.keys import Holder
 from omnistage.server.routes.images import renamed
-from omnistage.server.schemas import SIZE_PATTERN, Finite, WireModel
+from omnistage.server.schemas import Finite, Size, WireModel
 from omnistage.server.service import ServedModel
 from omnistage.types import Modality, invalid_params, short_repr
 
@@ -48,7 +48,7 @@ class VideoRequest(WireModel):
 
     model: str
     prompt: str = Field(min_length=1, max_length=32_000)
-    size: str | None = Field(default=None, pattern=SIZE_PATTERN, description="WIDTHxHEIGHT.")
+    size: Size | None = Field(default=None, description="WIDTHxHEIGHT.")
     seconds: Finite | None = Field(default=None, gt=0, le=3600)
     input_reference: ImageReference | None = Field(default=None, description="A picture to begin with.")
     # Ours

@@ -1,0 +1,141 @@
+"""What the starter's doors say when they refuse: the field as the client sent it, and what to change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import threading
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+from starlette.datastructures import UploadFile
+
+from omnistage.errors import QueueFullError
+from omnistage.omni import AsyncOmni
+from omnistage.server.workers import Workers
+from omnistage.types import Modality
+from tests.server.conftest import awaited
+from tests.server.test_starter_service import HELLO, SHORT, server, starter
+
+__all__ = ["server", "starter"]  # fixtures
+
+DRAWN: dict[str, Any] = {"modalities": ["text", "image"]}
+
+
+def png() -> bytes:
+    encoded = io.BytesIO()
+    Image.new("RGB", (96, 96)).save(encoded, "PNG")
+    return encoded.getvalue()
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("eyes", [False, True])
+def test_a_model_that_changes_no_pictures_says_so_before_it_reads_one(
+    client: openai.OpenAI, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch, eyes: bool
+) -> None:
+    async def read(file: UploadFile, size: int = -1) -> bytes:
+        pytest.fail("it is read")
+
+    monkeypatch.setattr(UploadFile, "read", read)
+    if eyes:
+        monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT, Modality.IMAGE}))
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.edit(model="starter", prompt="At night.", image=("a.png", png()))
+    assert (refused.value.param, refused.value.code) == ("image", "unsupported_modality")
+    assert "this model changes no pictures; use one that does" in refused.value.message
+
+
+def test_a_size_that_is_not_drawn_is_told_as_it_is_written(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.generate(model="starter", prompt="A red fox.", size="1024x1024")
+    assert refused.value.param == "size"
+    assert "draws 96x96 pixels, got a width of 1024; ask for 96x96" in refused.value.message
+
+
+@pytest.mark.parametrize("size", ["96", "96x", "x96", "96 x 96", "96X96", "5x5", "96x96\n", "large", ""])
+def test_a_size_that_is_none_is_refused_in_words(client: openai.OpenAI, size: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.generate(model="starter", prompt="A red fox.", size=size)
+    assert refused.value.param == "size"
+    assert "must be WIDTHxHEIGHT in pixels" in refused.value.message
+    assert f"got {size!r}" in refused.value.message
+    assert "\\d" not in refused.value.message
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        {"width": 1024},
+        {"height": 1024},
+        {"scheduler": "NoSuchScheduler"},
+        {"negative_prompt": "fog"},
+        {"strength": 0.5},
+        {"true_cfg": 2.0},
+        {"num_frames": 8},
+        {"steps": 0},
+    ],
+    ids=lambda drawing: next(iter(drawing)),
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_of_a_drawing_is_named_where_it_was_sent(
+    client: openai.OpenAI, drawing: dict[str, Any], stream: bool
+) -> None:
+    with pytest.raises(openai.APIError) as refused:
+        list(
+            client.chat.completions.create(
+                **SHORT, messages=HELLO, stream=stream, extra_body={**DRAWN, "drawing": drawing}
+            )
+        )
+    assert refused.value.param == f"drawing.{next(iter(drawing))}"
+
+
+def test_a_field_of_the_request_itself_keeps_its_name(client: openai.OpenAI) -> None:
+    both = {**DRAWN, "drawing": {"n": 2}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**SHORT, n=2, messages=HELLO, extra_body=both)
+    assert refused.value.param == "n"
+
+
+# ---------------------------------------------------------------------------------------------------------- speech
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["你好\uff0c世界", "😀", " ", "...", "```python\nprint('Hello')\n```"],
+    ids=["han", "emoji", "blank", "dots", "code"],
+)
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+def test_a_text_of_which_nothing_is_spoken_says_what_is(client: openai.OpenAI, text: str, stream_format: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(model="starter", input=text, voice="heart", stream_format=stream_format)
+    assert refused.value.param == "input"
+    told = refused.value.message
+    assert "speaks English words (Latin letters and digits) and leaves out code, pictures and other scripts" in told
+
+
+# ------------------------------------------------------------------------------------------------------------ ears
+
+
+@awaited
+async def test_a_full_queue_says_what_is_in_it() -> None:
+    workers, go = Workers(1, 2, "test"), threading.Event()
+
+    async def run(work: Any) -> Any:
+        with contextlib.ExitStack() as held:
+            return await workers.run(work, held)
+
+    taken = [asyncio.ensure_future(run(lambda over: go.wait(30))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="2 sounds are worked on or wait already"):
+        await run(lambda over: None)
+    go.set()
+    assert all(await asyncio.gather(*taken))
+    await workers.close(0)

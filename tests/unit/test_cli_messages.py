@@ -1,0 +1,45 @@
+"""What the command line says of a model that lacks a part, and of what no setting can help."""
+
+from __future__ import annotations
+
+import pytest
+
+from omnistage.cli.common import print_error
+from omnistage.errors import LimitExceededError, PromptTooLongError
+from omnistage.models.starter.processor import lacking
+from omnistage.types import Modality
+from tests.unit.test_chat_command import FakeOmni, Processor, make
+
+
+class Deaf(Processor):
+    input_modalities = frozenset({Modality.TEXT})
+
+    def lacking(self, kind: Modality) -> str:
+        return lacking(kind)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"), [("/listen q.wav", Modality.AUDIO), ("/look a.png What is it?", Modality.IMAGE)]
+)
+def test_a_part_that_is_missing_is_named_with_what_brings_it(line, kind, tmp_path, capsys):
+    omni = FakeOmni()
+    omni.processor = Deaf()
+    talk, _ = make(omni, tmp_path)
+    assert talk.take(line)
+    assert capsys.readouterr().err == f"error: {lacking(kind)}\n"
+    assert not omni.asked
+
+
+def test_ears_that_are_missing_need_npm_and_a_pull_whether_npm_is_there_or_not():
+    assert lacking(Modality.AUDIO) == (
+        "this starter does not take audio: it has no ears; with npm installed, run `omnistage pull starter` again, or "
+        "send text"
+    )
+
+
+def test_a_prompt_that_the_model_cannot_hold_comes_without_advice_about_limits(capsys):
+    print_error(PromptTooLongError("has 9000 tokens, and the language model holds 8192: shorten it", param="prompt"))
+    told = capsys.readouterr().err
+    assert told == "error: prompt: has 9000 tokens, and the language model holds 8192: shorten it\n"
+    print_error(LimitExceededError("900 characters exceed the limit of 800; shorten it", param="prompt"))
+    assert "hint: limits are set with --set limits.KEY=VALUE" in capsys.readouterr().err
