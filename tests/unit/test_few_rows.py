@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omnistage.config import OmniEngineArgs
-from omnistage.engines.ar.few_rows import FEWEST, MOST, FewRowsLinear, quicken
+from omnistage.engines.ar.few_rows import FEWEST, MOST, FewRowsLinear, WholeNorm, quicken
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.build import build_parts
 from omnistage.models.causal_lm.component import CausalLM
@@ -92,3 +92,27 @@ def test_a_language_model_is_served_with_such_layers(tmp_path: Path) -> None:
     kinds = {type(module) for module in stage.component.model.modules() if isinstance(module, nn.Linear)}
     stage.close()
     assert kinds == {FewRowsLinear}
+
+
+class PlainRMSNorm(nn.Module):
+    """As most families of transformers have it; `added` is what some add to the weight."""
+
+    def __init__(self, size: int, added: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+        self.variance_epsilon = 1e-5
+        self.added = added
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        spread = hidden_states.pow(2).mean(-1, keepdim=True)
+        return (self.weight + self.added) * (hidden_states * torch.rsqrt(spread + self.variance_epsilon))
+
+
+def test_a_norm_is_taken_as_a_whole_where_that_gives_the_same_numbers() -> None:
+    norms = nn.ModuleList([PlainRMSNorm(576), PlainRMSNorm(576, added=1.0), nn.LayerNorm(576)])
+    rows = torch.randn(2, 5, 576, generator=torch.Generator().manual_seed(0))
+    before = [norm(rows) for norm in norms]
+    quicken(norms)
+    assert [isinstance(norm, WholeNorm) for norm in norms] == [True, False, False]
+    assert isinstance(norms[0], PlainRMSNorm)
+    assert all(torch.equal(norm(rows), expected) for norm, expected in zip(norms, before, strict=True))

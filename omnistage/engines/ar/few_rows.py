@@ -1,4 +1,4 @@
-"""Linear layers on the CPU, for the few rows that a batch of decoding requests has."""
+"""What is faster on the CPU for the few rows that a batch of decoding requests has, with the same weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,47 @@ class FewRowsLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // max(self.in_features, 1)
         if not FEWEST <= rows <= MOST:
-            return super().forward(input)
+            return nn.functional.linear(input, self.weight, self.bias)
         out = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
         if self.bias is not None:
             out = out + self.bias
         return out.view(*input.shape[:-1], self.out_features)
 
 
-def quicken(model: nn.Module) -> None:
-    """Have a model's linear layers use what is faster here; weights stay where they are. Other devices are left alone.
+class WholeNorm:
+    """An RMS norm in one call of torch's instead of seven; mixed into the class of a module that does the same."""
 
-    Layers of other classes (quantised ones) are left alone too.
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def quicken(model: nn.Module) -> None:
+    """Have a model's linear layers and norms use what is faster here; weights stay where they are.
+
+    Other devices are left alone, and so are modules of other classes: quantised layers, norms that give other numbers.
     """
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return
+    mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    whole: dict[type, type] = {}
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu" or weight.dtype != torch.float32:
+            continue
+        kind = type(module)
+        if kind is nn.Linear and mkl:
             module.__class__ = FewRowsLinear
+        elif _is_plain_norm(module):
+            whole.setdefault(kind, type(kind.__name__, (WholeNorm, kind), {}))
+            module.__class__ = whole[kind]
+
+
+@torch.no_grad()
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether it is an RMS norm and gives the very numbers that torch's own gives."""
+    epsilon, weight = getattr(module, "variance_epsilon", None), getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float) or weight is None:
+        return False
+    rows = torch.linspace(-2, 3, 3 * weight.numel()).view(3, -1)
+    return torch.equal(module(rows), nn.functional.rms_norm(rows, weight.shape, weight, epsilon))

@@ -122,6 +122,8 @@ class SdpaBackend(AttentionBackend):
         plan = paged.plan
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        if plan.run is not None and plan.all_single:
+            return _attend_run(query, key, value, cache, plan.run, plan, scale, window)
         keys, values = (c.view(-1, *c.shape[2:]) for c in cache)
         keys.index_copy_(0, paged.slot_mapping, key)
         values.index_copy_(0, paged.slot_mapping, value)
@@ -151,16 +153,41 @@ def _attend_single(
         raise TypeError("the plan has no one-query sequences")
     batch, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    if plan.run is not None:
-        k = keys[plan.run : plan.run + plan.longest].transpose(0, 1).unsqueeze(0)
-        v = values[plan.run : plan.run + plan.longest].transpose(0, 1).unsqueeze(0)
-    else:
-        flat = plan.single_slots.view(-1)
-        k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
-        v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
+    flat = plan.single_slots.view(-1)
+    k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
+    v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
     q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
     return out.reshape(batch, heads, values.shape[2])
+
+
+def _attend_run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    first: int,
+    plan: SdpaPlan,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One sequence alone whose slots begin at `first` and lie one behind the other: its keys and values are read where
+    they are. As few operators as can be: for a small model on the CPU they cost more than the attention."""
+    length = plan.longest
+    k, v = _lines(cache[0], first, length), _lines(cache[1], first, length)
+    k.select(2, length - 1).copy_(key)
+    v.select(2, length - 1).copy_(value)
+    heads, kv_heads = query.shape[1], k.shape[1]
+    q = query.reshape(1, kv_heads, heads // kv_heads, k.shape[3])
+    out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
+    return out.reshape(1, heads, v.shape[3])
+
+
+def _lines(pool: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """`[1, heads, length, d]` of `[blocks, size, heads, d]`, from slot `first` on."""
+    _, _, heads, dim = pool.shape
+    start = pool.storage_offset() + first * heads * dim
+    return pool.as_strided((1, heads, length, dim), (0, dim, heads * dim, 1), start)
 
 
 def _attend_chunk(
