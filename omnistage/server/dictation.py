@@ -30,15 +30,16 @@ class Dictation:
     """Of the sound."""
 
 
-def check_hears(model: ServedModel) -> None:
-    """Raise for a model that takes no sound, with what helps where it says so."""
+def check_hears(
+    model: ServedModel, param: str = "model", what: str = "this model does not hear; use one that takes audio"
+) -> None:
+    """Raise for a model that takes no sound: with what helps where it says so, else with `what`."""
     processor = model.omni.processor
     if Modality.AUDIO in processor.input_modalities:
         return
-    what = "this model does not hear; use one that takes audio"
     if isinstance(processor, PartialProcessor):
         what = processor.lacking(Modality.AUDIO)
-    raise UnsupportedModalityError(what, param="model")
+    raise UnsupportedModalityError(what, param=param)
 
 
 async def dictated(

@@ -258,10 +258,10 @@ class Eyes:
 class Desk:
     """The stage that hears, on ears and eyes whose work is counted."""
 
-    def __init__(self, think: Path) -> None:
-        self.ears, self.eyes, self.prompter = Ears(), Eyes(), Prompter(think)
-        words = Words(self.ears, self.eyes)  # type: ignore[arg-type]
-        self.stage = ModuleStage("hear", Hearer(self.prompter, words), SimpleNamespace(max_batch=16))
+    def __init__(self, think: Path, eyes: Any = None) -> None:
+        self.ears, self.eyes, self.prompter = Ears(), eyes or Eyes(), Prompter(think)
+        self.component = Hearer(self.prompter, Words(self.ears, self.eyes))  # type: ignore[arg-type]
+        self.stage = ModuleStage("hear", self.component, SimpleNamespace(max_batch=16))
 
     def input(self, name: str, *parts: Any, modality: Modality = Modality.TEXT) -> StageInput:
         info = RequestInfo(name, modalities=frozenset({modality}))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +13,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 pytest.importorskip("onnxruntime", reason="text is read by ONNX Runtime")
 
-from omnistage.chat import ChatMessage, ImagePart, TextPart
-from omnistage.engines.codec import ModuleStage
-from omnistage.models.causal_lm import tiny as causal_lm_tiny
+from omnistage.chat import ImagePart, TextPart
 from omnistage.models.starter import hear, seeing
-from omnistage.models.starter.hear import Hearer, Prompter, Words
 from omnistage.models.starter.reading import MAX_BOXES, Box, Reader, in_rows, whole
 from omnistage.models.starter.seeing import LABELLER, READER, Observer
 from omnistage.parts.manifest import BUNDLES
 from omnistage.parts.store import Store
-from omnistage.types import ChatInput, CodecParams, FinishReason, ModuleOutput, RequestInfo, StageChunk, StageInput
+from omnistage.types import FinishReason, StageChunk
+from tests.unit import test_starter_hearing
+from tests.unit.test_starter_hearing import Desk
+from tests.unit.test_starter_hearing import think as think
 
 LINE = 20
 """Pixels from one of a page's lines to the next."""
@@ -79,32 +77,8 @@ def picture(shade: int = 0, size: tuple[int, int] = (4, 4)) -> ImagePart:
     return ImagePart(Image.new("RGB", size, (shade, 0, 0)))
 
 
-class Desk:
-    """The stage that hears, with the given eyes."""
-
-    def __init__(self, think: Path, eyes: Observer) -> None:
-        self.prompter = Prompter(think)
-        self.component = Hearer(self.prompter, Words(None, eyes))
-        self.stage = ModuleStage("hear", self.component, SimpleNamespace(max_batch=16))
-
-    def submit(self, name: str, *parts: Any) -> None:
-        payload = ChatInput((ChatMessage("user", parts),))
-        self.stage.submit(StageInput(RequestInfo(name), CodecParams(), payload))
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        return self.prompter.prompt(ChatInput((ChatMessage("user", (TextPart(text),)),))).token_ids
-
-
-@pytest.fixture(scope="module")
-def think(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("think") / "model"
-    causal_lm_tiny.write(folder)
-    return folder
-
-
 def prompts(chunks: Sequence[StageChunk]) -> dict[str, tuple[int, ...]]:
-    made = ((c.request_id, c.payload.prompt) for c in chunks if isinstance(c.payload, ModuleOutput))
-    return {name: prompt.token_ids for name, prompt in made if prompt is not None}
+    return {name: prompt.token_ids for name, prompt in test_starter_hearing.prompts(chunks).items()}
 
 
 def turns(work: Generator[None, None, str]) -> tuple[int, str]:

@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationError, Validati
 
 from omnistage.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.params import SamplingParams, StageParams
-from omnistage.pipeline.registry import HearingProcessor, PartialProcessor
+from omnistage.pipeline.registry import HearingProcessor
+from omnistage.server import dictation
 from omnistage.server.realtime.sound import RATES, FormatName
 from omnistage.server.realtime.vad import available, check_available
 from omnistage.server.realtime.wire import Fields, Ignored, first_problem
@@ -325,10 +326,4 @@ def hearing_of(config: SessionConfig, model: ServedModel) -> Hearing:
 
 
 def check_hears(model: ServedModel, param: str) -> None:
-    processor = model.omni.processor
-    if Modality.AUDIO in processor.input_modalities:
-        return
-    what = "this model does not hear; send text, or use one that does"
-    if isinstance(processor, PartialProcessor):
-        what = processor.lacking(Modality.AUDIO)
-    raise UnsupportedModalityError(what, param=param)
+    dictation.check_hears(model, param, "this model does not hear; send text, or use one that does")
