@@ -17,3 +17,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse exceptions as parameters: one that was raised keeps its frames, and with them a service, to the end."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            for name, value in item.callspec.params.items():
+                if isinstance(value, BaseException):
+                    raise pytest.UsageError(f"{item.nodeid}: {name} is an exception; give a function that makes it")

@@ -327,11 +327,11 @@ class Storm:
                 return
         raise AssertionError(f"a conversation broke off: {socket.close_code} {socket.close_reason}")
 
-    async def is_served_at_once(self, seconds: float) -> None:
+    async def is_served_afterwards(self) -> None:
         """The storm is over, though not all of it is cleared away: the service is there, and answers rightly."""
         body = {"model": "lm", "prompt": TEXTS[0], "max_tokens": 8, "temperature": 0}
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=seconds)
-        async with asyncio.timeout(seconds), self.client:
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=LONGEST_WAIT)
+        async with asyncio.timeout(LONGEST_WAIT), self.client:
             assert (await self.client.get("/health")).status_code == 200
             status = 429  # the places of those who have just left
             while status == 429:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -131,14 +131,16 @@ async def test_a_reader_that_leaves_ends_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "kind"),
+    ("cut", "kind"),
     [
-        (end(FinishReason.DEADLINE), DeadlineExceededError),
-        (end(FinishReason.ERROR, StageError("it broke")), StageError),
+        (lambda: end(FinishReason.DEADLINE), DeadlineExceededError),
+        (lambda: end(FinishReason.ERROR, StageError("it broke")), StageError),
     ],
+    ids=["deadline", "error"],
 )
 @awaited
-async def test_speech_that_is_cut_is_never_a_whole_file(last: OutputChunk, kind: type[Exception]) -> None:
+async def test_speech_that_is_cut_is_never_a_whole_file(cut: Callable[[], OutputChunk], kind: type[Exception]) -> None:
+    last = cut()
     pieces = _file(Fed(spoken(sound(0.5)), last).running(), "wav")
     assert await anext(pieces)
     with pytest.raises(kind):

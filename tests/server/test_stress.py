@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -273,15 +274,15 @@ def test_a_cancelled_request_ends_with_its_own_status(server: Running, lm: Async
 # ------------------------------------------------------------------------------------------------------- defects
 
 
-@pytest.mark.parametrize("error", [StageError("the stage fails"), ZeroDivisionError("secret")])
+@pytest.mark.parametrize("make_error", [partial(StageError, "the stage fails"), partial(ZeroDivisionError, "secret")])
 def test_what_fails_is_answered_and_harms_no_other(
-    server: Running, lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, error: Exception
+    server: Running, lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, make_error: Callable[[], Exception]
 ) -> None:
     plan = lm._plan
 
     def failing(prompt: Any, *rest: Any) -> object:
         if prompt == "fail":
-            raise error
+            raise make_error()
         return plan(prompt, *rest)
 
     monkeypatch.setattr(lm, "_plan", failing)

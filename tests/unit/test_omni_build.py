@@ -135,11 +135,16 @@ class Breaking:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyError("w"), Exception("x" * 999), RecursionError(), ZeroDivisionError("\nby 0")])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(KeyError, ("w",)), (Exception, ("x" * 999,)), (RecursionError, ()), (ZeroDivisionError, ("\nby 0",))],
+    ids=lambda given: given.__name__ if isinstance(given, type) else "",
+)
 @pytest.mark.parametrize("place", ["stage 'thinker'", "the processor"])
 def test_whatever_a_checkpoint_makes_a_library_raise_is_a_checkpoint_error(
-    toy: Toy, error: Exception, place: str
+    toy: Toy, kind: type[Exception], arguments: tuple[str, ...], place: str
 ) -> None:
+    error = kind(*arguments)
     _break(toy, place, error)
     with pytest.raises(CheckpointError) as caught:
         build.build_parts(toy.args(), progress=False, registry=toy.registry)
@@ -152,12 +157,18 @@ def test_whatever_a_checkpoint_makes_a_library_raise_is_a_checkpoint_error(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ("kind", "message"),
+    [
+        (MemoryError, ""),
+        (torch.OutOfMemoryError, "CUDA"),
+        (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),
+    ],
 )
 @pytest.mark.parametrize("place", ["stage 'thinker'", "the processor"])
-def test_a_model_that_does_not_fit_is_told_what_to_change(toy: Toy, error: Exception, place: str) -> None:
-    _break(toy, place, error)
+def test_a_model_that_does_not_fit_is_told_what_to_change(
+    toy: Toy, kind: type[Exception], message: str, place: str
+) -> None:
+    _break(toy, place, kind(message))
     with pytest.raises(CapacityError, match="use a smaller model or dtype"):
         build.build_parts(toy.args(), progress=False, registry=toy.registry)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +286,12 @@ def test_embeddings_of_the_thinker_width_are_taken(processor: Qwen25OmniProcesso
         processor.tokens(OmniTokensPrompt(prompt_embeds=torch.zeros(3, 65)))
 
 
-@pytest.mark.parametrize("error", [StopIteration(), ValueError(), ValueError("too small")])
+@pytest.mark.parametrize("make_error", [StopIteration, ValueError, partial(ValueError, "too small")])
 def test_media_that_the_processor_does_not_take_are_refused_with_a_reason(
-    processor: Qwen25OmniProcessor, error: Exception, monkeypatch: pytest.MonkeyPatch
+    processor: Qwen25OmniProcessor, make_error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
-        raise error
+        raise make_error()
 
     monkeypatch.setattr(type(processor._processor), "__call__", refuse)
     with pytest.raises(MediaError, match=r"cannot take these media: (the chat template's placeholders|too small)"):
