@@ -91,6 +91,23 @@ def test_a_rate_fills_up_again() -> None:
         use()
 
 
+@pytest.mark.parametrize("idle_minutes", [1, 2, 60])
+def test_a_holder_that_was_idle_saves_up_no_more_than_its_burst(idle_minutes: float) -> None:
+    now = [0.0]
+    holder = Holder("ann", digest_of(KEY), rate=2)
+    keyring = Keyring([holder], clock=lambda: now[0])
+    for _ in range(2):
+        with keyring.using(holder, "lm"):
+            pass
+    now[0] += 60 * idle_minutes
+    for _ in range(2):
+        with keyring.using(holder, "lm"):
+            pass
+    with pytest.raises(RateLimitError) as caught, keyring.using(holder, "lm"):
+        pass
+    assert caught.value.retry_after == pytest.approx(30)
+
+
 def test_less_than_one_a_minute_is_a_rate() -> None:
     now = [0.0]
     holder = Holder("ann", digest_of(KEY), rate=0.5)

@@ -426,9 +426,9 @@ def test_media_without_text_is_a_request():
     ]
 
 
-@pytest.mark.parametrize("error", [StageError("the stage failed"), CapacityError("too large [for it]")])
-def test_an_answer_that_failed_ends_with_its_error(error, omni):
-    omni.answer.error = error
+@pytest.mark.parametrize("kind", [StageError, CapacityError])
+def test_an_answer_that_failed_ends_with_its_error(kind, omni):
+    omni.answer.error = error = kind("it failed [for a reason]")
     assert str(error) in run("generate", "m", "hi", code=2).stderr
 
 
@@ -445,10 +445,16 @@ def test_bench_runs_the_benchmark_and_ends_with_its_code(code, monkeypatch, tmp_
     assert (asked["quick"], asked["out"]) == (True, tmp_path)
 
 
-def test_progress_stays_within_its_bar():
+def test_progress_stays_within_its_bar(monkeypatch):
+    moved = []
+    monkeypatch.setattr(
+        "omnistage.cli.common.Progress.update", lambda bar, task, **given: moved.append(tuple(given.values()))
+    )
     with progress_bar("working") as report:
         report("over", 7.0)
         report("under", -1.0)
+        report("", 0.25)
+    assert moved == [("over", 1.0), ("under", 0.0), ("working", 0.25), ("working", 1.0)]
 
 
 # --------------------------------------------------------------------------------------------- tiny's variants

@@ -110,6 +110,18 @@ def test_a_window_that_reaches_the_end_emits_its_lookahead_too() -> None:
     assert "a" not in scheduler
 
 
+@pytest.mark.parametrize(("codes", "sizes"), [(6, [6]), (7, [3, 4]), (18, [3, 15]), (19, [3, 12, 4])])
+def test_the_last_window_takes_what_a_full_chunk_and_its_lookahead_hold(codes: int, sizes: list[int]) -> None:
+    # A first chunk of 3 codes, later ones of 12 at most, each with a look-ahead of 3.
+    scheduler = CodecScheduler(LAYOUT, Limits())
+    scheduler.add("a", None)
+    scheduler.extend("a", range(codes), final=True)
+    windows = [window for _ in sizes for window in run(scheduler).windows]
+    assert [window.emit for window in windows] == sizes
+    assert [window.last for window in windows] == [False] * (len(sizes) - 1) + [True]
+    assert "a" not in scheduler
+
+
 def test_whole_utterances_wait_for_the_end_and_run_as_one_window() -> None:
     scheduler = CodecScheduler(LAYOUT, Limits())
     scheduler.add("a", None, streaming=False)

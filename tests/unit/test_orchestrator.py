@@ -22,7 +22,7 @@ from omnistage.errors import (
 )
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.registry import BridgeResult
-from omnistage.pipeline.request import OmniRequest
+from omnistage.pipeline.request import OmniRequest, RequestRun
 from omnistage.types import (
     ARInput,
     AudioChunk,
@@ -34,6 +34,7 @@ from omnistage.types import (
     RequestInfo,
     SamplingParams,
     StageChunk,
+    StageFeed,
     TokenChunk,
 )
 from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder, stream_into
@@ -429,6 +430,50 @@ def test_what_a_bridge_gives_for_a_request_that_ended_meanwhile_goes_nowhere(chu
     assert sink.final.finish_reason is FinishReason.ABORT
     assert pipeline.calls("talker") == ["submit", "feed", "abort"][: 3 * chunks_before]
     pipeline.orchestrator.check_idle()
+
+
+@pytest.mark.parametrize("what", ["the request", "the stage"])
+def test_nothing_is_queued_for_a_stage_that_ended_while_the_bridge_ran(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, seen, queued = stream_into(), list[StageChunk](), list[str]()
+
+    def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        seen.append(chunk)
+        if len(seen) == 1:  # a stage that needs no more input than this
+            return True, [ARInput((1,))]
+        if what == "the request":
+            pipeline.orchestrator.abort("r")
+        else:
+            loop.run_pending()  # as the talker's own thread might
+        return inner(request, (True, 0), chunk)
+
+    pipeline = Pipeline(bridges={"talker": bridge})
+    loop = pipeline.orchestrator._loops["talker"]
+    monkeypatch.setattr(loop, "feed", lambda request_id, *_: queued.append(request_id))
+    sink = pipeline.submit()
+    pipeline.orchestrator._loops["thinker"].run_pending()  # the token that starts the talker
+    pipeline.orchestrator._loops["thinker"].run_pending()
+    assert (len(seen), queued) == (2, [])
+    pipeline.run()
+    assert sink.final.finish_reason is (FinishReason.ABORT if what == "the request" else FinishReason.STOP)
+    pipeline.orchestrator.check_idle()
+
+
+def test_input_is_queued_under_the_lock_that_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline()
+    loop, held = pipeline.orchestrator._loops["talker"], list[bool]()
+    feed = loop.feed
+
+    def note_lock(request_id: str, given: StageFeed, run: RequestRun) -> None:
+        held.append(run.lock.locked())  # or an abort could be queued before this and the stage be fed after it
+        feed(request_id, given, run)
+
+    monkeypatch.setattr(loop, "feed", note_lock)
+    pipeline.submit(tokens=3)
+    pipeline.run()
+    assert len(held) >= 3
+    assert all(held)
 
 
 def test_the_first_end_is_the_only_one() -> None:
