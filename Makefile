@@ -37,14 +37,14 @@ $(BIN)/python:
 
 # Without a GPU the pinned torch goes in first, so that nothing after it can choose another build. Bytecode is made of what
 # is imported, when it is: making it of everything costs a minute.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml starter/pyproject.toml constraints.txt | $(BIN)/python
 	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
 	  echo "NVIDIA GPU found: installing with the torch that suits it"; \
-	  $(BIN)/python -m pip install -e '.[dev,all]'; \
+	  $(BIN)/python -m pip install -e '.[dev,all]' -e ./starter; \
 	else \
 	  echo "no NVIDIA GPU: installing with the CPU torch of constraints.txt"; \
 	  $(BIN)/python -m pip install -c constraints.txt torch; \
-	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,starter,jwt,tracing]'; \
+	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,realtime,jwt,tracing]' -e ./starter; \
 	  $(BIN)/python -m pip install --no-deps $(TORCHVISION); \
 	fi
 	@touch $@

@@ -24,10 +24,10 @@ from rich.progress import track
 from rich.table import Table
 
 from omnistage import AsyncOmni, Omni
-from omnistage.errors import OmniError
+from omnistage.core.errors import OmniError
+from omnistage.core.params import DiffusionParams
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.pipeline.registry import REGISTRY
-from omnistage.types import DiffusionParams
+from omnistage.models.registry import REGISTRY
 
 REQUESTS = 8
 CACHES = ("first_block:0.05", "first_block:0.1", "first_block:0.2", "taylorseer:3", "mag:0.06", "faster:2", "pyramid:2")

@@ -29,16 +29,16 @@ from typing import Any
 
 import torch
 
-from omnistage.loadtest.child import served
-from omnistage.loadtest.client import Client, EventReader
-from omnistage.loadtest.load import connect
-from omnistage.loadtest.measure import Outcome, count_event
-from omnistage.loadtest.report import environment
-from omnistage.loadtest.workload import Kind
+from omnistage.bench.child import served
+from omnistage.bench.client import Client, EventReader
+from omnistage.bench.load import connect
+from omnistage.bench.measure import Outcome, count_event
+from omnistage.bench.report import environment
+from omnistage.bench.workload import Kind
+from omnistage.core.params import SamplingParams
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
 from omnistage.omni import AsyncOmni
-from omnistage.params import SamplingParams
 
 MOST_TIME = 1.10
 MOST_FIRST_AUDIO = 1.20

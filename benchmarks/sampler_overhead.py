@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampler import Sampler
-from omnistage.types import SamplingParams
 
 CASES: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},

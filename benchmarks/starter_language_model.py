@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from machine_load import load
+from omnistage_starter.parts.store import home
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -38,7 +39,6 @@ from side_process import Done, Ids, Side
 from starter_transformers import BATCH, SINGLE
 
 from omnistage.hf import transformers
-from omnistage.parts.store import home
 
 COUNTS = (1, 4, 16)
 _TURNS = {1: 4, 4: 2, 16: 1}

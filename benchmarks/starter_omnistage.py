@@ -10,7 +10,8 @@ import torch
 from side_process import Generate, Ids, answer
 
 from omnistage import Omni
-from omnistage.types import OmniTokensPrompt, SamplingParams
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import OmniTokensPrompt
 
 
 def prepare() -> tuple[dict[str, Any], Generate]:

@@ -30,17 +30,18 @@ import soundfile
 import soxr
 import torch
 from machine_load import load
+from omnistage_starter.hearing import Transcriber
+from omnistage_starter.parts.store import home
+from omnistage_starter.speaking import Speaker
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from starter_words import mentions, normalise, word_error_rate, word_errors
 
 from omnistage import Omni
+from omnistage.core.params import SamplingParams
 from omnistage.hf import transformers
-from omnistage.models.starter.hearing import Transcriber
-from omnistage.models.starter.speaking import Speaker
-from omnistage.parts.store import home
-from omnistage.types import OmniRequestOutput, SamplingParams
+from omnistage.pipeline.outputs import OmniRequestOutput
 
 SENTENCES = Path(__file__).with_name("starter_sentences.txt")
 QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -15,10 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+from omnistage_starter.parts.store import home
 from side_process import Side
 from starter_transformers import SINGLE
-
-from omnistage.parts.store import home
 
 _PROMPT = [list(range(100, 140))]
 _TOKENS = 24

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.params import CodecParams
+from omnistage.core.types import AudioChunk, CodecInput, RequestInfo, StageInput
 from omnistage.engines.codec import CodecStage, Window
-from omnistage.types import AudioChunk, CodecInput, CodecParams, RequestInfo, StageInput
 
 prepare_torchvision(required=False)
 

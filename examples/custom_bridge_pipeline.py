@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from omnistage import CodecParams, Omni, SamplingParams
+from omnistage.core.family import BridgeResult, LoadContext
+from omnistage.core.types import CodecFrames, CodecInput, RequestInfo, StageChunk, TokenChunk
 from omnistage.engines.codec import CodecComponent, CodecLayout, Window
-from omnistage.pipeline.registry import REGISTRY, BridgeResult, LoadContext
-from omnistage.types import CodecFrames, CodecInput, RequestInfo, StageChunk, TokenChunk
+from omnistage.models.registry import REGISTRY
 
 LONGEST_WORD = 24
 

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from omnistage.cli.terminal import Terminal, printable, timeline
-from omnistage.errors import CheckpointError, OmniError
+from omnistage.core.errors import CheckpointError, OmniError
+from omnistage.models.registry import REGISTRY
 
 QUESTION = "Tell me about a blue butterfly."
 SPOKEN = "What is the capital of Japan?"
@@ -56,7 +57,7 @@ def listen(omni, args: argparse.Namespace) -> None:
     said = omni.chat(omni.processor.read_aloud(args.spoken), modalities=["audio"]).audio
     question = said.save(args.out / "question.wav")
     print(f"you      {question}: {said.seconds:.1f} s of speech, made from {args.spoken!r}")
-    heard = omni.processor.transcribe(decode_audio(question, omni.media_limits, omni.processor.ears_rate))
+    heard = omni.processor.transcribe(decode_audio(question, omni.media_limits, omni.processor.audio_sample_rate))
     print(f"heard    {heard}")
     messages = [{"role": "user", "content": [{"type": "audio", "audio": str(question)}]}]
     answer = omni.chat(messages, {"think": SamplingParams(max_tokens=args.max_tokens, temperature=0.0)})
@@ -77,7 +78,7 @@ def main() -> int:
     try:
         from omnistage.config.checkpoint import find_model
 
-        find_model(args.model)
+        find_model(args.model, REGISTRY)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_HERE

@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omnistage.config import OmniEngineArgs, OmniModelConfig
-    from omnistage.errors import OmniError
+    from omnistage.core.errors import OmniError
+    from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StructuredOutput
+    from omnistage.core.stage import Stage
+    from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
     from omnistage.omni import AsyncOmni, Omni, OmniLLM
-    from omnistage.pipeline.stage import Stage
-    from omnistage.types import (
-        CodecParams,
-        DiffusionParams,
-        FinishReason,
-        Modality,
-        OmniRequestOutput,
-        OmniTokensPrompt,
-        OutputChunk,
-        SamplingParams,
-        StructuredOutput,
-    )
+    from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 __version__ = "0.1.0"
 
@@ -49,21 +41,21 @@ __all__ = [
 
 _MODULE_OF = {
     "AsyncOmni": "omnistage.omni",
-    "CodecParams": "omnistage.types",
-    "DiffusionParams": "omnistage.types",
-    "FinishReason": "omnistage.types",
-    "Modality": "omnistage.types",
+    "CodecParams": "omnistage.core.params",
+    "DiffusionParams": "omnistage.core.params",
+    "FinishReason": "omnistage.core.types",
+    "Modality": "omnistage.core.types",
     "Omni": "omnistage.omni",
     "OmniEngineArgs": "omnistage.config",
-    "OmniError": "omnistage.errors",
+    "OmniError": "omnistage.core.errors",
     "OmniLLM": "omnistage.omni",
     "OmniModelConfig": "omnistage.config",
-    "OmniRequestOutput": "omnistage.types",
-    "OmniTokensPrompt": "omnistage.types",
-    "OutputChunk": "omnistage.types",
-    "SamplingParams": "omnistage.types",
-    "Stage": "omnistage.pipeline.stage",
-    "StructuredOutput": "omnistage.types",
+    "OmniRequestOutput": "omnistage.pipeline.outputs",
+    "OmniTokensPrompt": "omnistage.core.types",
+    "OutputChunk": "omnistage.pipeline.outputs",
+    "SamplingParams": "omnistage.core.params",
+    "Stage": "omnistage.core.stage",
+    "StructuredOutput": "omnistage.core.params",
 }
 
 

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from omnistage.errors import MissingDependencyError
+from omnistage.core.errors import MissingDependencyError
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None  # a Library takes its operators back when it is collected

@@ -9,11 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
 
-from omnistage.batch import Batch, BatchBar
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
-from omnistage.engines.build import EngineParts, build_parts
-from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
+from omnistage.core.family import AnyProcessor, Bridge
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import StageParams
+from omnistage.core.stage import Stage
+from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
 from omnistage.media.watch import cutting_fetches
+from omnistage.pipeline.batch import Batch, BatchBar
+from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.intake import (
     ParamsLike,
     Prompt,
@@ -24,18 +29,8 @@ from omnistage.pipeline.intake import (
 )
 from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
 from omnistage.pipeline.output import OutputBuffer, Sink
-from omnistage.pipeline.registry import AnyProcessor, Bridge
-from omnistage.pipeline.request import GraphView, RequestPlan, RequestRun
-from omnistage.pipeline.stage import Stage
-from omnistage.types import (
-    FinishReason,
-    Modality,
-    OmniRequestOutput,
-    OmniTokensPrompt,
-    OutputChunk,
-    StageParams,
-    Trace,
-)
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.pipeline.request import RequestPlan, RequestRun
 
 Conversation = Sequence[Mapping[str, object]]
 _REFRESH_SECONDS = 0.2
@@ -62,7 +57,7 @@ class _Front:
     @classmethod
     def from_parts(
         cls,
-        graph: GraphView,
+        graph: PipelineGraph,
         stages: Mapping[str, Stage],
         bridges: Mapping[str, Bridge],
         defaults: Mapping[str, StageParams],

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 import uvicorn
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.app import create_app
-from omnistage.server.runner import server_config
+from omnistage.server.http.app import create_app
+from omnistage.server.http.run import server_config
 from omnistage.server.service import Service
 
 WAIT = 120_000

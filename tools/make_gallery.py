@@ -17,10 +17,10 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.progress import track
 
 from omnistage import DiffusionParams, Omni
+from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.convergence import expected_picture, remember_expected
 from omnistage.models._diffusers.offline import load_components
-from omnistage.pipeline.registry import REGISTRY
-from omnistage.types import DiffusionInput
+from omnistage.models.registry import REGISTRY
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 GALLERY, DENOISING = IMAGES / "gallery.webp", IMAGES / "denoising.png"

@@ -19,8 +19,8 @@ from live_page import ARGUMENTS, WAIT, chromium, serving
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
-from omnistage.pipeline.registry import REGISTRY
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 MODELS = {"qwen2.5-omni": "qwen2_5_omni", "stable-diffusion-3": "stable_diffusion_3"}

@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.config.graph import PipelineGraph
 from omnistage.config.schema import DiffusionBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
 from omnistage.engines.diffusion.decode import DecodeStage
 from omnistage.engines.diffusion.encode import EncodeStage
@@ -37,7 +39,6 @@ from omnistage.models.flux.family import FAMILY as FLUX
 from omnistage.models.qwen_image import components as qwen
 from omnistage.models.qwen_image.family import FAMILY as QWEN
 from omnistage.omni import AsyncOmni
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 STAGGERED = 4
 

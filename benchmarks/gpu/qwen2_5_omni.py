@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.config.graph import PipelineGraph
 from omnistage.config.schema import ARBudget, CodecBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec.component import Window
 from omnistage.engines.codec.stage import CodecStage
@@ -30,7 +32,6 @@ from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.family import FAMILY
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.omni import Omni
-from omnistage.types import CodecParams, OmniTokensPrompt, SamplingParams
 
 PROMPT, TEXT, CODES = 128, 128, 384
 
@@ -85,7 +86,7 @@ class NoProcessor:
     input_modalities = frozenset()
 
     def tokens(self, prompt: OmniTokensPrompt) -> Any:
-        from omnistage.types import ARInput
+        from omnistage.core.types import ARInput
 
         return ARInput(prompt.prompt_token_ids)
 

@@ -17,11 +17,12 @@ import torch
 from qwen2_5_omni import CODES, PROMPT, build, params
 
 from omnistage.config.schema import ARBudget
+from omnistage.core.params import CodecParams
+from omnistage.core.types import ARInput, RequestInfo, SideRows, StageInput
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec.component import Window
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
-from omnistage.types import ARInput, CodecParams, RequestInfo, SideRows, StageInput
 
 
 def timed(function: Callable[[], Any], repeats: int) -> float:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnistage.cli.common import DeviceOption, DTypeOption, SetOption, ends_on_error, err, out
-from omnistage.errors import InvalidRequestError, MissingDependencyError
+from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from omnistage.loadtest.load import Plan, Run
-    from omnistage.loadtest.measure import Outcome
-    from omnistage.loadtest.workload import Kind, Workload
+    from omnistage.bench.load import Plan, Run
+    from omnistage.bench.measure import Outcome
+    from omnistage.bench.workload import Kind, Workload
 
 KEY_VARIABLE = "OMNISTAGE_API_KEY"
 _LOAD = "Load"
@@ -53,7 +53,7 @@ def bench(
         if quick or folder is not None:
             raise InvalidRequestError("--quick and --out before it are not for it; put --out behind it", param="serve")
         return
-    from omnistage.bench import run
+    from omnistage.bench.offline import run
 
     raise typer.Exit(run(quick=quick, out=folder, console=err()))
 
@@ -148,10 +148,10 @@ def bench_serve(
     omnistage bench serve --serve out/lm --max-tokens 64
     ```
     """
-    from omnistage.loadtest.load import Plan
-    from omnistage.loadtest.measure import parse_goodput
-    from omnistage.loadtest.tables import read_report
-    from omnistage.loadtest.workload import Span, Workload, parse_mix, read_prompts
+    from omnistage.bench.load import Plan
+    from omnistage.bench.measure import parse_goodput
+    from omnistage.bench.tables import read_report
+    from omnistage.bench.workload import Span, Workload, parse_mix, read_prompts
 
     _check(url, serve, rate, concurrency, requests, seconds, (overrides, device, dtype))
     count = requests if requests is not None or seconds is not None else _DEFAULT_REQUESTS
@@ -240,7 +240,7 @@ def _check(
 
 def _chosen(given: list[str], kinds: list[Kind]) -> dict[Kind, str]:
     """Which model each kind asks, as far as it was said."""
-    from omnistage.loadtest.workload import Kind
+    from omnistage.bench.workload import Kind
 
     for_all = [name for name in given if name.partition("=")[0] not in list(Kind)]
     if len(for_all) > 1:
@@ -263,7 +263,7 @@ def _service(
     if url is not None:
         yield url
         return
-    from omnistage.loadtest.child import served
+    from omnistage.bench.child import served
 
     arguments = []
     for entry in models:
@@ -284,8 +284,8 @@ def _measure(
 ) -> int:
     import asyncio
 
-    from omnistage.loadtest.report import build
-    from omnistage.loadtest.tables import compare, show
+    from omnistage.bench.report import build
+    from omnistage.bench.tables import compare, show
 
     run = asyncio.run(_load(url, api_key, wanted))
     report = build(run, wanted.plan, wanted.settings(url), wanted.player_buffer, wanted.limits)
@@ -302,7 +302,7 @@ def _measure(
 
 
 def _plot(report: Any, file: Path) -> None:
-    from omnistage.loadtest.plot import plot
+    from omnistage.bench.plot import plot
 
     try:
         plot(report, file)
@@ -315,7 +315,7 @@ def _plot(report: Any, file: Path) -> None:
 async def _load(url: str, api_key: str | None, wanted: _Wanted) -> Run:
     from dataclasses import replace
 
-    from omnistage.loadtest.load import Generator, calibrated, connect, models_for
+    from omnistage.bench.load import Generator, calibrated, connect, models_for
 
     client = connect(url, api_key)
     try:

@@ -22,13 +22,15 @@ from omnistage.cli.common import (
 )
 from omnistage.cli.generate import sampling_params
 from omnistage.cli.terminal import Terminal, timeline
-from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModalityError
 
 if TYPE_CHECKING:
     from omnistage.cli.conversation import Conversation, Said
+    from omnistage.core.params import DiffusionParams, SamplingParams
+    from omnistage.core.types import Modality
     from omnistage.omni import Omni
     from omnistage.pipeline.intake import ParamsLike
-    from omnistage.types import DiffusionParams, Modality, OmniRequestOutput, OutputChunk, SamplingParams
+    from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 _ABOUT_A_PICTURE = "What is in this picture?"
 _STOPPED = "(stopped)"
@@ -97,8 +99,8 @@ class Talk:
         voice: str | None = None,
         speak: Path | None = None,
     ) -> None:
-        from omnistage.pipeline.registry import DrawingProcessor
-        from omnistage.types import Modality
+        from omnistage.core.family import DrawingProcessor
+        from omnistage.core.types import Modality
 
         self._omni, self._terminal, self.conversation = omni, terminal, conversation
         self._gives = frozenset(omni.modalities)
@@ -171,7 +173,7 @@ class Talk:
         command(rest.strip())
 
     def _help(self, _: str) -> None:
-        from omnistage.types import Modality
+        from omnistage.core.types import Modality
 
         gives, takes = self._gives, self._takes
         speaking = f"speech with every answer, to {self._folder}; now {'on' if self._speaks else 'off'}"
@@ -195,7 +197,7 @@ class Talk:
         self._terminal.note("a new conversation")
 
     def _speak(self, how: str) -> None:
-        from omnistage.types import Modality
+        from omnistage.core.types import Modality
 
         if how not in ("on", "off"):
             raise InvalidRequestError("say /speak on or /speak off")
@@ -206,7 +208,7 @@ class Talk:
 
     def _draw(self, words: str) -> None:
         from omnistage.cli.conversation import next_file
-        from omnistage.types import Modality
+        from omnistage.core.types import Modality
 
         self._need(Modality.IMAGE, self._gives, "draw")
         if not words:
@@ -226,7 +228,7 @@ class Talk:
         self._terminal.say(str(path))
 
     def _listen(self, rest: str) -> None:
-        from omnistage.types import Modality
+        from omnistage.core.types import Modality
 
         self._need_part(Modality.AUDIO, "hear")
         said = self._with_file(Modality.AUDIO, rest, "/listen")
@@ -234,19 +236,19 @@ class Talk:
 
     def _heard(self, sound: bytes) -> str:
         """What the model understands of a sound, shown before it answers; empty where it cannot say."""
+        from omnistage.core.family import Transcriber
         from omnistage.media.audio import decode_audio
-        from omnistage.pipeline.registry import WritingProcessor
 
         ears = self._omni.processor
-        if not isinstance(ears, WritingProcessor):
+        if not isinstance(ears, Transcriber):
             return ""
 
-        words = ears.transcribe(decode_audio(sound, self._omni.media_limits, ears.ears_rate))
+        words = ears.transcribe(decode_audio(sound, self._omni.media_limits, ears.audio_sample_rate))
         self._terminal.note(f"(heard: {words})" if words else "(heard no words)")
         return words
 
     def _look(self, rest: str) -> None:
-        from omnistage.types import Modality
+        from omnistage.core.types import Modality
 
         self._need_part(Modality.IMAGE, "see")
         self._ask(self._with_file(Modality.IMAGE, rest, "/look", _ABOUT_A_PICTURE))
@@ -278,11 +280,11 @@ class Talk:
 
     def _need_part(self, kind: Modality, verb: str) -> None:
         """Raise where the model does not take this kind, with what helps where it could have the part for it."""
-        from omnistage.pipeline.registry import PartialProcessor
+        from omnistage.core.family import OptionalInputs
 
         processor = self._omni.processor
-        if kind not in self._takes and isinstance(processor, PartialProcessor):
-            raise UnsupportedModalityError(processor.lacking(kind))
+        if kind not in self._takes and isinstance(processor, OptionalInputs):
+            raise UnsupportedModalityError(processor.unsupported_reason(kind))
         self._need(kind, self._takes, verb)
 
     # -------------------------------------------------------------------------------------------- answers
@@ -304,7 +306,7 @@ class Talk:
 
     def _answer(self, said: Said, heard: str) -> None:
         from omnistage.cli.conversation import Turn, next_file
-        from omnistage.types import FinishReason, Modality
+        from omnistage.core.types import FinishReason, Modality
 
         kinds = (Modality.TEXT, Modality.AUDIO) if self._speaks else (Modality.TEXT,)
         text: list[str] = []
@@ -344,6 +346,6 @@ class Talk:
 
 
 def _in_order(kinds: frozenset[Modality]) -> list[Modality]:
-    from omnistage.types import Modality
+    from omnistage.core.types import Modality
 
     return [kind for kind in Modality if kind in kinds]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     CheckpointError,
     ConfigError,
     LimitExceededError,
@@ -162,7 +162,7 @@ def resolve_model(
     dtype: str | None = None,
 ) -> ResolvedConfig:
     from omnistage.config import OmniEngineArgs, resolve
-    from omnistage.pipeline.registry import REGISTRY
+    from omnistage.models.registry import REGISTRY
 
     values = {"model": model, "config": config, "overrides": overrides or (), "device": device, "dtype": dtype}
     return resolve(OmniEngineArgs.parse(values), registry=REGISTRY)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omnistage.types import Modality
+from omnistage.core.types import Modality
 
 Message = dict[str, object]
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnistage.cli.common import err
-from omnistage.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
+    from omnistage.core.types import Modality
     from omnistage.media.image_output import ImageOutput
     from omnistage.omni import Omni
-    from omnistage.types import DiffusionParams, Modality, OmniRequestOutput, SamplingParams, StageParams
+    from omnistage.pipeline.outputs import OmniRequestOutput
 
 _PANEL = "Pictures and videos"
 FORMATS = ("png", "jpg", "webp")
@@ -76,7 +78,7 @@ class Saving:
 
 def parse_params(**options: object) -> DiffusionParams | None:
     """The options that were given; None where there are none."""
-    from omnistage.types import DiffusionParams
+    from omnistage.core.params import DiffusionParams
 
     given = {name: value for name, value in options.items() if value is not None}
     return DiffusionParams.parse(given) if given else None
@@ -88,7 +90,7 @@ def cache_override(spec: str | None) -> tuple[str, ...]:
 
 def draws(omni: Omni, wanted: Sequence[Modality] | None) -> bool:
     """Whether this request is for pictures or videos: asked for, or all that the model gives."""
-    from omnistage.types import Modality
+    from omnistage.core.types import Modality
 
     given = set(omni.modalities) if wanted is None else set(wanted)
     return bool(given) and given <= {Modality.IMAGE, Modality.VIDEO}

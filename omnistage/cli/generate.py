@@ -11,10 +11,12 @@ import typer
 from omnistage.cli import drawing
 from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, err, out
 from omnistage.cli.terminal import timeline
-from omnistage.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 
 if TYPE_CHECKING:
-    from omnistage.types import Modality, OmniRequestOutput, SamplingParams
+    from omnistage.core.params import SamplingParams
+    from omnistage.core.types import Modality
+    from omnistage.pipeline.outputs import OmniRequestOutput
 
 MediaFiles = dict[str, list[Path]]
 """Files by kind: image, audio, video."""
@@ -163,7 +165,8 @@ def _check_request(text: str | None, files: MediaFiles, mask: Path | None, *, ra
 
 def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
     """`text,audio` as modalities; None where nothing was asked for."""
-    from omnistage.types import Modality, short_repr
+    from omnistage.core.types import Modality
+    from omnistage.core.validation import short_repr
 
     if text is None:
         return None
@@ -179,7 +182,7 @@ def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
 
 def sampling_params(**options: object) -> SamplingParams | None:
     """The options that were given, over the stage's defaults; None where there are none."""
-    from omnistage.types import SamplingParams
+    from omnistage.core.params import SamplingParams
 
     given = {name: value for name, value in options.items() if value is not None and value != []}
     return SamplingParams.parse(given) if given else None

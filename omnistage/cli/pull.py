@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from omnistage.cli.common import err, out, print_error
-from omnistage.errors import InvalidRequestError, MissingDependencyError, OmniError
+from omnistage.core.errors import InvalidRequestError, MissingDependencyError, OmniError
 
 if TYPE_CHECKING:
-    from omnistage.parts.installed import Found
-    from omnistage.parts.manifest import InstalledPart, Part
-    from omnistage.parts.store import Store
+    from omnistage_starter.parts.installed import Found
+    from omnistage_starter.parts.manifest import InstalledPart, Part
+    from omnistage_starter.parts.store import Store
 
 
 def pull(
@@ -39,9 +39,9 @@ def pull(
     omnistage pull starter --check
     ```
     """
-    from omnistage.parts.fetch import fetch_all
-    from omnistage.parts.manifest import BUNDLES
-    from omnistage.parts.store import Store
+    from omnistage_starter.parts.fetch import fetch_all
+    from omnistage_starter.parts.manifest import BUNDLES
+    from omnistage_starter.parts.store import Store
 
     found = BUNDLES.get(bundle)
     if found is None:
@@ -84,8 +84,8 @@ def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float | None],
 
 def _report(store: Store, failed: dict[str, OmniError]) -> None:
     """Say what there is and what is lacking; raises where that leaves nothing, or where a package was changed."""
-    from omnistage.parts.fetch import UnreachableError
-    from omnistage.parts.installed import keep_licences, look
+    from omnistage_starter.parts.fetch import UnreachableError
+    from omnistage_starter.parts.installed import keep_licences, look
 
     lacking = []
     fatal: list[OmniError] = []
@@ -125,8 +125,8 @@ def _lacks(store: Store, part: InstalledPart, state: Found) -> str:
 
 
 def _check(store: Store) -> None:
-    from omnistage.parts.fetch import FetchError
-    from omnistage.parts.installed import look
+    from omnistage_starter.parts.fetch import FetchError
+    from omnistage_starter.parts.installed import look
 
     bad = [f"{part.role}/{name}" for part in store.bundle.parts for name in store.damaged(part)]
     absent = store.missing()
@@ -149,9 +149,9 @@ def _check(store: Store) -> None:
 
 def list_bundles() -> None:
     """Show what can be fetched and what is there."""
-    from omnistage.parts.installed import look
-    from omnistage.parts.manifest import BUNDLES
-    from omnistage.parts.store import Store
+    from omnistage_starter.parts.installed import look
+    from omnistage_starter.parts.manifest import BUNDLES
+    from omnistage_starter.parts.store import Store
 
     table = Table("bundle", "part", "what", "from", "licence", "state")
     for bundle in BUNDLES.values():

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, SetOption, err
-from omnistage.errors import InvalidRequestError, MissingDependencyError
+from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from omnistage.server.access.jwt import TokenVerifier
+    from omnistage.server.observe.tracing import Tracing
     from omnistage.server.service import Service
-    from omnistage.server.tracing import Tracing
-    from omnistage.server.web_tokens import TokenVerifier
 
 _ACCESS, _MEDIA, _INSIGHT = "Who may come in", "Media from elsewhere", "What is seen of it"
 
@@ -135,12 +135,12 @@ def serve(
     """
     places = _places(model, name, models or [])
     try:
-        from omnistage.server.runner import run
+        from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more: pip install 'omnistage[server]'") from error
-    from omnistage.server.audit import log_to
-    from omnistage.server.filters import make_filter
-    from omnistage.server.keys import load_keys
+    from omnistage.server.access.keys import load_keys
+    from omnistage.server.moderation.filters import make_filter
+    from omnistage.server.observe.audit import log_to
     from omnistage.server.service import Service
 
     settings = _settings(overrides or [], list(places))
@@ -195,7 +195,7 @@ def _settings(overrides: list[str], names: list[str]) -> dict[str, list[str]]:
 
 def _local_names(host: str, guarded: bool, more: list[str]) -> list[str] | None:
     """The names to answer to beside this machine's own; None: any, for keys guard it or others may call it."""
-    from omnistage.server.local_names import is_loopback
+    from omnistage.server.access.hosts import is_loopback
 
     if is_loopback(host) and not guarded:
         return more
@@ -247,7 +247,7 @@ def _tokens(
         return None
     if key is not None and secret is not None:
         raise InvalidRequestError("give --jwt-key or --jwt-secret-env, not both", param="--jwt-key")
-    from omnistage.server.web_tokens import TokenVerifier, read_keys, secret_key
+    from omnistage.server.access.jwt import TokenVerifier, read_keys, secret_key
 
     keys = read_keys(key) if key is not None else [secret_key(secret or "")]
     return TokenVerifier(keys, audience=audience, issuer=issuer, rate=rate, max_concurrent=max_concurrent)
@@ -258,7 +258,7 @@ def _tracing(endpoint: str | None) -> Tracing | None:
     if endpoint is None and not otel_in_environment():
         return None
     try:
-        from omnistage.server.tracing import start_tracing
+        from omnistage.server.observe.tracing import start_tracing
     except MissingDependencyError as error:
         if endpoint is not None:
             raise

@@ -17,7 +17,7 @@ from omnistage.cli.common import Report, progress_bar
 if TYPE_CHECKING:
     from PIL import Image
 
-    from omnistage.types import Trace
+    from omnistage.pipeline.outputs import Trace
 
 PROMPT = "> "
 MOST_COLUMNS = 48

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnistage.cli.common import out, progress_bar
-from omnistage.errors import InvalidRequestError, UnsupportedModelError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from omnistage.pipeline.registry import Family
+    from omnistage.core.family import Family
 
 _TELLING_FILES = frozenset({"config.json", "tokenizer.json", "model_index.json"})
 _CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"})
@@ -65,7 +65,7 @@ def _variant(family: Family, name: str | None) -> dict[str, str]:
     """What a family's `tiny` is given for `--variant`. Raises, before anything is removed, for one it does not have."""
     if name is None:
         return {}
-    from omnistage.types import short_repr
+    from omnistage.core.validation import short_repr
 
     known = family.variants
     if not known:
@@ -100,7 +100,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 def _part_folders(folder: Path) -> list[Path]:
     """The folders of a diffusers checkpoint's parts, by its index."""
-    from omnistage.config.checkpoint import read_json
+    from omnistage.core.checkpoint import read_json
 
     index = folder / "model_index.json"
     names = list(read_json(index)) if index.is_file() else []
@@ -109,8 +109,8 @@ def _part_folders(folder: Path) -> list[Path]:
 
 def find_family(name: str) -> Family:
     """A family by its name or an alias. Raises `UnsupportedModelError` that lists the families."""
-    from omnistage.pipeline.registry import REGISTRY
-    from omnistage.types import short_repr
+    from omnistage.core.validation import short_repr
+    from omnistage.models.registry import REGISTRY
 
     families = REGISTRY.families()
     for family in families.values():

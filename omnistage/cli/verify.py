@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from omnistage.cli.common import err, out, progress_bar
-from omnistage.errors import CheckpointError, InternalError, UnsupportedModelError
-from omnistage.verify import VerifyRow
+from omnistage.core.errors import InternalError, UnsupportedModelError
+from omnistage.core.verification import VerifyRow
 
 
 def verify(
@@ -36,14 +35,9 @@ def verify(
     """
     from omnistage.config import detect_family
     from omnistage.config.checkpoint import find_model, read_model_config
-    from omnistage.parts.manifest import BUNDLES
-    from omnistage.pipeline.registry import REGISTRY
+    from omnistage.models.registry import REGISTRY
 
-    folder = Path(model)
-    if model in BUNDLES and not folder.is_dir():
-        folder = find_model(model)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}; check the path", param="DIR")
+    folder = find_model(model, REGISTRY)
     family = detect_family(read_model_config(folder), REGISTRY)
     if family.verify is None:
         raise UnsupportedModelError(f"the family {family.name} has no comparison with a reference")

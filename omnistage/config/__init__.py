@@ -1,7 +1,6 @@
 """Configuration: typed schemas, the checked pipeline graph, and how layers become one configuration."""
 
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model
-from omnistage.config.graph import PipelineGraph
 from omnistage.config.located import LocatedConfigError, Source
 from omnistage.config.resolve import OmniEngineArgs, ResolvedConfig, resolve, to_yaml
 from omnistage.config.schema import (
@@ -21,6 +20,7 @@ from omnistage.config.schema import (
     format_size,
     parse_size,
 )
+from omnistage.core.graph import PipelineGraph
 
 __all__ = [
     "ARBudget",

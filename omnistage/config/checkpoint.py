@@ -3,92 +3,41 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from omnistage.config.schema import OmniConfig
-from omnistage.errors import CheckpointError, RegistryError, UnsupportedModelError
-from omnistage.parts.manifest import BUNDLES, Bundle
-from omnistage.parts.store import Store
-from omnistage.pipeline.registry import Family, Registry
-from omnistage.types import short_repr
+from omnistage.core.checkpoint import Checkpoint, read_json
+from omnistage.core.errors import CheckpointError, RegistryError, UnsupportedModelError
+from omnistage.core.family import Family
+from omnistage.core.registry import Registry
+from omnistage.core.validation import short_repr
 
-_MAX_JSON_BYTES = 64 * 2**20
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
 """What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
 _SHOWN_PATH = 300
-_INDEX = "model.safetensors.index.json"
 _PIPELINE_INDEX = "model_index.json"
 ANY_PIPELINE = "*Pipeline"
 """What a family claims that serves every diffusers pipeline which no other one does."""
 
 
 @dataclass(frozen=True, slots=True)
-class OmniModelConfig:
+class OmniModelConfig(Checkpoint):
     """A checkpoint on disk and how it is to be served."""
 
-    folder: Path
-    hf_config: dict[str, object]
-    """config.json as it is; model_index.json for a diffusers model."""
-    family: str
-    name: str
-    """What the user called the model."""
     config: OmniConfig
-
-    def has(self, name: str) -> bool:
-        return (self.folder / name).is_file()
-
-    def file(self, name: str) -> Path:
-        """A file of the checkpoint. Raises `CheckpointError` where it is missing."""
-        path = self.folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{self.folder} has no {name}; the checkpoint is incomplete, fetch it again")
-        return path
-
-    def json(self, name: str) -> dict[str, object]:
-        """A JSON object of the checkpoint."""
-        return read_json(self.file(name))
-
-    def weight_files(self) -> tuple[Path, ...]:
-        """All safetensors files of the model, by its index where it has one."""
-        if self.has(_INDEX):
-            weight_map = self.json(_INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{self.folder / _INDEX} has no weight_map; fetch it again")
-            names = sorted({str(name) for name in weight_map.values()})
-            outside = [name for name in names if Path(name).name != name]
-            if outside:
-                raise CheckpointError(f"{_INDEX} names {outside[0]!r}, which is not a file of the folder; refused")
-            return tuple(self.file(name) for name in names)
-        files = tuple(sorted(self.folder.glob("*.safetensors")))
-        if not files:
-            raise CheckpointError(f"{self.folder} has no *.safetensors file; convert the weights to safetensors")
-        return files
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file of a checkpoint, or a `CheckpointError`."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes; it is not a model's JSON file")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); fetch the file again") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON text; fetch the file again") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}, not an object; it is not a model's JSON file")
-    return data
 
 
 def find_model(
-    model: str, *, revision: str | None = None, cache_dir: Path | None = None, allow_download: bool = False
+    model: str,
+    registry: Registry,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    allow_download: bool = False,
 ) -> Path:
     """The folder of a model that is a path, a bundle's name or a name on the hub.
 
@@ -103,8 +52,9 @@ def find_model(
         raise CheckpointError(f"{short_repr(model)} is not a usable path; check it", param="model") from error
     if is_file:
         raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
-    if model in BUNDLES:
-        return _find_bundle(BUNDLES[model])
+    for family in registry.families().values():
+        if family.bundle is not None and family.bundle.name == model:
+            return family.bundle.locate()
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"there is no folder {_shown(model)}; check the path", param="model")
     return _find_on_hub(model, revision, cache_dir, allow_download)
@@ -113,18 +63,6 @@ def find_model(
 def _shown(model: str) -> str:
     """A path as it is where it is of an ordinary length."""
     return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
-
-
-def _find_bundle(bundle: Bundle) -> Path:
-    """The folder of a bundle that was pulled; parts that it can do without may be missing."""
-    store = Store.of(bundle)
-    missing = [part.title for part in store.missing()]
-    if missing or not (store.root / "config.json").is_file():
-        lacking = f" ({', '.join(missing)})" if missing else ""
-        raise CheckpointError(
-            f"{bundle.name} is not here yet{lacking}; run `omnistage pull {bundle.name}` once", param="model"
-        )
-    return store.root
 
 
 def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_download: bool) -> Path:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from omnistage.config.graph import did_you_mean
 from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
 from omnistage.config.problems import keys_of, model_at
 from omnistage.config.yamlio import Document, parse_value
-from omnistage.types import is_utf8, short_repr
+from omnistage.core.graph import did_you_mean
+from omnistage.core.validation import is_utf8, short_repr
 
 SET = Source("--set")
 _MAX_KEY = 300

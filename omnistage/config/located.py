@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 """Keys from the top of the configuration down to a value; list items by their index."""

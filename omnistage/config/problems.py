@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from omnistage.config.graph import did_you_mean
 from omnistage.config.located import KeyPath, LocatedConfigError, Sources, dotted, nearest_source
 from omnistage.config.schema import STAGE_TYPES, OmniConfig
+from omnistage.core.graph import did_you_mean
 
 _VALUE_ERROR = "Value error, "
 _ENGINES = " or ".join((", ".join(list(STAGE_TYPES)[:-1]), list(STAGE_TYPES)[-1]))

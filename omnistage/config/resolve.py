@@ -12,15 +12,17 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
 from omnistage.config.emit import emit_yaml
-from omnistage.config.graph import PipelineGraph, check_names
 from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, KeyPath, LocatedConfigError, Source, Sources, dotted, nearest_source
+from omnistage.config.names import check_names, graph_of
 from omnistage.config.problems import to_config_error
 from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig
 from omnistage.config.yamlio import load_file
-from omnistage.errors import ConfigError
-from omnistage.pipeline.registry import REGISTRY, Family, Registry
-from omnistage.types import DTypeName
+from omnistage.core.errors import ConfigError
+from omnistage.core.family import Family
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.registry import Registry
+from omnistage.core.types import DTypeName
 
 
 class OmniEngineArgs(ConfigModel):
@@ -62,13 +64,13 @@ class ResolvedConfig:
     """Source of every value by its dotted path, in the order of `to_yaml`."""
 
 
-def resolve(args: OmniEngineArgs, *, registry: Registry = REGISTRY) -> ResolvedConfig:
+def resolve(args: OmniEngineArgs, *, registry: Registry) -> ResolvedConfig:
     """Find the model, lay the layers over each other, check the result.
 
     Raises `CheckpointError` where the model is at fault and `ConfigError` where the configuration is.
     """
     folder = find_model(
-        args.model, revision=args.revision, cache_dir=args.cache_dir, allow_download=args.allow_download
+        args.model, registry, revision=args.revision, cache_dir=args.cache_dir, allow_download=args.allow_download
     )
     hf_config = read_model_config(folder)
     family = detect_family(hf_config, registry)
@@ -83,16 +85,14 @@ def resolve(args: OmniEngineArgs, *, registry: Registry = REGISTRY) -> ResolvedC
     )
 
 
-def check(
-    data: Mapping[str, object], sources: Sources, registry: Registry = REGISTRY
-) -> tuple[OmniConfig, PipelineGraph]:
+def check(data: Mapping[str, object], sources: Sources, registry: Registry) -> tuple[OmniConfig, PipelineGraph]:
     """Validate merged data; every error carries the path and, by `sources`, the file and line."""
     try:
         config = OmniConfig.model_validate(data)
     except ValidationError as error:
         raise to_config_error(error, data, sources) from error
     try:
-        graph = PipelineGraph.build(config.pipeline)
+        graph = graph_of(config.pipeline)
         check_names(config.pipeline, registry)
     except ConfigError as error:
         path = tuple((error.param or "").split("."))

@@ -21,8 +21,11 @@ from pydantic import (
 )
 
 from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs
+from omnistage.core.family import StageSettings
+from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams
+from omnistage.core.types import DTypeName, Modality
+from omnistage.core.validation import short_repr
 from omnistage.media.limits import MediaLimits
-from omnistage.types import CodecParams, DiffusionParams, DTypeName, Modality, SamplingParams, short_repr
 
 # --------------------------------------------------------------------------------------------- scalar types
 
@@ -204,12 +207,8 @@ class DiffusionBudget(ConfigModel):
 # --------------------------------------------------------------------------------------------------- stages
 
 
-class _StageConfig(ConfigModel):
-    engine: str  # narrowed by each engine; named here so that it is printed first
-    component: str = Field(description="Registry name of the network that this stage runs.")
-    output: Modality | None = Field(default=None, description="What the stage gives the user; null: nothing.")
+class _StageConfig(StageSettings):
     device: DeviceName | None = Field(default=None, description="null: the deployment's.")
-    dtype: DTypeName | None = Field(default=None, description="null: the deployment's.")
 
 
 def _only(given: Modality, output: Modality | None, engine: str) -> Modality | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
-from omnistage.types import is_utf8, short_repr
+from omnistage.core.validation import is_utf8, short_repr
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import av
@@ -14,7 +13,8 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.audio_output import AudioOutput, encode_wav
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.limits import MediaLimits
@@ -28,21 +28,6 @@ _MAX_CHANNELS = 32
 _BLOCK_FRAMES = 65_536
 # What writers that do not know the length yet put into a WAV header.
 _UNKNOWN_WAV_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF, 0xFFFFF000)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AudioClip:
-    """Decoded sound: `samples` is mono float32 `[n]`, n > 0, all finite."""
-
-    samples: NDArray[np.float32]
-    sample_rate: int
-
-    @property
-    def seconds(self) -> float:
-        return len(self.samples) / self.sample_rate
-
-    def __repr__(self) -> str:
-        return f"AudioClip({self.seconds:.2f} s at {self.sample_rate} Hz)"
 
 
 AudioSource = BytesSource | AudioClip | tuple[NDArray[Any], int]

@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from omnistage.errors import InvalidRequestError, MediaError
+from omnistage.core.errors import InvalidRequestError, MediaError
 
 _FORMATS = {
     ".wav": ("WAV", "PCM_16"),

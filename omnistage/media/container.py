@@ -10,7 +10,7 @@ from typing import Any
 import av
 from av.container import InputContainer
 
-from omnistage.errors import MediaError
+from omnistage.core.errors import MediaError
 
 # FFmpeg has demuxers (concat, hls, dash, ...) whose input names further files and URLs, which it then opens. Only
 # formats that hold their media themselves may be probed.

@@ -14,7 +14,7 @@ import threading
 import time
 from urllib.parse import urljoin
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.hosts import Target, check_target, is_public_address
 from omnistage.media.limits import MediaLimits
 from omnistage.media.watch import current_fetches

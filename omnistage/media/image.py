@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
 from omnistage import __version__
-from omnistage.errors import InvalidRequestError, MediaError
-from omnistage.params import short_repr
+from omnistage.core.errors import InvalidRequestError, MediaError
+from omnistage.core.validation import short_repr
 
 SOFTWARE = f"Omnistage {__version__}"
 _FORMATS = {"png": "PNG", "jpg": "JPEG", "jpeg": "JPEG", "webp": "WEBP"}

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.fetch import fetch_url
 from omnistage.media.limits import MediaLimits
 

@@ -15,8 +15,9 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.audio import AudioClip, decode_audio_track
+from omnistage.core.clips import VideoClip
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.audio import decode_audio_track
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
@@ -26,23 +27,6 @@ FRAME_FACTOR = 2
 MIN_FRAMES = 4
 # Bounds the frames to be decoded, where a file has few seconds but countless frames.
 _MAX_SOURCE_FPS = 240
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VideoClip:
-    """Sampled video: `frames` is RGB uint8 `[n, h, w, 3]`, `fps` the rate of those frames, `seconds` the length."""
-
-    frames: NDArray[np.uint8]
-    fps: float
-    seconds: float
-    audio: AudioClip | None = None
-
-    def __repr__(self) -> str:
-        count, height, width, _ = self.frames.shape
-        sound = "with" if self.audio is not None else "without"
-        return (
-            f"VideoClip({count} frames of {width}x{height} at {self.fps:.2f} fps, {self.seconds:.2f} s, {sound} audio)"
-        )
 
 
 VideoSource = BytesSource | VideoClip | tuple[NDArray[Any], float]

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from omnistage.errors import InvalidRequestError, MediaError
+from omnistage.core.errors import InvalidRequestError, MediaError
+from omnistage.core.validation import short_repr
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.image_output import check_pixels, encode, exif, metadata_json, parse_metadata
-from omnistage.params import short_repr
 
 _FORMATS = ("mp4", "gif", "webp")
 # In order of preference; every build of FFmpeg has the last.

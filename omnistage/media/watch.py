@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from omnistage.media.audio import AudioClip
-    from omnistage.media.video import VideoClip
+    from omnistage.core.clips import AudioClip, VideoClip
 
     Decoded: TypeAlias = Image | AudioClip | VideoClip
     Inspector: TypeAlias = Callable[[Decoded], None]

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from omnistage.errors import CheckpointError, ConfigError
+from omnistage.core.errors import CheckpointError, ConfigError
 
 Progress = Callable[[str, float], None]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from omnistage.chat import ChatMessage
-from omnistage.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.messages import ChatMessage
 from omnistage.models.prompts import GuardedText
 
 Turn = dict[str, Any]

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from omnistage.config.checkpoint import read_json
+from omnistage.core.checkpoint import read_json
+from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.engines.ar.attention import ATTENTION_NAME
-from omnistage.errors import CheckpointError, UnsupportedModelError
 from omnistage.hf import transformers
 
 if TYPE_CHECKING:

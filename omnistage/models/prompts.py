@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omnistage.errors import InvalidRequestError
-from omnistage.types import ARInput, OmniTokensPrompt, is_utf8
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.types import ARInput, OmniTokensPrompt
+from omnistage.core.validation import is_utf8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

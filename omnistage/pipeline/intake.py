@@ -9,33 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.pipeline.registry import AnyProcessor, DrawingProcessor, InputProcessor, PartialProcessor
-from omnistage.pipeline.request import GraphView, OmniRequest
-from omnistage.types import (
-    SHOWN_CHARS,
-    ARInput,
-    ChatInput,
-    DiffusionParams,
-    Modality,
-    OmniTokensPrompt,
-    RequestInfo,
-    StageParams,
-    StagePayloadIn,
-    is_utf8,
-    short_repr,
-)
+from omnistage.core.family import AnyProcessor, DrawingProcessor, InputProcessor, OptionalInputs
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import DiffusionParams, StageParams
+from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
+from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
+from omnistage.pipeline.request import OmniRequest
 
 if TYPE_CHECKING:
     import torch
 
-    from omnistage.chat import ChatMessage
     from omnistage.config import LimitsConfig
+    from omnistage.core.messages import ChatMessage
 
 Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
 """Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
@@ -66,7 +57,7 @@ class RequestFactory:
 
     def __init__(
         self,
-        graph: GraphView,
+        graph: PipelineGraph,
         params_types: Mapping[str, type[StageParams]],
         processor: AnyProcessor,
         limits: LimitsConfig,
@@ -182,7 +173,7 @@ class RequestFactory:
         if isinstance(prompt, Mapping):
             return self._mapping(processor, prompt)
         if isinstance(prompt, list | tuple):
-            from omnistage.chat import parse_messages
+            from omnistage.pipeline.messages.chat import parse_messages
 
             messages = parse_messages(prompt, self._limits.media, use_audio_in_video=options.use_audio_in_video)
             self._check_media(messages)
@@ -197,7 +188,7 @@ class RequestFactory:
     def _drawing(
         self, processor: DrawingProcessor, prompt: Prompt, params: Mapping[str, StageParams]
     ) -> StagePayloadIn:
-        from omnistage.pipeline.drawing import parse_drawing
+        from omnistage.pipeline.messages.drawing import parse_drawing
 
         parsed = parse_drawing(prompt, self._limits.media)
         asked = DiffusionParams()
@@ -231,14 +222,14 @@ class RequestFactory:
         )
 
     def _check_media(self, messages: Sequence[ChatMessage]) -> None:
-        from omnistage.chat import AudioPart, ImagePart, VideoPart
+        from omnistage.core.messages import AudioPart, ImagePart, VideoPart
 
         kinds = {ImagePart: Modality.IMAGE, AudioPart: Modality.AUDIO, VideoPart: Modality.VIDEO}
         present = {kinds[type(part)] for message in messages for part in message.parts if type(part) in kinds}
         taken = self._processor.input_modalities
         if refused := sorted(present - taken):
-            if isinstance(self._processor, PartialProcessor):
-                raise UnsupportedModalityError(self._processor.lacking(refused[0]), param="messages")
+            if isinstance(self._processor, OptionalInputs):
+                raise UnsupportedModalityError(self._processor.unsupported_reason(refused[0]), param="messages")
             raise UnsupportedModalityError(
                 f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(taken))}", param="messages"
             )

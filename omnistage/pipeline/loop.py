@@ -10,41 +10,23 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from omnistage.errors import OmniError, ShutdownError, StageError
-from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.core.errors import OmniError, ShutdownError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.params import SamplingParams, StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput
 from omnistage.pipeline.timing import StepSeconds, StepTimer
-from omnistage.types import FinishReason, SamplingParams, StageChunk, StageFeed, StageInput, StageParams
 
 _log = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 
 
 _RETRY_SECONDS = 0.05
-
-
-def log_defect(where: str, error: BaseException) -> None:
-    """Log an unexpected error by its type and frames. Its message may quote user content, so it is left out."""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    _log.error("%s failed with %s\n%s", where, type(error).__name__, frames)
-
-
-def stage_failure(error: BaseException, failed: str, *, doing: str | None = None) -> OmniError:
-    """What a request that failed in a stage is told: our own errors as they are, any other by its kind alone.
-
-    `failed` is what did not work, for the user; `doing` the same for the log.
-    """
-    if isinstance(error, OmniError):
-        return error
-    log_defect(doing or failed, error)
-    failure = StageError(f"{failed} failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
 
 
 def answers(params: StageParams) -> int:

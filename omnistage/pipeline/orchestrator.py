@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     ConfigError,
     DeadlineExceededError,
@@ -28,24 +28,18 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
+from omnistage.core.failures import log_defect
+from omnistage.core.family import Bridge
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.loop import StageLoop, answers, log_defect, loop_threads, sharing
+from omnistage.pipeline.loop import StageLoop, answers, loop_threads, sharing
 from omnistage.pipeline.output import Sink, final_chunk
-from omnistage.pipeline.registry import Bridge
-from omnistage.pipeline.request import GraphView, OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
-from omnistage.pipeline.stage import Stage, StageStats
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
 from omnistage.pipeline.timing import StepSeconds
-from omnistage.types import (
-    FinishReason,
-    OmniRequestOutput,
-    OutputChunk,
-    StageChunk,
-    StageFeed,
-    StageInput,
-    StageParams,
-    StagePayloadIn,
-    Trace,
-)
 
 _RECENT_FINISHES = 64
 _RETRY_AFTER_RANGE = (0.1, 60.0)
@@ -72,7 +66,7 @@ class Orchestrator:
 
     def __init__(
         self,
-        graph: GraphView,
+        graph: PipelineGraph,
         stages: Mapping[str, Stage],
         bridges: Mapping[str, Bridge],
         defaults: Mapping[str, StageParams],
@@ -470,7 +464,7 @@ def _call_bridge(
     return result
 
 
-def _up_to(graph: GraphView, stage: str) -> set[str]:
+def _up_to(graph: PipelineGraph, stage: str) -> set[str]:
     """A stage and everything upstream of it."""
     found = {stage}
     for name in reversed(graph.order):
@@ -490,7 +484,7 @@ def _wrapped(what: str, error: BaseException) -> InternalError:
     return failure
 
 
-def _check_parts(graph: GraphView, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:
+def _check_parts(graph: PipelineGraph, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:
     for name in graph.order:
         if name not in stages:
             raise ConfigError(f"the pipeline has a stage {name!r}, but none was built", param=f"stages.{name}")

@@ -8,22 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from omnistage.errors import OmniError, StageError
-from omnistage.types import (
+from omnistage.core.errors import OmniError, StageError
+from omnistage.core.types import (
     AudioChunk,
-    CompletionOutput,
     FinishReason,
     ImageChunk,
     Modality,
-    OmniRequestOutput,
-    OutputChunk,
     Progress,
     StageChunk,
     TokenChunk,
-    Trace,
-    Usage,
     VideoChunk,
 )
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage
 
 if TYPE_CHECKING:
     from omnistage.media.audio import AudioOutput

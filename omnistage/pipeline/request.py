@@ -9,19 +9,18 @@ from enum import StrEnum
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     OmniError,
 )
-from omnistage.pipeline.output import OutputAssembler, Sink
-from omnistage.types import (
+from omnistage.core.params import DiffusionParams, StageParams
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     ChatInput,
     CodecFrames,
     CodecInput,
     DiffusionInput,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Latents,
@@ -33,20 +32,18 @@ from omnistage.types import (
     SideRows,
     StageChunk,
     StageFeed,
-    StageParams,
     StagePayloadIn,
-    StageTrace,
     TokenChunk,
-    Trace,
-    Usage,
     VideoChunk,
 )
+from omnistage.pipeline.output import OutputAssembler, Sink
+from omnistage.pipeline.outputs import StageTrace, Trace, Usage
 
 if TYPE_CHECKING:
     pass
 
 
-class GraphView(Protocol):
+class PipelineGraph(Protocol):
     """What the orchestrator reads of a pipeline's graph."""
 
     @property
@@ -178,7 +175,7 @@ class StageRun:
     phase: Phase = Phase.WAITING
     reason: FinishReason | None = None
     """Why its first answer ended."""
-    starved_without: bool = False
+    awaiting_final_input: bool = False
     """Its input streams and the bridge has not said yet that it is complete."""
     feed_type: type[StageFeed] | None = None
     fold_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -190,14 +187,14 @@ class StageRun:
         self.phase = Phase.RUNNING
         self.trace.submitted = now
         self.feed_type = _FEED_FOR.get(type(payload))
-        self.starved_without = _is_open(payload)
+        self.awaiting_final_input = _is_open(payload)
 
     def accept(self, feed: StageFeed) -> None:
         if self.feed_type is None or not isinstance(feed, self.feed_type):
             raise BridgeError(
                 f"the bridge into {self.name!r} gave a {type(feed).__name__}, which does not continue its input"
             )
-        self.starved_without = self.starved_without and not feed.final
+        self.awaiting_final_input = self.awaiting_final_input and not feed.final
 
 
 class RequestRun:
@@ -208,7 +205,7 @@ class RequestRun:
     `end`, is the one that ends the request.
     """
 
-    def __init__(self, plan: RequestPlan, graph: GraphView, sink: Sink, model: str = "") -> None:
+    def __init__(self, plan: RequestPlan, graph: PipelineGraph, sink: Sink, model: str = "") -> None:
         self.plan = plan
         self.info = plan.info
         self.sink = sink
@@ -231,7 +228,7 @@ class RequestRun:
         asked = {stage: modality for modality, stage in graph.outputs.items() if modality in plan.info.modalities}
         self.output = OutputAssembler(plan.info.request_id, asked, plan.answers, _metadata(plan, model))
 
-    def _stage_run(self, name: str, graph: GraphView) -> StageRun:
+    def _stage_run(self, name: str, graph: PipelineGraph) -> StageRun:
         needed = set(self.plan.stages)
         return StageRun(
             name,
@@ -288,7 +285,7 @@ class RequestRun:
                 stage.open_answers.clear()
                 stage.reason = FinishReason.STOP
                 return True
-            if stage.phase is Phase.RUNNING and stage.starved_without:
+            if stage.phase is Phase.RUNNING and stage.awaiting_final_input:
                 raise BridgeError(
                     f"the bridge into {target!r} saw the end of its sources and left the stage waiting for input; "
                     "its last input must be final"
@@ -349,7 +346,7 @@ def _metadata(plan: RequestPlan, model: str) -> dict[str, object]:
 def _drawn(payload: StagePayloadIn) -> str:
     """The words that a picture was asked for with, where there are any."""
     if isinstance(payload, ChatInput):
-        from omnistage.chat import TextPart
+        from omnistage.core.messages import TextPart
 
         asked = [message.parts for message in payload.messages if message.role == "user"]
         words = [part.text for part in asked[-1] if isinstance(part, TextPart)] if asked else []

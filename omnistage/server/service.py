@@ -16,31 +16,26 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fastapi import Request
 
-from omnistage.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
+from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
+from omnistage.core.params import StageParams
+from omnistage.core.types import FinishReason, Modality
+from omnistage.core.validation import short_repr
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
-from omnistage.server.audit import CURRENT, DISCONNECTED, FILTERED, Record, ended_by
-from omnistage.server.errors import CancelledRequestError, ContentFilterError, LoadingError, NotFoundError
-from omnistage.server.filtering import start_filtered
-from omnistage.server.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.jobs import JobStore, VideoJobs
-from omnistage.server.keys import Holder, Keyring
-from omnistage.server.metrics import Measures
-from omnistage.server.spoken import SpokenAnswers
-from omnistage.server.store import FileStore
-from omnistage.server.workers import Workers
-from omnistage.types import (
-    FinishReason,
-    Modality,
-    OmniRequestOutput,
-    OutputChunk,
-    StageParams,
-    Trace,
-    short_repr,
-)
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.server.access.keys import Holder, Keyring
+from omnistage.server.http.errors import CancelledRequestError, ContentFilterError, LoadingError, NotFoundError
+from omnistage.server.http.executor import Workers
+from omnistage.server.moderation.filtering import start_filtered
+from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
+from omnistage.server.observe.audit import CURRENT, DISCONNECTED, FILTERED, Record, ended_by
+from omnistage.server.observe.metrics import Measures
+from omnistage.server.openai.chat.spoken import SpokenAnswers
+from omnistage.server.openai.files import FileStore
+from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 
 if TYPE_CHECKING:
-    from omnistage.server.tracing import Tracing
+    from omnistage.server.observe.tracing import Tracing
 
 _OWNERS = 10_000
 """Requests whose keys are remembered: more than the engines remember traces of."""

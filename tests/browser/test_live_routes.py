@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.keys import Holder, Keyring, digest_of
-from omnistage.server.routes import page
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.page import route as page
 from omnistage.server.service import Service
 from tests.server.conftest import Running, serving
 from tests.server.test_stress import Held, until

@@ -21,10 +21,10 @@ from PIL import Image
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.audit import Record
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.pipeline.outputs import OutputChunk
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.observe.audit import Record
 from omnistage.server.service import Service
-from omnistage.types import OutputChunk
 from tests.browser.conftest import Watched
 from tests.server.conftest import Running
 from tests.server.test_stress import Held, until

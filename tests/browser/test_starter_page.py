@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from omnistage_starter import tiny
+from omnistage_starter.stand_ins import write_ears
 from playwright.sync_api import Page, expect
 
-from omnistage.models.starter import tiny
-from omnistage.models.starter.stand_ins import write_ears
 from omnistage.omni import AsyncOmni
 from tests.browser.conftest import Watched
 from tests.browser.test_page import CHAT, SLOW, ask, ended

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from omnistage.config import OmniEngineArgs
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import EngineParts, build_parts
 from omnistage.models.qwen2_5_omni import tiny
 from omnistage.omni import Omni
+from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.intake import RequestFactory, RequestOptions
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.types import CodecParams, OmniRequestOutput, OutputChunk, SamplingParams, StageParams
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 SMALL_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
 """The planner would take a tenth of the machine's memory, which these models cannot use."""

@@ -19,8 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from omnistage.engines.build import EngineParts
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -32,20 +31,21 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
-from omnistage.types import (
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import (
     ARInput,
     CodecFrames,
     CodecInput,
     FinishReason,
     MediaSpan,
-    OmniRequestOutput,
     OmniTokensPrompt,
     RequestInfo,
-    SamplingParams,
     SideRows,
     StageChunk,
 )
+from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
+from omnistage.pipeline.build import EngineParts
+from omnistage.pipeline.outputs import OmniRequestOutput
 from tests.e2e.conftest import Desk, final_of, greedy, say
 
 BOTH = ["text", "audio"]
@@ -325,8 +325,8 @@ def test_special_tokens_in_text_stay_text(parts: EngineParts, beside: Any, text:
 
 
 def _parsed(messages: Any) -> Any:
-    from omnistage.chat import parse_messages
     from omnistage.media.limits import MediaLimits
+    from omnistage.pipeline.messages.chat import parse_messages
 
     return parse_messages(messages, MediaLimits())
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from omnistage.chat import ChatMessage, TextPart
 from omnistage.config import OmniEngineArgs
-from omnistage.engines.build import EngineParts, build_parts
-from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.causal_lm import verify
+from omnistage.pipeline.build import EngineParts, build_parts
 from tests.e2e.conftest import SMALL_POOLS
 
 Damage = Callable[[Path], None]

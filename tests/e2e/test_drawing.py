@@ -27,8 +27,7 @@ from typer.testing import CliRunner
 
 from omnistage.cli import app
 from omnistage.config import OmniEngineArgs
-from omnistage.engines.build import EngineParts, build_parts
-from omnistage.errors import (
+from omnistage.core.errors import (
     CapacityError,
     CheckpointError,
     InvalidRequestError,
@@ -38,22 +37,14 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import FinishReason, ImageChunk, Latents, Modality, OmniTokensPrompt, Progress
 from omnistage.media.image_output import ImageOutput, read_metadata
 from omnistage.models.stable_diffusion_3 import tiny
 from omnistage.omni import AsyncOmni, Omni
+from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.types import (
-    DiffusionParams,
-    FinishReason,
-    ImageChunk,
-    Latents,
-    Modality,
-    OmniRequestOutput,
-    OmniTokensPrompt,
-    OutputChunk,
-    Progress,
-    SamplingParams,
-)
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from tests.e2e.conftest import Desk, final_of, open_door, say
 
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from omnistage import Omni, OmniEngineArgs
 from omnistage.cli import app
-from omnistage.engines.build import build_parts
-from omnistage.pipeline.registry import Registry
+from omnistage.core.registry import Registry
+from omnistage.pipeline.build import build_parts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from omnistage.engines.build import EngineParts
+from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni, Omni
-from omnistage.types import FinishReason, Modality, OutputChunk
+from omnistage.pipeline.build import EngineParts
+from omnistage.pipeline.outputs import OutputChunk
 from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
 
 TOKENS, CODES = 160, 150

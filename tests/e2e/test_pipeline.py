@@ -22,20 +22,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from omnistage.cli import app
-from omnistage.engines.build import EngineParts
-from omnistage.errors import CheckpointError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
+from omnistage.core.types import FinishReason, OmniTokensPrompt
 from omnistage.models.loading import Checkpoint
 from omnistage.models.qwen2_5_omni import verify as qwen_verify
 from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.omni import AsyncOmni, Omni
+from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.types import (
-    CodecParams,
-    FinishReason,
-    OmniTokensPrompt,
-    SamplingParams,
-    StructuredOutput,
-)
 from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
 
 BOTH = ["text", "audio"]
@@ -58,7 +53,7 @@ def sound(seed: int = 0, seconds: float = 0.8) -> dict[str, object]:
 
 
 def film(seed: int = 0) -> dict[str, object]:
-    from omnistage.media.video import VideoClip
+    from omnistage.core.clips import VideoClip
 
     frames = np.random.default_rng(seed).integers(0, 256, (4, 56, 56, 3), dtype=np.uint8)
     return {"type": "video", "video": VideoClip(frames, 2.0, 2.0, None)}

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omnistage_starter import tiny
+from omnistage_starter.bridges import SIZE
+from omnistage_starter.hearing import Transcriber
+from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.store import HOME_VARIABLE, Store
+from omnistage_starter.speaking import Sentences, Speaker
+from omnistage_starter.stand_ins import write_ears
 
 from omnistage.config import OmniEngineArgs
 from omnistage.config.checkpoint import find_model
-from omnistage.engines import build
-from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import EngineParts, build_parts
-from omnistage.engines.codec.module import ModuleStage
-from omnistage.engines.diffusion.decode import DecodeStage
-from omnistage.engines.diffusion.stage import DenoiseStage
-from omnistage.errors import (
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import (
     CheckpointError,
     InvalidRequestError,
     LimitExceededError,
@@ -29,18 +31,18 @@ from omnistage.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.media.audio import AudioClip
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import FinishReason, Modality
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.codec.module import ModuleStage
+from omnistage.engines.diffusion.decode import DecodeStage
+from omnistage.engines.diffusion.stage import DenoiseStage
 from omnistage.models.prompts import PromptTokenizer
-from omnistage.models.starter import tiny
-from omnistage.models.starter.bridges import SIZE
-from omnistage.models.starter.hearing import Transcriber
-from omnistage.models.starter.speaking import Sentences, Speaker
-from omnistage.models.starter.stand_ins import write_ears
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.parts.manifest import BUNDLES
-from omnistage.parts.store import HOME_VARIABLE, Store
-from omnistage.pipeline import loop
-from omnistage.types import DiffusionParams, FinishReason, Modality, OmniRequestOutput, SamplingParams
+from omnistage.pipeline import build, loop
+from omnistage.pipeline.build import EngineParts, build_parts
+from omnistage.pipeline.outputs import OmniRequestOutput
 from tests.e2e.conftest import Desk, assert_empty, final_of, open_door, say
 
 pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
@@ -532,7 +534,7 @@ def test_a_starter_that_was_not_pulled_says_how(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="omnistage pull starter") as refused:
-        find_model("starter")
+        find_model("starter", REGISTRY)
     assert refused.value.param == "model"
 
 
@@ -547,15 +549,15 @@ def test_a_pulled_starter_is_found_by_its_name(tmp_path: Path, monkeypatch: pyte
             (store.folder(part) / part.files[0].name).write_bytes(b"weights")
             store.sign(part, [part.files[0].name])
     with pytest.raises(CheckpointError, match="omnistage pull starter"):
-        find_model("starter")  # interrupted before its last file
+        find_model("starter", REGISTRY)  # interrupted before its last file
     (store.root / "config.json").write_text("{}", encoding="utf-8")
-    assert find_model("starter") == store.root
+    assert find_model("starter", REGISTRY) == store.root
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "starter").mkdir()
-    assert find_model("starter") == (tmp_path / "starter").resolve()
+    assert find_model("starter", REGISTRY) == (tmp_path / "starter").resolve()
 
 
 # ------------------------------------------------------------------------------------------------- the real weights
@@ -564,7 +566,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture(scope="module")
 def real() -> Iterator[Omni]:
     try:
-        folder = find_model("starter")
+        folder = find_model("starter", REGISTRY)
     except CheckpointError as error:
         pytest.skip(f"the real parts are not here: {error}")
     with Omni(str(folder), progress=False) as omni:

@@ -13,26 +13,17 @@ import pytest
 import torch
 
 from omnistage.config import OmniEngineArgs
+from omnistage.core.family import BridgeResult
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.types import FinishReason, OmniTokensPrompt, RequestInfo, StageChunk, TokenChunk
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import build_parts
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.omni import Omni
+from omnistage.pipeline.build import build_parts
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import (
-    CodecParams,
-    FinishReason,
-    OmniRequestOutput,
-    OmniTokensPrompt,
-    OutputChunk,
-    RequestInfo,
-    SamplingParams,
-    StageChunk,
-    StageParams,
-    TokenChunk,
-)
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 pytestmark = [
     pytest.mark.gpu,

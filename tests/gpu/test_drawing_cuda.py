@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.core.params import DiffusionParams
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.pipeline.registry import REGISTRY
-from omnistage.types import DiffusionParams, OmniRequestOutput
+from omnistage.pipeline.outputs import OmniRequestOutput
 
 pytest.importorskip("diffusers")
 pytestmark = [

@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
+from omnistage.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
+from omnistage.core.verification import VerifyRow
 from omnistage.engines.ar.stage import ARStage
-from omnistage.errors import CheckpointError, ConfigError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny, verify
 from omnistage.models.causal_lm.component import CausalLM, load
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import ARInput, RequestInfo, SamplingParams, StageInput, TokenChunk
-from omnistage.verify import VerifyRow
+from omnistage.models.registry import REGISTRY
 
 SHAPE: dict[str, object] = {
     "vocab_size": 160,
@@ -192,7 +194,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load_folder(folder: Path) -> CausalLM:
-    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
     stage = resolved.config.pipeline.stages["thinker"]
     return load(LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32))
 

@@ -12,7 +12,7 @@ import torch
 
 from omnistage.models._diffusers.base import VaeDecoder
 from omnistage.models._diffusers.offline import load_components
-from omnistage.pipeline.registry import REGISTRY
+from omnistage.models.registry import REGISTRY
 
 SIZE = 256
 

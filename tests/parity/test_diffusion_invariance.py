@@ -15,17 +15,10 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
-from omnistage.engines.diffusion.decode import DecodeStage
-from omnistage.engines.diffusion.encode import EncodeStage
-from omnistage.engines.diffusion.stage import DenoiseStage
-from omnistage.models._diffusers.offline import load_components
-from omnistage.models._diffusers.tiny import picture
-from omnistage.models.stable_diffusion_3 import tiny
-from omnistage.types import (
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import (
     Condition,
     DiffusionInput,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Latents,
@@ -34,6 +27,13 @@ from omnistage.types import (
     StageChunk,
     StageInput,
 )
+from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+from omnistage.engines.diffusion.decode import DecodeStage
+from omnistage.engines.diffusion.encode import EncodeStage
+from omnistage.engines.diffusion.stage import DenoiseStage
+from omnistage.models._diffusers.offline import load_components
+from omnistage.models._diffusers.tiny import picture
+from omnistage.models.stable_diffusion_3 import tiny
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 IMAGE, MASK = picture(32, 32, seed=5), np.tile(np.repeat(np.array([0, 255], np.uint8), 16), (32, 1))

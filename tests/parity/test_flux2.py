@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.errors import ConfigError, InvalidRequestError, OmniError
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
 from omnistage.models.flux2 import tiny, verify
-from omnistage.types import DiffusionInput, DiffusionParams
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
 

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from omnistage.config import ARBudget, OmniEngineArgs
-from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import build_parts
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.errors import (
+from omnistage.core.errors import (
     CapacityError,
     CheckpointError,
     InvalidRequestError,
@@ -24,6 +21,10 @@ from omnistage.errors import (
     UnsupportedModalityError,
     UnsupportedModelError,
 )
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import ARInput, DiffusionInput, FinishReason, RequestInfo, StageChunk, StageInput, TokenChunk
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.verify import LATENT_TOLERANCE, PIXEL_TOLERANCE, Case, Drawn, drive, rows_of
 from omnistage.models.glm_image import tiny, verify
@@ -32,17 +33,7 @@ from omnistage.models.glm_image.layout import fitted_size, generated_positions, 
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
 from omnistage.models.glm_image.verify import Reference, Request, Written
 from omnistage.omni import Omni
-from omnistage.types import (
-    ARInput,
-    DiffusionInput,
-    DiffusionParams,
-    FinishReason,
-    RequestInfo,
-    SamplingParams,
-    StageChunk,
-    StageInput,
-    TokenChunk,
-)
+from omnistage.pipeline.build import build_parts
 
 Parts = tuple[PromptEncoder, Denoiser, LatentDecoder]
 

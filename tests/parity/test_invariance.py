@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
+from omnistage.core.family import LoadContext
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, StageInput, TokenChunk
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.component import CausalLM
-from omnistage.pipeline.registry import REGISTRY, LoadContext
-from omnistage.types import ARInput, FinishReason, RequestInfo, SamplingParams, StageChunk, StageInput, TokenChunk
+from omnistage.models.registry import REGISTRY
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 
@@ -29,7 +31,7 @@ LONGEST = 48 + 4 + 12
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     folder: Path = tmp_path_factory.mktemp("models") / "tiny"
     tiny.write(folder, seed=3)
-    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
     stage = resolved.config.pipeline.stages["thinker"]
     context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
     component = REGISTRY.component(stage.component)(context)

@@ -13,20 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from omnistage.chat import parse_messages
 from omnistage.config import OmniEngineArgs
+from omnistage.core.clips import VideoClip
+from omnistage.core.family import BridgeResult
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.types import FinishReason, RequestInfo, StageChunk
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import EngineParts, build_parts
 from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
-from omnistage.media.video import VideoClip
 from omnistage.models.qwen2_5_omni import tiny, verify
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
 from omnistage.models.qwen2_5_omni.verify import Answer, Case
 from omnistage.omni import Omni
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import CodecParams, FinishReason, RequestInfo, SamplingParams, StageChunk, StageParams
+from omnistage.pipeline.build import EngineParts, build_parts
+from omnistage.pipeline.messages.chat import parse_messages
 from tests.e2e.conftest import Desk, final_of
 
 pytestmark = pytest.mark.slow

@@ -15,13 +15,15 @@ import torch
 pytest.importorskip("diffusers")
 
 from omnistage.config import OmniEngineArgs, resolve
-from omnistage.errors import (
+from omnistage.core.errors import (
     ConfigError,
     InvalidRequestError,
     PromptTooLongError,
     UnsupportedModalityError,
     UnsupportedModelError,
 )
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
@@ -29,7 +31,7 @@ from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
 from omnistage.models._tiny_common import write_json
 from omnistage.models.qwen_image import tiny, verify
 from omnistage.models.qwen_image.family import FAMILY
-from omnistage.types import DiffusionInput, DiffusionParams
+from omnistage.models.registry import REGISTRY
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LONG = " ".join(["The river is quiet, and the children are playing under the old trees near the school."] * 3)
@@ -299,7 +301,7 @@ def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(drawing: Ch
     tiny.write(tmp_path / "again")
     for path in drawing.folder.rglob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(drawing.folder)).read_bytes()
-    resolved = resolve(OmniEngineArgs(model=str(drawing.folder)))
+    resolved = resolve(OmniEngineArgs(model=str(drawing.folder)), registry=REGISTRY)
     assert resolved.model.family == "qwen_image"
     with pytest.raises(ConfigError, match="variant"):
         tiny.write(tmp_path / "other", variant="plus")

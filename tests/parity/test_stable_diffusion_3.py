@@ -13,14 +13,21 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from omnistage.core.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    UnsupportedModelError,
+)
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
 from omnistage.models.stable_diffusion_3 import tiny, verify
-from omnistage.types import DiffusionInput, DiffusionParams
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omnistage_starter import tiny, verify
+from omnistage_starter.bridges import SIZE, SUBJECT, condition_of
+from omnistage_starter.draw import CHANNELS, PATCH, SHIPPED, Painter
+from omnistage_starter.think import Thinker
 
-from omnistage.errors import ConfigError, UnsupportedModelError
+from omnistage.core.errors import ConfigError, UnsupportedModelError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny as causal_lm
-from omnistage.models.starter import tiny, verify
-from omnistage.models.starter.bridges import SIZE, SUBJECT, condition_of
-from omnistage.models.starter.draw import CHANNELS, PATCH, SHIPPED, Painter
-from omnistage.models.starter.think import Thinker
-from omnistage.types import Condition, DiffusionParams
 
 PROMPTS = ("Draw a red fox.", "What did they say, and who is speaking?", "Hello! " * 30, "7")
 

@@ -17,12 +17,13 @@ prepare_torchvision(required=False)
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig  # noqa: E402
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel  # noqa: E402
 
+from omnistage.core.errors import CheckpointError, InvalidRequestError  # noqa: E402
+from omnistage.core.params import CodecParams  # noqa: E402
+from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageInput  # noqa: E402
 from omnistage.engines.codec import CodecStage, Window  # noqa: E402
 from omnistage.engines.codec.flow import evaluations, integrate, time_grid  # noqa: E402
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
-from omnistage.errors import CheckpointError, InvalidRequestError  # noqa: E402
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav, bigvgan, vocoder_context  # noqa: E402
-from omnistage.types import AudioChunk, CodecFrames, CodecInput, CodecParams, RequestInfo, StageInput  # noqa: E402
 
 REAL_VOCODER: dict[str, object] = {"upsample_initial_channel": 64}
 SMALL_VOCODER: dict[str, object] = {

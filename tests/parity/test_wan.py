@@ -15,17 +15,19 @@ import pytest
 import torch
 
 from omnistage.config import OmniEngineArgs, resolve
-from omnistage.engines.build import load_component
+from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError, OmniError, UnsupportedModalityError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import Lane, Row
-from omnistage.errors import CheckpointError, ConfigError, InvalidRequestError, OmniError, UnsupportedModalityError
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models.registry import REGISTRY
 from omnistage.models.wan import tiny, verify
 from omnistage.models.wan.components import Decoder, Denoiser, Encoder
 from omnistage.models.wan.family import FAMILY
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
+from omnistage.pipeline.build import load_component
 
 VARIANTS = get_args(tiny.Variant)
 SMALL = {"width": 64, "height": 32, "num_frames": 5, "steps": 3, "seed": 1}
@@ -315,7 +317,7 @@ def test_tokens(model: Callable[[str], Model]) -> None:
     assert model("t2v").parts[1].tokens(832, 480, 81) == 21 * 30 * 52
     assert model("ti2v").parts[1].tokens(1280, 704, 121) == 31 * 22 * 40
     assert opened(model("t2v"), case()).tokens == 2 * 2 * 4
-    resolved = resolve(OmniEngineArgs.parse({"model": str(model("t2v").folder)}))
+    resolved = resolve(OmniEngineArgs.parse({"model": str(model("t2v").folder)}), registry=REGISTRY)
     budget: Any = resolved.config.pipeline.stages["denoise"].budget
     assert 2 * model("t2v").parts[1].tokens(1280, 720, 81) <= budget.max_batch_tokens
 
@@ -342,7 +344,7 @@ def test_each_stage_has_only_its_weights(model: Callable[[str], Model]) -> None:
 @pytest.mark.parametrize("variant", ["i2v_clip", "ti2v"])
 def test_bfloat16(model: Callable[[str], Model], variant: str) -> None:
     loaded, asked = model(variant), case(pictures=1, steps=4)
-    resolved = resolve(OmniEngineArgs.parse({"model": str(loaded.folder), "device": "cpu"}))
+    resolved = resolve(OmniEngineArgs.parse({"model": str(loaded.folder), "device": "cpu"}), registry=REGISTRY)
     parts: Any = [
         load_component(LoadContext(resolved.model, name, stage, torch.device("cpu"), torch.bfloat16))
         for name, stage in resolved.config.pipeline.stages.items()
@@ -368,7 +370,7 @@ def test_two_experts_need_both(model: Callable[[str], Model], tmp_path: Path) ->
 
 def test_processor_takes_pictures_where_the_model_does(model: Callable[[str], Model]) -> None:
     for variant in VARIANTS:
-        resolved = resolve(OmniEngineArgs.parse({"model": str(model(variant).folder)}))
+        resolved = resolve(OmniEngineArgs.parse({"model": str(model(variant).folder)}), registry=REGISTRY)
         assert resolved.model.family == "wan"
         modalities = FAMILY.processor(resolved.model).input_modalities
         assert (Modality.IMAGE in modalities) == bool(fits(variant))
@@ -439,7 +441,7 @@ def test_condition_is_without_batch_dimension(model: Callable[[str], Model]) -> 
 
 
 def test_pictures_for_text_only_models_are_refused_early(model: Callable[[str], Model]) -> None:
-    resolved = resolve(OmniEngineArgs.parse({"model": str(model("t2v").folder)}))
+    resolved = resolve(OmniEngineArgs.parse({"model": str(model("t2v").folder)}), registry=REGISTRY)
     processor: Any = FAMILY.processor(resolved.model)
     with pytest.raises(UnsupportedModalityError, match="text alone"):
         processor.draw("x", [picture(32, 32)], None, DiffusionParams())

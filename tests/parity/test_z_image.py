@@ -14,14 +14,16 @@ import torch
 pytest.importorskip("diffusers")
 
 from omnistage.config import OmniEngineArgs, resolve
-from omnistage.errors import ConfigError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import ConfigError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models.registry import REGISTRY
 from omnistage.models.z_image import tiny, verify
 from omnistage.models.z_image.family import FAMILY
-from omnistage.types import DiffusionInput, DiffusionParams
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LONG = " ".join(["The river is quiet, and the children are playing under the old trees near the school."] * 3)
@@ -176,7 +178,7 @@ def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(checkpoint:
     tiny.write(tmp_path / "again")
     for path in checkpoint.folder.rglob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(checkpoint.folder)).read_bytes()
-    assert resolve(OmniEngineArgs(model=str(checkpoint.folder))).model.family == "z_image"
+    assert resolve(OmniEngineArgs(model=str(checkpoint.folder)), registry=REGISTRY).model.family == "z_image"
     pipe = diffusers().DiffusionPipeline.from_pretrained(tmp_path / "again")
     assert type(pipe).__name__ == "ZImagePipeline"
 

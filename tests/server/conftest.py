@@ -16,13 +16,13 @@ import openai
 import pytest
 import uvicorn
 
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.stage import ARStage
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
-from omnistage.params import SamplingParams
-from omnistage.pipeline.registry import REGISTRY
-from omnistage.server.app import create_app
-from omnistage.server.keys import Keyring
-from omnistage.server.runner import server_config
+from omnistage.server.access.keys import Keyring
+from omnistage.server.http.app import create_app
+from omnistage.server.http.run import server_config
 from omnistage.server.service import Service
 
 SERVE_LIMITS = ("limits.media.allow_paths=false",)

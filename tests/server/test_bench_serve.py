@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from omnistage.cli import app
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
 from tests.server.conftest import Running, make, serving
 

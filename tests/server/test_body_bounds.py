@@ -16,11 +16,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from omnistage.omni import AsyncOmni
-from omnistage.server import bodies
-from omnistage.server.bodies import PACE, BodyLimit
-from omnistage.server.errors import RateLimitError
-from omnistage.server.exchange import Connection
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http import body_limits as bodies
+from omnistage.server.http.body_limits import PACE, BodyLimit
+from omnistage.server.http.connection import Connection
+from omnistage.server.http.errors import RateLimitError
 from omnistage.server.service import Service
 from tests.server.conftest import Running, awaited, serving
 from tests.server.test_stress import SHORT, Held, held, lm, raw, status_of, until

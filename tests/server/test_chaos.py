@@ -21,15 +21,15 @@ import pytest
 import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.omni import AsyncOmni, Omni, OutputStream
-from omnistage.params import DiffusionParams, SamplingParams
 from omnistage.pipeline.orchestrator import OrchestratorStats
 from omnistage.pipeline.request import RequestRun
-from omnistage.server.audit import AUDIT_LOGGER, Record
-from omnistage.server.exchange import Connection, Exchange
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http.connection import Connection, Exchange
+from omnistage.server.observe.audit import AUDIT_LOGGER, Record
+from omnistage.server.openai.audio import speech, transcriptions
 from omnistage.server.realtime.session import Session
-from omnistage.server.routes import speech, transcriptions
 from omnistage.server.service import Service
 from tests.server.chaos import LONG, MAX_BODY, MAX_PIXELS, MAX_SECONDS, PICTURES, SOUND, TAG, TEXTS, Expected, Storm
 from tests.server.conftest import Running, make, serving

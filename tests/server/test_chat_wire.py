@@ -16,9 +16,9 @@ import soundfile
 from openai.types.chat import completion_create_params
 from PIL import Image
 
-from omnistage.errors import InvalidRequestError
-from omnistage.server.chat_request import ChatRequest
-from omnistage.server.spoken import SpokenAnswers
+from omnistage.core.errors import InvalidRequestError
+from omnistage.server.openai.chat.request import ChatRequest
+from omnistage.server.openai.chat.spoken import SpokenAnswers
 from tests.server.conftest import Running
 
 USER: list[Any] = [{"role": "user", "content": "Hello there"}]

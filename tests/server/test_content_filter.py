@@ -23,14 +23,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import AudioChunk, FinishReason, Modality, OmniTokensPrompt
 from omnistage.media.audio_output import AudioOutput
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.server import filters
-from omnistage.server.errors import ContentFilterError
-from omnistage.server.filtering import FilteredStream, prompt_texts
-from omnistage.server.filters import (
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.server.http.errors import ContentFilterError
+from omnistage.server.moderation import filters
+from omnistage.server.moderation.filtering import FilteredStream, prompt_texts
+from omnistage.server.moderation.filters import (
     AnswerText,
     ContentFilter,
     FilterContext,
@@ -43,18 +46,8 @@ from omnistage.server.filters import (
     make_filter,
     register_filter,
 )
+from omnistage.server.moderation.wordlist import WordList, squeezed
 from omnistage.server.service import Service
-from omnistage.server.wordlist import WordList, squeezed
-from omnistage.types import (
-    AudioChunk,
-    CompletionOutput,
-    DiffusionParams,
-    FinishReason,
-    Modality,
-    OmniRequestOutput,
-    OmniTokensPrompt,
-    OutputChunk,
-)
 from tests.server.conftest import Running, serving
 
 CONTEXT = FilterContext("ann", "lm")
@@ -303,12 +296,12 @@ def test_filters_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("mine", "Mine", "a.b", ""):
         with pytest.raises(ConfigError):
             register_filter(name, lambda _: Watcher())
-    entry = EntryPoint("plugged", "omnistage.server.filters:_wordlist", filters.GROUP)
+    entry = EntryPoint("plugged", "omnistage.server.moderation.filters:_wordlist", filters.GROUP)
     monkeypatch.setattr(filters, "entry_points", lambda **given: EntryPoints([entry]).select(**given))
     (tmp_path / "words").write_text("bad")
     assert isinstance(make_filter(f"plugged:{tmp_path}/words"), WordList)
     with pytest.raises(ConfigError, match="mine, plugged, wordlist"):
-        make_filter("omnistage.server.filters:_wordlist")
+        make_filter("omnistage.server.moderation.filters:_wordlist")
 
 
 def test_every_text_of_a_prompt_is_shown() -> None:

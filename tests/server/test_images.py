@@ -14,12 +14,12 @@ import openai
 import pytest
 from PIL import Image
 
-from omnistage.errors import ConfigError, LimitExceededError
+from omnistage.core.errors import ConfigError, LimitExceededError
 from omnistage.media.image_output import read_metadata
 from omnistage.omni import AsyncOmni
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.openai.files import FileStore
 from omnistage.server.service import Service
-from omnistage.server.store import FileStore
 from tests.server.conftest import Running, serving
 
 SMALL: dict[str, Any] = {"model": "draw", "prompt": "a red cat", "size": "64x48"}

@@ -16,10 +16,10 @@ import openai
 import pytest
 from PIL import Image
 
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
-from omnistage.server.errors import AuthenticationError, PermissionDeniedError, RateLimitError
-from omnistage.server.keys import KEYS_VARIABLE, Holder, Keyring, digest_of, load_keys
+from omnistage.server.access.keys import KEYS_VARIABLE, Holder, Keyring, digest_of, load_keys
+from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from omnistage.server.service import Service
 from tests.server.conftest import Running, serving
 from tests.server.test_stress import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from omnistage.server.runner import _listen
+from omnistage.server.http.run import _listen
 
 
 def test_nothing_waits_for_an_acknowledgement() -> None:

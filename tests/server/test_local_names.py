@@ -12,8 +12,8 @@ import websockets.sync.client
 from websockets.exceptions import InvalidStatus
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.keys import Holder, Keyring, digest_of
-from omnistage.server.local_names import is_loopback
+from omnistage.server.access.hosts import is_loopback
+from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
 from tests.server.conftest import serving
 

@@ -24,7 +24,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from omnistage.cli.serve import _media
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch, source
 from omnistage.media.hosts import HostRule, is_public_address
 from omnistage.media.image import decode_image

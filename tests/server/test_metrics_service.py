@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from omnistage.core.types import FinishReason
 from omnistage.omni import AsyncOmni
+from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.pipeline.timing import STEP_BUCKETS, StepTimer
-from omnistage.server.metrics import Measures
+from omnistage.server.observe.metrics import Measures
 from omnistage.server.service import Service
-from omnistage.types import FinishReason, OmniRequestOutput, Usage
 from tests.server.conftest import Running, serving
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

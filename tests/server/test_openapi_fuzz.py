@@ -17,9 +17,9 @@ from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.app import create_app
+from omnistage.server.http.app import create_app
+from omnistage.server.moderation.wordlist import WordList
 from omnistage.server.service import Service
-from omnistage.server.wordlist import WordList
 from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 
 FAMILIES = {"lm": "causal_lm", "omni": "qwen2_5_omni", "draw": "stable_diffusion_3", "film": "wan"}

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from omnistage.errors import InvalidRequestError
-from omnistage.server.wire import check_readable
+from omnistage.core.errors import InvalidRequestError
+from omnistage.server.openai.base import check_readable
 from tests.server.conftest import Running
 
 HALF = "\ud800"

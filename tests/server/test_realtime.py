@@ -352,7 +352,7 @@ def test_a_response_beside_the_conversation(connection: Any, prompts: list[Any])
 def test_what_the_model_has_no_room_for_is_left_out(
     connection: Any, omni: AsyncOmni, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from omnistage.errors import PromptTooLongError
+    from omnistage.core.errors import PromptTooLongError
 
     plan = omni._plan
 

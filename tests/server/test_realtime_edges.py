@@ -17,9 +17,9 @@ import websockets.sync.client as sockets
 from websockets.exceptions import InvalidStatus
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.keys import Holder, Keyring, digest_of
-from omnistage.server.origins import is_welcome
-from omnistage.server.routes import realtime
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.access.origins import is_welcome
+from omnistage.server.realtime import route as realtime
 from omnistage.server.service import Service
 from tests.server.conftest import Running, serving
 from tests.server.realtime_client import QUIET, RATE, TEXT, Raw, base64_of, raw_socket, said

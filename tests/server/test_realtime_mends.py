@@ -15,11 +15,11 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from omnistage.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.family import AudioLimits
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.registry import HearingProcessor
-from omnistage.server.keys import Holder
+from omnistage.server.access.keys import Holder
 from omnistage.server.realtime import config as settings
 from omnistage.server.realtime import events, items, listening, session
 from omnistage.server.realtime.config import Hearing, ServerVad, SessionConfig, for_response, updated
@@ -311,8 +311,8 @@ def test_a_sound_that_the_model_cannot_hear_is_refused_at_once(talk: Talk) -> No
 
 def test_the_model_hears_what_it_says_that_it_hears(models: dict[str, AsyncOmni]) -> None:
     processor = models["omni"].processor
-    assert isinstance(processor, HearingProcessor)
-    assert not isinstance(models["lm"].processor, HearingProcessor)
+    assert isinstance(processor, AudioLimits)
+    assert not isinstance(models["lm"].processor, AudioLimits)
 
     def plan(seconds: float) -> None:
         content = [{"type": "audio", "audio": (sound(seconds), RATE)}]

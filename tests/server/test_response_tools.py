@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from omnistage.server.response_tools import ResponseToolFields, ToolOutput, laid_out, whole_output
+from omnistage.server.openai.responses.tools import ResponseToolFields, ToolOutput, laid_out, whole_output
 from tests.server.conftest import Running
 
 DIGITS = {

@@ -13,11 +13,12 @@ import openai
 import pytest
 import soundfile
 
-from omnistage.errors import InternalError
+from omnistage.core.errors import InternalError
+from omnistage.core.types import FinishReason, Modality
 from omnistage.media.audio_output import AudioOutput
-from omnistage.server.response_request import ResponsesRequest
-from omnistage.server.routes.responses import Answer, Writer
-from omnistage.types import CompletionOutput, FinishReason, Modality, OmniRequestOutput, OutputChunk
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.server.openai.responses.request import ResponsesRequest
+from omnistage.server.openai.responses.route import Answer, Writer
 from tests.server.conftest import Running
 from tests.server.test_chat_completions import data_url
 

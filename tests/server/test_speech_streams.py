@@ -13,14 +13,15 @@ import numpy as np
 import openai
 import pytest
 
-from omnistage.errors import DeadlineExceededError, StageError
+from omnistage.core.errors import DeadlineExceededError, StageError
+from omnistage.core.types import AudioChunk, FinishReason, Modality
 from omnistage.media.audio import decode_audio
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.limits import MediaLimits
 from omnistage.omni import AsyncOmni
-from omnistage.server.encode import encode_audio, pcm16, sound_writer
-from omnistage.server.routes.speech import _events, _file
-from omnistage.types import AudioChunk, FinishReason, Modality, OmniRequestOutput, OutputChunk
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.server.openai.audio.encode import encode_audio, pcm16, sound_writer
+from omnistage.server.openai.audio.speech import _events, _file
 from tests.server.conftest import Running, awaited
 from tests.server.test_stress import Held, until
 

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 from starlette.datastructures import UploadFile
 
-from omnistage.errors import QueueFullError
+from omnistage.core.errors import QueueFullError
+from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
-from omnistage.server.workers import Workers
-from omnistage.types import Modality
+from omnistage.server.http.executor import Workers
 from tests.server.conftest import awaited
 from tests.server.test_starter_service import HELLO, SHORT, server, starter
 

@@ -20,17 +20,19 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from omnistage_starter import tiny
+from omnistage_starter.speaking import Sentences, Speaker
+from omnistage_starter.stand_ins import write_ears
 from PIL import Image
 
-from omnistage.errors import ShutdownError
-from omnistage.media.audio import AudioClip
-from omnistage.models.starter import tiny
-from omnistage.models.starter.speaking import Sentences, Speaker
-from omnistage.models.starter.stand_ins import write_ears
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import ShutdownError
+from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
-from omnistage.server import dictation
-from omnistage.server.chat_answer import usage_of
-from omnistage.server.filters import (
+from omnistage.pipeline.outputs import Usage
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http.executor import Workers
+from omnistage.server.moderation.filters import (
     AnswerText,
     ContentFilter,
     FilterContext,
@@ -41,11 +43,10 @@ from omnistage.server.filters import (
     Refuse,
     Verdict,
 )
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.moderation.wordlist import WordList
+from omnistage.server.openai.audio import transcriber as dictation
+from omnistage.server.openai.chat.response import usage_of
 from omnistage.server.service import Service
-from omnistage.server.wordlist import WordList
-from omnistage.server.workers import Workers
-from omnistage.types import Modality, Usage
 from tests.server.conftest import SERVE_LIMITS, Running, awaited, serving
 from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
 

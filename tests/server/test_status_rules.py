@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.app import create_app
-from omnistage.server.exchange import Connection
-from omnistage.server.jobs import new_job
-from omnistage.server.keys import Holder, Keyring, digest_of
-from omnistage.server.routes.videos import _owner
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http.app import create_app
+from omnistage.server.http.connection import Connection
+from omnistage.server.openai.videos.jobs import new_job
+from omnistage.server.openai.videos.route import _owner
 from omnistage.server.service import Service
 from tests.server.conftest import Running, serving
 from tests.server.test_stress import LONG, SHORT, SMALL_BODY, Held, audit, raw, status_of, until

@@ -19,12 +19,12 @@ import httpx
 import openai
 import pytest
 
-from omnistage.errors import StageError
+from omnistage.core.errors import StageError
+from omnistage.core.stage import Stage
+from omnistage.core.types import FinishReason
 from omnistage.omni import AsyncOmni
-from omnistage.pipeline.stage import Stage
-from omnistage.server.audit import AUDIT_LOGGER
+from omnistage.server.observe.audit import AUDIT_LOGGER
 from omnistage.server.service import Service
-from omnistage.types import FinishReason
 from tests.server.conftest import Running, serving
 
 LONG: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from omnistage.omni import AsyncOmni
+from omnistage.server.openai.tools import CallReader, Function, Tool, Toolbox, ToolFields, read_whole
 from omnistage.server.service import Service
-from omnistage.server.tools import CallReader, Function, Tool, Toolbox, ToolFields, read_whole
 from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 
 USER = [{"role": "user", "content": "Weather in Rome?"}]

@@ -21,10 +21,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from omnistage.cli.serve import otel_in_environment
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
+from omnistage.server.observe.tracing import Tracing, start_tracing
 from omnistage.server.service import Service
-from omnistage.server.tracing import Tracing, start_tracing
 from tests.server.conftest import Running, serving
 
 MARKER = "xq7marker"
@@ -218,8 +218,8 @@ def test_the_standard_variables_ask_for_it(
 
 def test_off_means_that_nothing_is_imported() -> None:
     code = (
-        "import sys, omnistage.server.app, omnistage.server.service as s; s.Service();"
-        "names = ('opentelemetry.sdk', 'opentelemetry.exporter', 'omnistage.server.tracing', 'jwt');"
+        "import sys, omnistage.server.http.app, omnistage.server.service as s; s.Service();"
+        "names = ('opentelemetry.sdk', 'opentelemetry.exporter', 'omnistage.server.observe.tracing', 'jwt');"
         "print([m for m in sys.modules if m.startswith(names)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

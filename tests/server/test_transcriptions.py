@@ -15,7 +15,7 @@ import soundfile
 from openai.types.audio import transcription_create_params
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.routes.transcriptions import _REFUSED, TranscriptionForm
+from omnistage.server.openai.audio.transcriptions import _REFUSED, TranscriptionForm
 from tests.server.conftest import Running
 
 pytestmark = pytest.mark.usefixtures("ending")

@@ -20,11 +20,11 @@ import openai
 import pytest
 from PIL import Image
 
-from omnistage.errors import ConfigError, LimitExceededError
+from omnistage.core.errors import ConfigError, LimitExceededError
 from omnistage.media.video_output import read_video_metadata
 from omnistage.omni import AsyncOmni
-from omnistage.server.jobs import Job, JobStore, new_job
-from omnistage.server.keys import Holder, Keyring, digest_of
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.openai.videos.jobs import Job, JobStore, new_job
 from omnistage.server.service import Service
 from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 
@@ -242,7 +242,7 @@ def job(store: JobStore, size: int | None = None) -> Job:
 KILLED = """
 import os, sys, threading
 from pathlib import Path
-from omnistage.server.jobs import JobStore, new_job
+from omnistage.server.openai.videos.jobs import JobStore, new_job
 
 store = JobStore(Path(sys.argv[1]))
 jobs = [new_job("me", "film", "a red cat", "32x32", "1") for _ in range(4)]

@@ -17,11 +17,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
-from omnistage.errors import ConfigError
-from omnistage.server.errors import AuthenticationError, PermissionDeniedError, RateLimitError
-from omnistage.server.keys import Holder, Keyring, digest_of, load_keys
+from omnistage.core.errors import ConfigError
+from omnistage.server.access.jwt import SigningKey, TokenVerifier, read_keys, secret_key
+from omnistage.server.access.keys import Holder, Keyring, digest_of, load_keys
+from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from omnistage.server.service import Service
-from omnistage.server.web_tokens import SigningKey, TokenVerifier, read_keys, secret_key
 from tests.server.conftest import serving
 
 SECRET = b"a secret of many bytes: " * 3

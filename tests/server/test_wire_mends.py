@@ -13,16 +13,17 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.responses import response_create_params
 
-from omnistage.errors import StageError
+from omnistage.core.errors import StageError
+from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni, OutputStream
-from omnistage.server.chat_answer import usage_of
-from omnistage.server.keys import Holder, Keyring, digest_of
-from omnistage.server.response_request import ResponsesRequest
-from omnistage.server.routes import completions
-from omnistage.server.routes.responses import Answer, Writer
-from omnistage.server.schemas import CompletionRequest
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.openai import completions
+from omnistage.server.openai.chat.response import usage_of
+from omnistage.server.openai.request_models import CompletionRequest
+from omnistage.server.openai.responses.request import ResponsesRequest
+from omnistage.server.openai.responses.route import Answer, Writer
 from omnistage.server.service import Service
-from omnistage.types import CompletionOutput, FinishReason, Modality, OmniRequestOutput, OutputChunk, Usage
 from tests.server.conftest import SERVE_LIMITS, Running, make, serving
 from tests.server.test_stress import Held, until
 

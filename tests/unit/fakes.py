@@ -9,33 +9,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from omnistage.chat import ChatMessage, TextPart
-from omnistage.errors import InvalidRequestError, OmniError
-from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.registry import Bridge, BridgeResult
-from omnistage.pipeline.request import OmniRequest
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
+from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.family import Bridge, BridgeResult
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     CodecFrames,
     CodecInput,
-    CodecParams,
     FinishReason,
     Modality,
-    OmniRequestOutput,
     OmniTokensPrompt,
-    OutputChunk,
     RequestInfo,
-    SamplingParams,
     SideRows,
     StageChunk,
     StageFeed,
     StageInput,
-    StageParams,
     StagePayloadIn,
     TokenChunk,
 )
+from omnistage.pipeline.orchestrator import Orchestrator
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.pipeline.request import OmniRequest
 
 RATE = 100
 TEXT, AUDIO = Modality.TEXT, Modality.AUDIO

@@ -11,13 +11,7 @@ import torch
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
-from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.memory import block_bytes
-from omnistage.engines.ar.scheduler import ScheduledSequence
-from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import build_stage
-from omnistage.errors import (
+from omnistage.core.errors import (
     CapacityError,
     ConfigError,
     InvalidRequestError,
@@ -25,27 +19,33 @@ from omnistage.errors import (
     PromptTooLongError,
     StageError,
 )
-from omnistage.models.causal_lm import tiny
-from omnistage.models.causal_lm.component import CausalLM
-from omnistage.models.causal_lm.processor import CausalLMProcessor
-from omnistage.pipeline.registry import REGISTRY, LoadContext
-from omnistage.types import (
+from omnistage.core.family import LoadContext
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import (
     ARInput,
     CodecFrames,
     CodecInput,
-    CodecParams,
     FinishReason,
     MediaSpan,
     Modality,
     OmniTokensPrompt,
     RequestInfo,
-    SamplingParams,
     SideRows,
     StageChunk,
     StageInput,
     TokenChunk,
     TokenLogprobs,
 )
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.memory import block_bytes
+from omnistage.engines.ar.scheduler import ScheduledSequence
+from omnistage.engines.ar.stage import ARStage
+from omnistage.models.causal_lm import tiny
+from omnistage.models.causal_lm.component import CausalLM
+from omnistage.models.causal_lm.processor import CausalLMProcessor
+from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import build_stage
 
 EOS = tiny.special_ids()["<|im_end|>"]
 PROMPT = (5, 17, 42, 300, 7, 81, 640, 12, 99)
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(folder: Path) -> CausalLM:
-    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
     config = resolved.config.pipeline.stages["thinker"]
     context = LoadContext(resolved.model, "thinker", config, torch.device("cpu"), torch.float32)
     component = REGISTRY.component(config.component)(context)
@@ -203,7 +203,7 @@ def all_free(stage: ARStage) -> bool:
 
 
 def test_the_engine_builds_the_stage_that_these_tests_build_by_hand(folder: Path, model: CausalLM) -> None:
-    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
     config = resolved.config
     stage = build_stage(resolved.model, "thinker", config.pipeline.stages["thinker"], config.deployment)
     assert isinstance(stage, ARStage)

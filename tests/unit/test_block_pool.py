@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from omnistage.core.errors import InternalError
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
-from omnistage.errors import InternalError
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
-from omnistage.pipeline.registry import check_bridge
-from omnistage.types import (
+from omnistage.core.registry import check_bridge
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     CodecFrames,
@@ -24,6 +23,7 @@ from omnistage.types import (
     StageChunk,
     TokenChunk,
 )
+from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
 
 INFO = RequestInfo("r")
 CONTEXT = {"image_grid_thw": torch.tensor([[1, 2, 2]])}

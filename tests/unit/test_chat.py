@@ -13,10 +13,11 @@ import pytest
 import soundfile
 from PIL import Image
 
-from omnistage import chat
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, ToolCall, VideoPart, parse_messages
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, ToolCall, VideoPart
 from omnistage.media import AudioClip, MediaLimits, VideoClip
+from omnistage.pipeline.messages import chat
+from omnistage.pipeline.messages.chat import parse_messages
 
 LIMITS = MediaLimits()
 

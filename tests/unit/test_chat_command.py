@@ -20,22 +20,19 @@ from omnistage.cli import terminal as terminal_module
 from omnistage.cli.chat import Talk
 from omnistage.cli.conversation import Conversation, Said, file_and_words, next_file
 from omnistage.cli.terminal import Terminal, half_blocks, printable, timeline
-from omnistage.errors import LimitExceededError, OmniError, PromptTooLongError, StageError, UnsupportedModalityError
+from omnistage.core.errors import (
+    LimitExceededError,
+    OmniError,
+    PromptTooLongError,
+    StageError,
+    UnsupportedModalityError,
+)
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import FinishReason, Modality, Progress
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.image_output import ImageOutput
 from omnistage.media.limits import MediaLimits
-from omnistage.types import (
-    CompletionOutput,
-    DiffusionParams,
-    FinishReason,
-    Modality,
-    OmniRequestOutput,
-    OutputChunk,
-    Progress,
-    SamplingParams,
-    StageTrace,
-    Trace,
-)
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, StageTrace, Trace
 
 ALL = (Modality.TEXT, Modality.AUDIO, Modality.IMAGE)
 STAGES = {"think": SimpleNamespace(params_type=SamplingParams), "draw": SimpleNamespace(params_type=DiffusionParams)}
@@ -244,7 +241,7 @@ def test_files_are_heard_and_seen_with_words_beside_them(tmp_path):
 
 def test_what_is_understood_of_a_sound_is_shown_and_saved(tmp_path):
     class Ears(Processor):
-        ears_rate = 16_000
+        audio_sample_rate = 16_000
 
         def transcribe(self, clip) -> str:
             return f"{len(clip.samples)} samples"

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from omnistage.chat import ChatMessage, parse_messages
-from omnistage.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.messages import ChatMessage
 from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
 from omnistage.models.causal_lm import tiny as causal_tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor
 from omnistage.models.qwen2_5_omni import tiny as omni_tiny
 from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
+from omnistage.pipeline.messages.chat import parse_messages
 
 # As Qwen2.5 and Hermes write them: tools in the system turn, calls as JSON in tags, results together in a user turn.
 TOOL_TEMPLATE = """

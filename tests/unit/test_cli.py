@@ -17,23 +17,16 @@ from omnistage import __version__
 from omnistage.cli import app
 from omnistage.cli.common import progress_bar
 from omnistage.cli.generate import chat_messages
-from omnistage.errors import CapacityError, StageError
+from omnistage.core import family as registry_module
+from omnistage.core.errors import CapacityError, StageError
+from omnistage.core.family import Family
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.registry import Registry
+from omnistage.core.types import FinishReason, Modality
+from omnistage.core.verification import VerifyRow
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.image_output import ImageOutput
-from omnistage.pipeline import registry as registry_module
-from omnistage.pipeline.registry import Family, Registry
-from omnistage.types import (
-    CompletionOutput,
-    DiffusionParams,
-    FinishReason,
-    Modality,
-    OmniRequestOutput,
-    SamplingParams,
-    StageTrace,
-    Trace,
-    Usage,
-)
-from omnistage.verify import VerifyRow
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, StageTrace, Trace, Usage
 
 PIPELINE = """\
 pipeline:
@@ -438,9 +431,9 @@ def test_an_answer_that_failed_ends_with_its_error(kind, omni):
 @pytest.mark.parametrize("code", [0, 1])
 def test_bench_runs_the_benchmark_and_ends_with_its_code(code, monkeypatch, tmp_path):
     asked = {}
-    module = ModuleType("omnistage.bench")
+    module = ModuleType("omnistage.bench.offline")
     module.run = lambda **options: asked.update(options) or code  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "omnistage.bench", module)
+    monkeypatch.setitem(sys.modules, "omnistage.bench.offline", module)
     run("bench", "--quick", "--out", tmp_path, code=code)
     assert (asked["quick"], asked["out"]) == (True, tmp_path)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from omnistage_starter.processor import lacking
 
 from omnistage.cli.common import print_error
-from omnistage.errors import LimitExceededError, PromptTooLongError
-from omnistage.models.starter.processor import lacking
-from omnistage.types import Modality
+from omnistage.core.errors import LimitExceededError, PromptTooLongError
+from omnistage.core.types import Modality
 from tests.unit.test_chat_command import FakeOmni, Processor, make
 
 
 class Deaf(Processor):
     input_modalities = frozenset({Modality.TEXT})
 
-    def lacking(self, kind: Modality) -> str:
+    def unsupported_reason(self, kind: Modality) -> str:
         return lacking(kind)
 
 

@@ -8,22 +8,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
-from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
-from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError, StageError
-from omnistage.types import (
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, StageError
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     CodecFrames,
     CodecInput,
-    CodecParams,
     FinishReason,
     RequestInfo,
-    SamplingParams,
     SideRows,
     StageChunk,
     StageInput,
 )
+from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
+from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
 
 BUDGET = SimpleNamespace(max_batch=4, max_running=8, first_chunk_blocks=1, max_chunk_blocks=4, lookahead_blocks=1)
 POISON = 13

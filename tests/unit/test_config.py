@@ -31,15 +31,17 @@ from omnistage.config import (
 from omnistage.config.emit import emit_yaml
 from omnistage.config.resolve import check
 from omnistage.config.yamlio import load_file, load_text
-from omnistage.errors import (
+from omnistage.core.errors import (
     CheckpointError,
     ConfigError,
     RegistryError,
     UnsupportedModalityError,
     UnsupportedModelError,
 )
-from omnistage.pipeline.registry import Family, Registry
-from omnistage.types import Modality
+from omnistage.core.family import Family
+from omnistage.core.registry import Registry
+from omnistage.core.types import Modality
+from omnistage.models.registry import REGISTRY
 
 PIPELINE = """\
 pipeline:
@@ -480,15 +482,15 @@ def test_an_enormous_json_file_is_not_read(model, registry, monkeypatch):
 def test_a_path_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "..":
-        assert find_model(name) == tmp_path.parent
+        assert find_model(name, REGISTRY) == tmp_path.parent
         return
     with pytest.raises(CheckpointError, match="there is no folder"):
-        find_model(name)
+        find_model(name, REGISTRY)
 
 
 def test_a_file_in_place_of_a_folder(model):
     with pytest.raises(CheckpointError, match="give the folder"):
-        find_model(str(model / "config.json"))
+        find_model(str(model / "config.json"), REGISTRY)
 
 
 def _fill_hub_cache(cache: Path) -> Path:
@@ -502,7 +504,7 @@ def _fill_hub_cache(cache: Path) -> Path:
 
 def test_a_hub_name_is_found_in_the_local_cache(tmp_path):
     snapshot = _fill_hub_cache(tmp_path)
-    assert find_model("org/name", cache_dir=tmp_path) == snapshot
+    assert find_model("org/name", REGISTRY, cache_dir=tmp_path) == snapshot
 
 
 def test_a_hub_name_that_is_not_here_is_not_downloaded_unasked(tmp_path, monkeypatch):
@@ -516,16 +518,16 @@ def test_a_hub_name_that_is_not_here_is_not_downloaded_unasked(tmp_path, monkeyp
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(CheckpointError, match="allow_download"):
-        find_model("org/name")
+        find_model("org/name", REGISTRY)
     assert calls == [True]
     with pytest.raises(CheckpointError, match="could not be downloaded: no connection"):
-        find_model("org/name", allow_download=True)
+        find_model("org/name", REGISTRY, allow_download=True)
     assert calls == [True, True, False]
 
 
 def test_a_hub_name_that_the_hub_refuses():
     with pytest.raises(CheckpointError, match="neither a folder nor a name on the hub"):
-        find_model("org/name--x")
+        find_model("org/name--x", REGISTRY)
 
 
 def test_a_download_takes_no_code(tmp_path, monkeypatch):
@@ -538,7 +540,7 @@ def test_a_download_takes_no_code(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert find_model("org/name", allow_download=True) == tmp_path
+    assert find_model("org/name", REGISTRY, allow_download=True) == tmp_path
 
 
 @pytest.fixture
@@ -581,7 +583,7 @@ def test_an_index_cannot_lead_out_of_the_folder(weight_map, checkpoint, model):
 
 
 def test_the_built_in_families_pass_every_check():
-    from omnistage.pipeline.registry import REGISTRY
+    from omnistage.models.registry import REGISTRY
 
     for each in REGISTRY.families().values():
         document = load_file(each.pipeline, label=each.name)
@@ -594,6 +596,6 @@ def test_the_built_in_families_pass_every_check():
 @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "~no-such-user-here/model", "\0", "\ud800"])
 def test_a_model_name_that_no_system_takes_is_a_checkpoint_error(name):
     with pytest.raises(CheckpointError) as caught:
-        find_model(name)
+        find_model(name, REGISTRY)
     assert caught.value.param == "model"
     assert len(str(caught.value)) < 250

@@ -10,8 +10,9 @@ import pytest
 from omnistage.config import LocatedConfigError, OmniEngineArgs, resolve
 from omnistage.config.layers import Layers
 from omnistage.config.yamlio import load_file, load_text
-from omnistage.errors import ConfigError
-from omnistage.pipeline.registry import Family, Registry
+from omnistage.core.errors import ConfigError
+from omnistage.core.family import Family
+from omnistage.core.registry import Registry
 
 PIPELINE = """\
 pipeline:

@@ -15,7 +15,7 @@ import typer.main
 import yaml
 
 from omnistage.cli import app
-from omnistage.server.runner import _WRITING_SECONDS
+from omnistage.server.http.run import _WRITING_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from omnistage.core.errors import ConfigError, StageError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition
 from omnistage.engines.diffusion.caching import KINDS, StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.runner import DiffusionRunner
 from omnistage.engines.diffusion.scheduler import LaneKey
-from omnistage.errors import ConfigError, StageError
-from omnistage.types import Condition, DiffusionParams
 
 TEXT = 6
 

@@ -12,17 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
-from omnistage.engines.diffusion.decode import DecodeStage
-from omnistage.engines.diffusion.encode import EncodeStage, PromptCache, job_key
-from omnistage.engines.diffusion.stage import DenoiseStage
-from omnistage.errors import CapacityError, InvalidRequestError, OmniError, StageError
-from omnistage.types import (
+from omnistage.core.errors import CapacityError, InvalidRequestError, OmniError, StageError
+from omnistage.core.params import CodecParams, DiffusionParams
+from omnistage.core.types import (
     CodecFrames,
-    CodecParams,
     Condition,
     DiffusionInput,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Latents,
@@ -33,6 +28,10 @@ from omnistage.types import (
     StageInput,
     VideoChunk,
 )
+from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
+from omnistage.engines.diffusion.decode import DecodeStage
+from omnistage.engines.diffusion.encode import EncodeStage, PromptCache, job_key
+from omnistage.engines.diffusion.stage import DenoiseStage
 
 STARTED, STOP, ERROR = None, FinishReason.STOP, FinishReason.ERROR
 

@@ -120,7 +120,7 @@ def test_the_sampling_page_lists_every_field_with_its_default() -> None:
 
 
 def test_the_error_codes_on_the_pages_exist() -> None:
-    from omnistage import errors
+    from omnistage.core import errors
 
     page = (ROOT / "docs" / "media.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+Error)` \| `(\w+)` \|", page, re.MULTILINE)

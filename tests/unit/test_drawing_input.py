@@ -16,32 +16,26 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from omnistage.cli import app, drawing
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError, OmniError
-from omnistage.media.image_output import ImageOutput, read_metadata
-from omnistage.media.limits import MediaLimits
-from omnistage.media.video_output import VideoOutput
-from omnistage.pipeline.drawing import parse_drawing
-from omnistage.pipeline.output import OutputAssembler, OutputBuffer
-from omnistage.pipeline.request import spread
-from omnistage.types import (
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError, OmniError
+from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StageParams
+from omnistage.core.types import (
     AudioChunk,
-    CodecParams,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Modality,
-    OmniRequestOutput,
     OmniTokensPrompt,
-    OutputChunk,
     Progress,
-    SamplingParams,
     StageChunk,
-    StageParams,
     TokenChunk,
-    Trace,
-    Usage,
     VideoChunk,
 )
+from omnistage.media.image_output import ImageOutput, read_metadata
+from omnistage.media.limits import MediaLimits
+from omnistage.media.video_output import VideoOutput
+from omnistage.pipeline.messages.drawing import parse_drawing
+from omnistage.pipeline.output import OutputAssembler, OutputBuffer
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace, Usage
+from omnistage.pipeline.request import spread
 
 LIMITS = MediaLimits()
 

@@ -11,9 +11,9 @@ from torch import nn
 from omnistage.config import OmniEngineArgs
 from omnistage.engines.ar.few_rows import FEWEST, MOST, FewRowsLinear, WholeNorm, quicken
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import build_parts
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.tiny import write
+from omnistage.pipeline.build import build_parts
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
 

@@ -16,9 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("xgrammar")
 
-from omnistage.engines.ar import grammar
-from omnistage.engines.ar.sampler import Sampler
-from omnistage.errors import (
+from omnistage.core.errors import (
     ConfigError,
     InvalidRequestError,
     LimitExceededError,
@@ -26,7 +24,9 @@ from omnistage.errors import (
     QueueFullError,
     StageError,
 )
-from omnistage.types import SamplingParams, StructuredOutput
+from omnistage.core.params import SamplingParams, StructuredOutput
+from omnistage.engines.ar import grammar
+from omnistage.engines.ar.sampler import Sampler
 
 CPU = torch.device("cpu")
 SCHEMA: dict[str, object] = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from omnistage.errors import InvalidRequestError, MediaError
+from omnistage.core.errors import InvalidRequestError, MediaError
 from omnistage.media.image_output import SOFTWARE, ImageOutput, contact_sheet, read_metadata
 
 METADATA = {"prompt": "ein Schloß 城堡 \U0001f3f0", "seed": 7, "guidance": 3.5, "size": [48, 40], "lora": None}

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnistage.chat import ChatMessage, ImagePart, TextPart
 from omnistage.config import LimitsConfig
-from omnistage.config.graph import PipelineGraph
 from omnistage.config.schema import PipelineConfig
-from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     CapacityError,
     InvalidRequestError,
@@ -22,17 +19,14 @@ from omnistage.errors import (
     OmniError,
     PromptTooLongError,
 )
-from omnistage.omni import Omni
-from omnistage.pipeline.intake import RequestFactory, RequestOptions
-from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.registry import Bridge, BridgeResult
-from omnistage.pipeline.request import OmniRequest, RequestRun
-from omnistage.types import (
+from omnistage.core.family import Bridge, BridgeResult
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.messages import ChatMessage, ImagePart, TextPart
+from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StageParams
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     ChatInput,
-    CodecParams,
-    DiffusionParams,
     FinishReason,
     MediaSpan,
     Modality,
@@ -40,12 +34,15 @@ from omnistage.types import (
     ModuleOutput,
     OmniTokensPrompt,
     RequestInfo,
-    SamplingParams,
     StageChunk,
-    StageParams,
     StagePayloadIn,
     TokenChunk,
 )
+from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
+from omnistage.omni import Omni
+from omnistage.pipeline.intake import RequestFactory, RequestOptions
+from omnistage.pipeline.orchestrator import Orchestrator
+from omnistage.pipeline.request import OmniRequest, RequestRun
 from tests.unit.fakes import AUDIO, TEXT, FakeGraph, FakeStage, Recorder
 
 pytestmark = pytest.mark.timeout(60)

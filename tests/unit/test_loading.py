@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omnistage.errors import CheckpointError, UnsupportedModelError
+from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.loading import (
     Checkpoint,

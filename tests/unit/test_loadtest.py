@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnistage.errors import InvalidRequestError
-from omnistage.loadtest.client import Address, EventReader
-from omnistage.loadtest.measure import (
+from omnistage.bench.client import Address, EventReader
+from omnistage.bench.measure import (
     Outcome,
     Playback,
     Spread,
@@ -25,7 +24,8 @@ from omnistage.loadtest.measure import (
     spreads,
     within,
 )
-from omnistage.loadtest.workload import Kind, Span, Workload, arrivals, parse_mix, read_prompts
+from omnistage.bench.workload import Kind, Span, Workload, arrivals, parse_mix, read_prompts
+from omnistage.core.errors import InvalidRequestError
 
 MODELS = {kind: f"a-{kind}" for kind in Kind}
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from omnistage.errors import InvalidRequestError, MissingDependencyError
-from omnistage.loadtest.client import Client
-from omnistage.loadtest.load import Generator, Plan, Run, calibrated, connect, models_for
-from omnistage.loadtest.measure import Outcome, Spread
-from omnistage.loadtest.plot import plot
-from omnistage.loadtest.report import SCHEMA, GeneratorLoad, Report, build, shown_command
-from omnistage.loadtest.tables import compare, read_report, show
-from omnistage.loadtest.workload import Kind, Workload, arrivals, parse_mix
+from omnistage.bench.client import Client
+from omnistage.bench.load import Generator, Plan, Run, calibrated, connect, models_for
+from omnistage.bench.measure import Outcome, Spread
+from omnistage.bench.plot import plot
+from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, shown_command
+from omnistage.bench.tables import compare, read_report, show
+from omnistage.bench.workload import Kind, Workload, arrivals, parse_mix
+from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
 Reply = Callable[["Service", str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 MODELS = {"data": [{"id": "chat", "modalities": {"output": ["text"]}}, {"id": "all", "modalities": {"output": []}}]}

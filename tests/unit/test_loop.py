@@ -9,19 +9,11 @@ import weakref
 
 import pytest
 
-from omnistage.errors import InvalidRequestError, ShutdownError, StageError
+from omnistage.core.errors import InvalidRequestError, ShutdownError, StageError
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk, StageInput, TokenChunk
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.loop import LoopThread, StageLoop
-from omnistage.types import (
-    ARInput,
-    FinishReason,
-    RequestInfo,
-    SamplingParams,
-    SideRows,
-    StageChunk,
-    StageInput,
-    TokenChunk,
-)
 from tests.unit.fakes import FakeClock, FakeStage, _Rows
 
 pytestmark = pytest.mark.timeout(60)

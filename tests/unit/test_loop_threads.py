@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, StageInput
 from omnistage.engines import threads
 from omnistage.pipeline import loop as stage_loops
 from omnistage.pipeline.loop import LoopThread, StageLoop, loop_threads, sharing
-from omnistage.types import ARInput, FinishReason, RequestInfo, SamplingParams, StageChunk, StageInput
 from tests.unit.fakes import FakeStage
 
 pytestmark = pytest.mark.timeout(60)

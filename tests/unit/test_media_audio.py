@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import audio as audio_module
-from omnistage.media.audio import AudioClip, AudioOutput, decode_audio, encode_wav
+from omnistage.media.audio import AudioOutput, decode_audio, encode_wav
 from omnistage.media.limits import MediaLimits
 
 LIMITS = MediaLimits()

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from pydantic import ValidationError
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import load_bytes

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.clips import VideoClip
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import video as video_module
 from omnistage.media.container import open_container
 from omnistage.media.limits import MediaLimits
-from omnistage.media.video import VideoClip, decode_video
+from omnistage.media.video import decode_video
 
 LIMITS = MediaLimits()
 

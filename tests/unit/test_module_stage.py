@@ -10,25 +10,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from omnistage.chat import ChatMessage, TextPart
-from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
-from omnistage.engines.codec.module import UNFINISHED, JobResult, ModulePayload
-from omnistage.engines.codec.scheduler import AGE_LIMIT
-from omnistage.errors import InvalidRequestError, LimitExceededError, StageError
-from omnistage.types import (
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, StageError
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import (
     AudioChunk,
     ChatInput,
     CodecFrames,
     CodecInput,
-    CodecParams,
     FinishReason,
     ModuleInput,
     ModuleOutput,
     RequestInfo,
-    SamplingParams,
     StageChunk,
     StageInput,
 )
+from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
+from omnistage.engines.codec.module import UNFINISHED, JobResult, ModulePayload
+from omnistage.engines.codec.scheduler import AGE_LIMIT
 
 BUDGET = SimpleNamespace(max_batch=4)
 STOP, ERROR = FinishReason.STOP, FinishReason.ERROR

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from omnistage.config import DeploymentConfig, LimitsConfig
-from omnistage.errors import (
+from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     OmniError,
@@ -23,9 +23,11 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.types import CodecParams, FinishReason, OmniTokensPrompt, OutputChunk, SamplingParams, StageInput
+from omnistage.pipeline.outputs import OutputChunk
 from tests.unit.fakes import AUDIO, FakeGraph, FakeProcessor, FakeStage, linear, stream_into
 
 pytestmark = pytest.mark.timeout(60)
@@ -266,7 +268,7 @@ def test_an_interrupt_aborts_what_is_in_flight(rig: Rig, monkeypatch: pytest.Mon
     def interrupt(self: object, timeout: float) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("omnistage.batch.Batch.wait", interrupt)
+    monkeypatch.setattr("omnistage.pipeline.batch.Batch.wait", interrupt)
     with rig.omni() as omni:
         with pytest.raises(KeyboardInterrupt):
             omni.generate(["one", "two"])

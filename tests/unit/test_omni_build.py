@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from omnistage.config import OmniEngineArgs
-from omnistage.engines import build
+from omnistage.core.errors import CapacityError, CheckpointError, ConfigError, RegistryError
+from omnistage.core.family import Family, LoadContext
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.registry import Registry
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.codec.component import CodecComponent
-from omnistage.errors import CapacityError, CheckpointError, ConfigError, RegistryError
 from omnistage.omni import Omni
-from omnistage.pipeline.registry import Family, LoadContext, Registry
-from omnistage.types import CodecParams, SamplingParams
+from omnistage.pipeline import build
 from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
 
 PIPELINE = """

@@ -16,11 +16,7 @@ from onnx.onnx_ml_pb2 import NodeProto
 from omnistage.config import OmniEngineArgs
 from omnistage.config.arrays import ArraySpec
 from omnistage.config.schema import ModuleAudio, ModuleConfig
-from omnistage.engines.build import EngineParts, build_parts
-from omnistage.engines.codec import Job, ModuleStage
-from omnistage.engines.codec.onnx import BRIDGES, COMPONENTS, OnnxComponent, OnnxModule
-from omnistage.engines.codec.onnx_refs import check_external_files, external_files
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     CheckpointError,
     ConfigError,
@@ -28,11 +24,11 @@ from omnistage.errors import (
     MissingDependencyError,
     StageError,
 )
-from omnistage.omni import Omni
-from omnistage.pipeline.registry import REGISTRY, Family, Registry
-from omnistage.types import (
+from omnistage.core.family import Family
+from omnistage.core.params import CodecParams
+from omnistage.core.registry import Registry
+from omnistage.core.types import (
     AudioChunk,
-    CodecParams,
     FinishReason,
     Modality,
     ModuleInput,
@@ -41,6 +37,12 @@ from omnistage.types import (
     StageChunk,
     TokenChunk,
 )
+from omnistage.engines.codec import Job, ModuleStage
+from omnistage.engines.codec.onnx import BRIDGES, COMPONENTS, OnnxComponent, OnnxModule
+from omnistage.engines.codec.onnx_refs import check_external_files, external_files
+from omnistage.models.registry import REGISTRY
+from omnistage.omni import Omni
+from omnistage.pipeline.build import EngineParts, build_parts
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 Arrays = Mapping[str, tuple[int, Sequence[int | str | None] | None]]

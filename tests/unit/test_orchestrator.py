@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     ConfigError,
     DeadlineExceededError,
@@ -20,23 +20,22 @@ from omnistage.errors import (
     StageError,
     UnsupportedModalityError,
 )
-from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.pipeline.request import OmniRequest, RequestRun
-from omnistage.types import (
+from omnistage.core.family import BridgeResult
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     CodecFrames,
     CodecInput,
-    CodecParams,
     FinishReason,
-    OutputChunk,
     RequestInfo,
-    SamplingParams,
     StageChunk,
     StageFeed,
     TokenChunk,
 )
+from omnistage.pipeline.orchestrator import Orchestrator
+from omnistage.pipeline.outputs import OutputChunk
+from omnistage.pipeline.request import OmniRequest, RequestRun
 from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder, stream_into
 
 pytestmark = pytest.mark.timeout(60)

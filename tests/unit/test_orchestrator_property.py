@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnistage.errors import QueueFullError, StageError
-from omnistage.pipeline.registry import Bridge, BridgeResult
-from omnistage.types import FinishReason, Modality, RequestInfo, StageChunk
+from omnistage.core.errors import QueueFullError, StageError
+from omnistage.core.family import Bridge, BridgeResult
+from omnistage.core.types import FinishReason, Modality, RequestInfo, StageChunk
 from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder, stream_into
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,9 +9,10 @@ from collections import deque
 import numpy as np
 import pytest
 
-from omnistage.errors import InternalError, ShutdownError
+from omnistage.core.errors import InternalError, ShutdownError
+from omnistage.core.types import AudioChunk, FinishReason, TokenLogprob, TokenLogprobs
 from omnistage.pipeline.output import OutputBuffer
-from omnistage.types import AudioChunk, FinishReason, OmniRequestOutput, OutputChunk, TokenLogprob, TokenLogprobs
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder
 
 pytestmark = pytest.mark.timeout(60)

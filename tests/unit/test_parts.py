@@ -21,19 +21,20 @@ from typing import Any
 
 import pytest
 import torch
+from omnistage_starter.parts import fetch as fetching
+from omnistage_starter.parts.convert import characters_of, torch_to_safetensors
+from omnistage_starter.parts.fetch import FetchError, UnreachableError, fetch, fetch_all
+from omnistage_starter.parts.installed import keep_licences, look
+from omnistage_starter.parts.manifest import BUNDLES, STARTER, Bundle, InstalledFile, InstalledPart, Part, PartFile
+from omnistage_starter.parts.store import Store, home
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import omnistage
 from omnistage.cli import app
 from omnistage.config.checkpoint import find_model
-from omnistage.errors import CheckpointError, MissingDependencyError
-from omnistage.parts import fetch as fetching
-from omnistage.parts.convert import characters_of, torch_to_safetensors
-from omnistage.parts.fetch import FetchError, UnreachableError, fetch, fetch_all
-from omnistage.parts.installed import keep_licences, look
-from omnistage.parts.manifest import BUNDLES, STARTER, Bundle, InstalledFile, InstalledPart, Part, PartFile
-from omnistage.parts.store import Store, home
+from omnistage.core.errors import CheckpointError, MissingDependencyError
+from omnistage.models.registry import REGISTRY
 
 WEIGHTS = b"weights" * 1000
 LICENCE = b"do as you like"
@@ -672,7 +673,7 @@ def test_once_pulled_nothing_starts_a_program_or_opens_a_connection(
     for words in (("pull", "starter"), ("pull", "starter", "--check"), ("list",)):
         done = command(*words)
         assert done.exit_code == 0, done.output
-    assert find_model("starter") == tmp_path / "starter"
+    assert find_model("starter", REGISTRY) == tmp_path / "starter"
     assert tried == []
 
 

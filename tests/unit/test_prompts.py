@@ -10,14 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omnistage.chat import ChatMessage, TextPart
-from omnistage.errors import CheckpointError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.types import OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.prompts import PromptTokenizer
-from omnistage.types import OmniTokensPrompt
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 

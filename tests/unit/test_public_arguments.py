@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from omnistage.config import OmniEngineArgs
-from omnistage.errors import CheckpointError, ConfigError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from omnistage.core.params import SamplingParams
+from omnistage.core.validation import short_repr
 from omnistage.omni import AsyncOmni, Omni
-from omnistage.types import SamplingParams, short_repr
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, stream_into
 
 pytestmark = pytest.mark.timeout(60)

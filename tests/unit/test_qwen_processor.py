@@ -14,13 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
-from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.audio import AudioClip
-from omnistage.media.video import VideoClip
+from omnistage.core.clips import AudioClip, VideoClip
+from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
+from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.models.qwen2_5_omni import tiny
 from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
-from omnistage.types import ARInput, Modality, OmniTokensPrompt
 
 VOCAB = 1296
 IDS = tiny.special_ids(VOCAB)

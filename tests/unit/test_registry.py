@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from omnistage.errors import RegistryError
-from omnistage.pipeline import registry as registry_module
-from omnistage.pipeline.registry import Family, Registry, check_bridge
+from omnistage.core import family as registry_module
+from omnistage.core.errors import RegistryError
+from omnistage.core.family import Family
+from omnistage.core.registry import Registry, check_bridge
 
 
 def good_bridge(request, state, chunk):

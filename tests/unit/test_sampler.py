@@ -22,11 +22,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from omnistage.core.errors import InternalError, InvalidRequestError, StageError
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.draw import UNCOVERED, DrawRows
 from omnistage.engines.ar.logits import mix, uniform
 from omnistage.engines.ar.sampler import Sampled, Sampler
-from omnistage.errors import InternalError, InvalidRequestError, StageError
-from omnistage.types import SamplingParams
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from omnistage.core.errors import StageError
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.draw import argmax_rows
 from omnistage.engines.ar.sampler import Sampler
-from omnistage.errors import StageError
-from omnistage.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

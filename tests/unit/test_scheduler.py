@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from omnistage.core.errors import InternalError
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
-from omnistage.errors import InternalError
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omnistage.core.errors import ConfigError, StageError
 from omnistage.engines.ar.attention import (
     AttentionPlan,
     BatchLayout,
@@ -19,7 +20,6 @@ from omnistage.engines.ar.attention import (
     make_backend,
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
-from omnistage.errors import ConfigError, StageError
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 

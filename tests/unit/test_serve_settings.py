@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omnistage.cli.serve import _local_names, _settings
-from omnistage.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError
 
 
 def test_a_setting_is_for_all_models_or_for_one() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from omnistage.errors import StageError
+from omnistage.core.errors import StageError
 from omnistage.media.audio_output import AudioOutput
-from omnistage.types import CompletionOutput, OmniRequestOutput, StageTrace, Trace
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, StageTrace, Trace
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

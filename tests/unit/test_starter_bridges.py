@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from omnistage.errors import BridgeError
-from omnistage.models.starter.bridges import (
+from omnistage_starter.bridges import (
     BRIDGES,
     SIZE,
     SPOKEN,
@@ -23,8 +21,10 @@ from omnistage.models.starter.bridges import (
     think2draw,
     think2speak,
 )
-from omnistage.pipeline.registry import check_bridge
-from omnistage.types import (
+
+from omnistage.core.errors import BridgeError
+from omnistage.core.registry import check_bridge
+from omnistage.core.types import (
     ARInput,
     AudioChunk,
     Condition,

@@ -18,9 +18,16 @@ from PIL import Image
 pytest.importorskip("onnx", reason="the stand-ins are made with the package onnx")
 pytest.importorskip("onnxruntime", reason="the ears run on ONNX Runtime")
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart
-from omnistage.engines.codec import ModuleStage
-from omnistage.errors import (
+from omnistage_starter import stand_ins
+from omnistage_starter.bridges import SPOKEN
+from omnistage_starter.hear import MOST_PICTURES, MOST_READ, READ_ALOUD, Hearer, Prompter, Words
+from omnistage_starter.hearing import LONGEST, RATE, Transcriber, loop_start, split
+from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.store import Store
+from omnistage_starter.stand_ins import WORDS, write_ears
+
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import (
     CheckpointError,
     InvalidRequestError,
     LimitExceededError,
@@ -28,19 +35,11 @@ from omnistage.errors import (
     MissingDependencyError,
     PromptTooLongError,
 )
-from omnistage.media.audio import AudioClip
-from omnistage.models.causal_lm import tiny as causal_lm_tiny
-from omnistage.models.starter import stand_ins
-from omnistage.models.starter.bridges import SPOKEN
-from omnistage.models.starter.hear import MOST_PICTURES, MOST_READ, READ_ALOUD, Hearer, Prompter, Words
-from omnistage.models.starter.hearing import LONGEST, RATE, Transcriber, loop_start, split
-from omnistage.models.starter.stand_ins import WORDS, write_ears
-from omnistage.parts.manifest import BUNDLES
-from omnistage.parts.store import Store
-from omnistage.types import (
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart
+from omnistage.core.params import CodecParams
+from omnistage.core.types import (
     ARInput,
     ChatInput,
-    CodecParams,
     FinishReason,
     Modality,
     ModuleOutput,
@@ -48,6 +47,8 @@ from omnistage.types import (
     StageChunk,
     StageInput,
 )
+from omnistage.engines.codec import ModuleStage
+from omnistage.models.causal_lm import tiny as causal_lm_tiny
 from tests.voice import noise, silence, voice
 
 Script = Callable[..., Transcriber]
@@ -417,8 +418,7 @@ def test_the_real_ears_hear_nothing_where_nobody_speaks(real: Transcriber, sound
 def test_the_real_ears_and_the_real_voice_understand_each_other(real: Transcriber) -> None:
     pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
     import soxr
-
-    from omnistage.models.starter.speaking import Speaker
+    from omnistage_starter.speaking import Speaker
 
     sound = Speaker().say("The quick brown fox jumps over the lazy dog. My brother plays the piano.")
     heard = real.transcribe(soxr.resample(sound, 24_000, RATE))

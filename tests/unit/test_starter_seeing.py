@@ -11,16 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from omnistage_starter import seeing
+from omnistage_starter.efficientnet import CLASSES, EfficientNetLite0, _Conv
+from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.store import Store
+from omnistage_starter.reading import Box, Reader, components, in_rows, whole
+from omnistage_starter.seeing import LABELLER, READER, Labeller, Observer, class_names
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
-from omnistage.errors import CheckpointError, LimitExceededError, MediaError
-from omnistage.models.starter import seeing
-from omnistage.models.starter.efficientnet import CLASSES, EfficientNetLite0, _Conv
-from omnistage.models.starter.reading import Box, Reader, components, in_rows, whole
-from omnistage.models.starter.seeing import LABELLER, READER, Labeller, Observer, class_names
-from omnistage.parts.manifest import BUNDLES
-from omnistage.parts.store import Store
+from omnistage.core.errors import CheckpointError, LimitExceededError, MediaError
 
 pytest.importorskip("onnx", reason="the stand-ins are made with the package onnx")
 pytest.importorskip("onnxruntime", reason="text is read by ONNX Runtime")
@@ -265,7 +265,7 @@ def test_a_line_that_is_not_sure_or_not_text_is_left_out(tmp_path: Path) -> None
 
 
 def test_only_so_many_boxes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnistage.models.starter.reading.MAX_BOXES", 2)
+    monkeypatch.setattr("omnistage_starter.reading.MAX_BOXES", 2)
     picture = page((40, 20, "a"), (40, 120, "bab"), (40, 220, "aba"))
     assert reader(tmp_path).read(Image.fromarray(picture)) == ["bab", "aba"]
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omnistage_starter import speaking
+from omnistage_starter.speaking import LONGEST_PIECE, Sentences, Speaker, framed, speakable
 
-from omnistage.errors import ConfigError, MissingDependencyError
-from omnistage.models.starter import speaking
-from omnistage.models.starter.speaking import LONGEST_PIECE, Sentences, Speaker, framed, speakable
+from omnistage.core.errors import ConfigError, MissingDependencyError
 
 RATE = 24_000
 

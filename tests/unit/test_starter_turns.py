@@ -13,13 +13,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 pytest.importorskip("onnxruntime", reason="text is read by ONNX Runtime")
 
-from omnistage.chat import ImagePart, TextPart
-from omnistage.models.starter import hear, seeing
-from omnistage.models.starter.reading import MAX_BOXES, Box, Reader, in_rows, whole
-from omnistage.models.starter.seeing import LABELLER, READER, Observer
-from omnistage.parts.manifest import BUNDLES
-from omnistage.parts.store import Store
-from omnistage.types import FinishReason, StageChunk
+from omnistage_starter import hear, seeing
+from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.store import Store
+from omnistage_starter.reading import MAX_BOXES, Box, Reader, in_rows, whole
+from omnistage_starter.seeing import LABELLER, READER, Observer
+
+from omnistage.core.messages import ImagePart, TextPart
+from omnistage.core.types import FinishReason, StageChunk
 from tests.unit import test_starter_hearing
 from tests.unit.test_starter_hearing import Desk
 from tests.unit.test_starter_hearing import think as think

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from omnistage.core.errors import ConfigError
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.text import TextStream
-from omnistage.errors import ConfigError
-from omnistage.types import SamplingParams
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from omnistage import compat
-from omnistage.errors import CheckpointError, ConfigError, MissingDependencyError
+from omnistage.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from omnistage.models import _tiny_common as common
 from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.qwen2_5_omni import tiny as omni

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omnistage_starter.bridges import SIZE, TEXT_ROWS, condition_of
+from omnistage_starter.draw import LEAST_SIGMA, PATCH, SHIPPED, Painter, velocity
+from omnistage_starter.think import DRAW_LAYER
 from torch.nn.functional import pixel_unshuffle
-
-from omnistage.models.starter.bridges import SIZE, TEXT_ROWS, condition_of
-from omnistage.models.starter.draw import LEAST_SIGMA, PATCH, SHIPPED, Painter, velocity
-from omnistage.models.starter.think import DRAW_LAYER
 
 FOLDER = Path(__file__).parents[2] / "training"
 NAMES = ("captions", "scenes", "network", "text", "train")

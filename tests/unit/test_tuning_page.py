@@ -9,8 +9,8 @@ import pytest
 
 from omnistage.config.layers import Layers
 from omnistage.config.resolve import OmniEngineArgs, _dump, _stack, check
-from omnistage.errors import ConfigError
-from omnistage.pipeline.registry import REGISTRY
+from omnistage.core.errors import ConfigError
+from omnistage.models.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("onnxruntime")
 
-from omnistage.errors import LimitExceededError, MissingDependencyError
+from omnistage.core.errors import LimitExceededError, MissingDependencyError
 from omnistage.server.realtime import vad
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.listening import InputAudio

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnistage.errors import InvalidRequestError, MediaError
+from omnistage.core.errors import InvalidRequestError, MediaError
 from omnistage.media import video_output
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.image_output import read_metadata

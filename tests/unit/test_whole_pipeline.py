@@ -16,9 +16,7 @@ from PIL import Image
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import DiffusionBudget
-from omnistage.engines.build import build_stage, load_component, resolve_device
-from omnistage.engines.diffusion.whole import OnStep, WholePipeline, WholeStage
-from omnistage.errors import (
+from omnistage.core.errors import (
     CheckpointError,
     ConfigError,
     InvalidRequestError,
@@ -27,25 +25,27 @@ from omnistage.errors import (
     UnsupportedModalityError,
     UnsupportedModelError,
 )
-from omnistage.hf import transformers
-from omnistage.models._diffusers import tiny
-from omnistage.models._diffusers.loading import diffusers
-from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import (
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import (
     CodecFrames,
     CodecInput,
     DiffusionInput,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Progress,
     RequestInfo,
-    SamplingParams,
     StageChunk,
     StageInput,
     VideoChunk,
 )
+from omnistage.engines.diffusion.whole import OnStep, WholePipeline, WholeStage
+from omnistage.hf import transformers
+from omnistage.models._diffusers import tiny
+from omnistage.models._diffusers.loading import diffusers
+from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
+from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import build_stage, load_component, resolve_device
 
 PROMPT = "a red fox in the snow"
 
@@ -115,7 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path) -> Pipeline:
-    resolved = resolve(OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}))
+    resolved = resolve(
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+    )
     assert resolved.model.family == "diffusers_pipeline"
     stage = resolved.config.pipeline.stages["draw"]
     component = load_component(LoadContext(resolved.model, "draw", stage, resolve_device("cpu"), torch.float32))
@@ -342,7 +344,9 @@ def test_classes_for_a_prompt(tmp_path: Path) -> None:
 
 
 def test_through_the_build(folder: Path) -> None:
-    resolved = resolve(OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}))
+    resolved = resolve(
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+    )
     config = resolved.config
     stage = build_stage(resolved.model, "draw", config.pipeline.stages["draw"], config.deployment)
     assert isinstance(stage, WholeStage)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from omnistage.config import OmniModelConfig
-from omnistage.pipeline.registry import BridgeResult, Family, InputProcessor, LoadContext
-from omnistage.types import CodecFrames, CodecInput, RequestInfo, StageChunk, TokenChunk
+from omnistage.core.checkpoint import Checkpoint
+from omnistage.core.family import BridgeResult, Family, InputProcessor, LoadContext
+from omnistage.core.types import CodecFrames, CodecInput, RequestInfo, StageChunk, TokenChunk
 
 
 def tokens2codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
@@ -32,7 +32,7 @@ def _beeper(context: LoadContext) -> object:
     return Beeper()
 
 
-def _processor(model: OmniModelConfig) -> InputProcessor:
+def _processor(model: Checkpoint) -> InputProcessor:
     from omnistage.models.causal_lm.processor import CausalLMProcessor
 
     class Processor(CausalLMProcessor):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnistage.core.params import CodecParams
 from omnistage.engines.codec import CodecComponent, CodecLayout, Window
-from omnistage.types import CodecParams
 
 CODES = 64
 LOWEST_HZ = {"low": 110.0, "high": 440.0}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import Checkpoint, end_token_ids, kv_shape, load_model, use_paged_attention
-from omnistage.pipeline.registry import LoadContext
 
 
 class Thinker(ARComponent):

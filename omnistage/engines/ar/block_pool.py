@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from omnistage.errors import InternalError
+from omnistage.core.errors import InternalError
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: Sequence[bytes] = ()) -> bytes:

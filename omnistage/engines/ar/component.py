@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from omnistage.errors import StageError
-from omnistage.types import ARInput, MediaSpan, RequestInfo
+from omnistage.core.errors import StageError
+from omnistage.core.types import ARInput, MediaSpan, RequestInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

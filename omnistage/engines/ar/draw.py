@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnistage.types import SamplingParams
+from omnistage.core.params import SamplingParams
 
 FAILED = -1
 """In place of a token id: the row held NaN, an infinity, or nothing that may be sampled."""

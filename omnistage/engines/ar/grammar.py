@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     ConfigError,
     InvalidRequestError,
     LimitExceededError,
     MissingDependencyError,
     QueueFullError,
 )
-from omnistage.types import StructuredOutput
+from omnistage.core.params import StructuredOutput
 
 if TYPE_CHECKING:
     import xgrammar

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnistage.types import SamplingParams
+from omnistage.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.grammar import GrammarState

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from omnistage.config.schema import ARBudget
+from omnistage.core.errors import CapacityError
 from omnistage.engines.ar.component import ARComponent
-from omnistage.errors import CapacityError
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
 _DEVICE_SHARE = 0.35

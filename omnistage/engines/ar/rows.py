@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from omnistage.errors import InternalError
-from omnistage.types import ARInput
+from omnistage.core.errors import InternalError
+from omnistage.core.types import ARInput
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)

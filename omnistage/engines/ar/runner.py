@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from omnistage.core.errors import InternalError, OmniError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
@@ -20,9 +24,6 @@ from omnistage.engines.ar.rows import SequenceRows
 from omnistage.engines.ar.sampler import Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.byte_cache import ByteCache
-from omnistage.errors import InternalError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect
-from omnistage.types import ARInput, SamplingParams, SideRows
 
 _HOST_VOCABULARY = 16384
 

@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, StageError
+from omnistage.core.params import SamplingParams
+from omnistage.core.record import record
+from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.engines.ar.draw import FAILED, UNCOVERED, DrawRows, argmax_host, argmax_rows, top_rows
 from omnistage.engines.ar.logits import Arrays, Ints, Processors, RowState, mix, uniform
 from omnistage.engines.ar.spelling import spelling
-from omnistage.errors import InternalError, InvalidRequestError, OmniError, StageError
-from omnistage.record import record
-from omnistage.types import SamplingParams, TokenLogprob, TokenLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

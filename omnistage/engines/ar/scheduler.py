@@ -13,9 +13,9 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from omnistage.core.errors import InternalError
+from omnistage.core.record import record
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
-from omnistage.errors import InternalError
-from omnistage.record import record
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,17 @@ import numpy as np
 import torch
 
 from omnistage.config.schema import ARBudget
+from omnistage.core.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OmniError,
+    PromptTooLongError,
+    StageError,
+)
+from omnistage.core.failures import log_defect
+from omnistage.core.params import SamplingParams, StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import ARInput, FinishReason, SideRows, StageChunk, StageFeed, StageInput, TokenChunk
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
@@ -17,26 +28,6 @@ from omnistage.engines.ar.memory import plan_blocks
 from omnistage.engines.ar.runner import Runner, RunnerOutput
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
-from omnistage.errors import (
-    CapacityError,
-    InvalidRequestError,
-    OmniError,
-    PromptTooLongError,
-    StageError,
-)
-from omnistage.pipeline.loop import log_defect
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
-    ARInput,
-    FinishReason,
-    SamplingParams,
-    SideRows,
-    StageChunk,
-    StageFeed,
-    StageInput,
-    StageParams,
-    TokenChunk,
-)
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from omnistage.errors import ConfigError
-from omnistage.types import SamplingParams
+from omnistage.core.errors import ConfigError
+from omnistage.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

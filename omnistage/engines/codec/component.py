@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnistage.types import CodecParams
+from omnistage.core.params import CodecParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from omnistage.engines.codec.scheduler import AGE_LIMIT
-from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect, stage_failure
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
+from omnistage.core.errors import InvalidRequestError, OmniError, StageError
+from omnistage.core.failures import log_defect, stage_failure
+from omnistage.core.params import CodecParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import (
     AudioChunk,
     ChatInput,
-    CodecParams,
     FinishReason,
     ModuleInput,
     ModuleOutput,
@@ -29,6 +28,7 @@ from omnistage.types import (
     StageFeed,
     StageInput,
 )
+from omnistage.engines.codec.scheduler import AGE_LIMIT
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,7 @@ import numpy as np
 
 from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs, shown
 from omnistage.config.schema import ONNX_MODULE, CodecStageConfig, ModuleAudio, ModuleConfig
-from omnistage.engines.codec.module import Job, ModuleComponent, ModulePayload
-from omnistage.engines.codec.onnx_refs import check_external_files
-from omnistage.errors import (
+from omnistage.core.errors import (
     BridgeError,
     CheckpointError,
     ConfigError,
@@ -20,12 +18,15 @@ from omnistage.errors import (
     MissingDependencyError,
     StageError,
 )
-from omnistage.types import AudioChunk, CodecParams, ModuleInput, ModuleOutput, RequestInfo, StageChunk
+from omnistage.core.params import CodecParams
+from omnistage.core.types import AudioChunk, ModuleInput, ModuleOutput, RequestInfo, StageChunk
+from omnistage.engines.codec.module import Job, ModuleComponent, ModulePayload
+from omnistage.engines.codec.onnx_refs import check_external_files
 
 if TYPE_CHECKING:
     import onnxruntime
 
-    from omnistage.pipeline.registry import BridgeResult, LoadContext
+    from omnistage.core.family import BridgeResult, LoadContext
 
 _DTYPES = {
     "tensor(bool)": "bool",
@@ -235,7 +236,7 @@ def load(context: LoadContext) -> OnnxComponent:
         module_file(context.model.folder, config),
         inputs=config.inputs,
         outputs=config.outputs,
-        threads=config.threads or context.model.config.deployment.torch_threads,
+        threads=config.threads or context.torch_threads,
     )
     return OnnxComponent(module, audio=config.audio, max_batch=config.max_batch)
 

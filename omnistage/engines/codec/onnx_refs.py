@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from omnistage.errors import CheckpointError
+from omnistage.core.errors import CheckpointError
 
 _TENSOR, _ENTRY = "tensor", "entry"
 _FIELDS: dict[str, dict[int, str]] = {

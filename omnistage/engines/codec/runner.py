@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from omnistage.core.errors import OmniError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.params import CodecParams
 from omnistage.engines.codec.component import CodecComponent, Window
 from omnistage.engines.codec.scheduler import WindowPlan
-from omnistage.errors import OmniError, StageError
-from omnistage.pipeline.loop import log_defect
-from omnistage.types import CodecParams
 
 logger = logging.getLogger(__name__)
 

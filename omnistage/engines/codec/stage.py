@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
+from omnistage.core.params import CodecParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, FinishReason, StageChunk, StageFeed, StageInput
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
 from omnistage.engines.codec.scheduler import CodecLimits, CodecScheduler, SchedulerOutput
-from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
-    AudioChunk,
-    CodecFrames,
-    CodecInput,
-    CodecParams,
-    FinishReason,
-    StageChunk,
-    StageFeed,
-    StageInput,
-)
 
 
 class CodecStage(Stage):

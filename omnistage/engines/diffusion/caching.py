@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from omnistage.core.errors import ConfigError, StageError
+from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.component import Branch, Denoiser, Lane, Row
-from omnistage.errors import ConfigError, StageError
-from omnistage.params import short_repr
 
 Number = int | float
 States = list[Any]

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput, Modality
 
 Tensors = Mapping[str, Tensor]
 Branch = Literal["positive", "negative"]

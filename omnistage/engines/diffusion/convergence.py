@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omnistage.core.errors import InvalidRequestError
 from omnistage.engines.diffusion.component import Lane
-from omnistage.errors import InvalidRequestError
 
 
 def can_expect(scheduler: Any) -> bool:

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.engines.diffusion.component import LatentDecoder
-from omnistage.engines.diffusion.line import Line
-from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import stage_failure
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
-    DiffusionParams,
+from omnistage.core.errors import InvalidRequestError, OmniError, StageError
+from omnistage.core.failures import stage_failure
+from omnistage.core.params import DiffusionParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import (
     FinishReason,
     ImageChunk,
     Latents,
@@ -26,6 +24,8 @@ from omnistage.types import (
     StageInput,
     VideoChunk,
 )
+from omnistage.engines.diffusion.component import LatentDecoder
+from omnistage.engines.diffusion.line import Line
 
 
 @dataclass(slots=True)

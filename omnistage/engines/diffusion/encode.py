@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from omnistage.config.schema import DiffusionBudget
+from omnistage.core.errors import InvalidRequestError, OmniError, StageError
+from omnistage.core.failures import stage_failure
+from omnistage.core.params import DiffusionParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import Condition, DiffusionInput, FinishReason, StageChunk, StageFeed, StageInput
 from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
 from omnistage.engines.diffusion.line import Line
-from omnistage.errors import InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import stage_failure
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import Condition, DiffusionInput, DiffusionParams, FinishReason, StageChunk, StageFeed, StageInput
 
 
 class PromptCache(ByteCache[Tensors]):

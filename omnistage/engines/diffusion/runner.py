@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from omnistage.core.errors import OmniError, StageError
+from omnistage.core.failures import stage_failure
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, Latents
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
 from omnistage.engines.diffusion.scheduler import LaneKey
-from omnistage.errors import OmniError, StageError
-from omnistage.pipeline.loop import stage_failure
-from omnistage.types import Condition, DiffusionParams, Latents
 
 logger = logging.getLogger(__name__)
 

@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omnistage.config.schema import DiffusionBudget
+from omnistage.core.errors import CapacityError, InvalidRequestError, OmniError, StageError
+from omnistage.core.failures import stage_failure
+from omnistage.core.params import DiffusionParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import Condition, FinishReason, Progress, StageChunk, StageFeed, StageInput
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser
 from omnistage.engines.diffusion.runner import DiffusionRunner, RunnerOutput
 from omnistage.engines.diffusion.scheduler import DiffusionScheduler, LaneKey
-from omnistage.errors import CapacityError, InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import stage_failure
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
-    Condition,
-    DiffusionParams,
-    FinishReason,
-    Progress,
-    StageChunk,
-    StageFeed,
-    StageInput,
-)
 
 
 @dataclass(slots=True)

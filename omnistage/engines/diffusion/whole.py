@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.engines.diffusion.line import Line
-from omnistage.errors import ConfigError, InvalidRequestError, OmniError, StageError
-from omnistage.pipeline.loop import log_defect
-from omnistage.pipeline.stage import Stage, StageStats
-from omnistage.types import (
+from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.params import DiffusionParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import (
     DiffusionInput,
-    DiffusionParams,
     FinishReason,
     ImageChunk,
     Progress,
@@ -30,6 +29,7 @@ from omnistage.types import (
     StageInput,
     VideoChunk,
 )
+from omnistage.engines.diffusion.line import Line
 
 OnStep = Callable[[int, int], None]
 """Called behind every denoising step with how many are done, of how many. What it raises must not be caught."""

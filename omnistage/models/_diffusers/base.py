@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from omnistage.config.schema import DiffusionStageConfig
+from omnistage.core.errors import InternalError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
 from omnistage.engines.diffusion.convergence import check_early_stop
-from omnistage.errors import InternalError, InvalidRequestError, UnsupportedModalityError
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
 
 
 class DiffusersEncoder(PromptEncoder):

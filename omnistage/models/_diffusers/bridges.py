@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import Condition, Latents, RequestInfo, StageChunk
+from omnistage.core.family import BridgeResult
+from omnistage.core.types import Condition, Latents, RequestInfo, StageChunk
 
 
 def encode2denoise(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:

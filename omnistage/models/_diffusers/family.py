@@ -7,17 +7,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnistage.pipeline.registry import AnyProcessor, Bridge, ComponentFactory, Family, LoadContext
+from omnistage.core.family import AnyProcessor, Bridge, ComponentFactory, Family, LoadContext
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
 def drawing_family(
     name: str,
     architectures: tuple[str, ...],
     *,
-    processor: Callable[[OmniModelConfig], AnyProcessor] | None = None,
+    processor: Callable[[Checkpoint], AnyProcessor] | None = None,
     components: Mapping[str, ComponentFactory] | None = None,
     bridges: Mapping[str, Bridge] | None = None,
     variants: tuple[str, ...] = (),
@@ -62,7 +62,7 @@ def drawing_family(
     )
 
 
-def _takes_pictures(model: OmniModelConfig) -> AnyProcessor:
+def _takes_pictures(model: Checkpoint) -> AnyProcessor:
     from omnistage.models._diffusers.processor import DrawingProcessor
 
     return DrawingProcessor(takes_images=True)

@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from omnistage.config.checkpoint import read_json
-from omnistage.errors import CheckpointError, MissingDependencyError
+from omnistage.core.checkpoint import read_json
+from omnistage.core.errors import CheckpointError, MissingDependencyError
+from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.loading import check_repeats, check_size, nested_settings
-from omnistage.pipeline.registry import LoadContext
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from omnistage.core.errors import UnsupportedModelError
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
-from omnistage.errors import UnsupportedModelError
+from omnistage.models.registry import REGISTRY
 
 
 def load_components(folder: Path) -> tuple[PromptEncoder, Denoiser, LatentDecoder]:
     """Load a drawing checkpoint in float32 on the CPU."""
     from omnistage.config import OmniEngineArgs, resolve
-    from omnistage.engines.build import load_component, resolve_device, resolve_dtype
-    from omnistage.pipeline.registry import LoadContext
+    from omnistage.core.family import LoadContext
+    from omnistage.pipeline.build import load_component, resolve_device, resolve_dtype
 
-    resolved = resolve(OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}))
+    resolved = resolve(
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+    )
     device = resolve_device("cpu")
     loaded = [
         load_component(LoadContext(resolved.model, name, stage, device, resolve_dtype("float32", device)))

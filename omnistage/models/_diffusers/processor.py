@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnistage.errors import UnsupportedModalityError
-from omnistage.types import DiffusionInput, DiffusionParams, Modality
+from omnistage.core.errors import UnsupportedModalityError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput, Modality
 
 
 class DrawingProcessor:

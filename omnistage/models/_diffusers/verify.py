@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
+from omnistage.core.verification import VerifyRow
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
-from omnistage.types import DiffusionInput, DiffusionParams
-from omnistage.verify import VerifyRow
 
 LATENT_TOLERANCE = 1e-4
 PIXEL_TOLERANCE = 1 / 255

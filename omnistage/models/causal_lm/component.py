@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from omnistage.core.errors import CheckpointError, StageError, UnsupportedModelError
+from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.few_rows import quicken
-from omnistage.errors import CheckpointError, StageError, UnsupportedModelError
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import (
@@ -30,7 +31,6 @@ from omnistage.models.loading import (
     read_generation_config,
     use_paged_attention,
 )
-from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnistage.pipeline.registry import Family, InputProcessor, LoadContext
+from omnistage.core.family import Family, InputProcessor, LoadContext
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
 def _thinker(context: LoadContext) -> object:
@@ -17,7 +17,7 @@ def _thinker(context: LoadContext) -> object:
     return load(context)
 
 
-def _processor(model: OmniModelConfig) -> InputProcessor:
+def _processor(model: Checkpoint) -> InputProcessor:
     from omnistage.models.causal_lm.processor import CausalLMProcessor
 
     return CausalLMProcessor.load(model.folder)

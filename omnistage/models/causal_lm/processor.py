@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnistage.chat import ChatMessage, TextPart
-from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.loading import positive, read_auto_config
 from omnistage.models.prompts import PromptTokenizer, tokens_input
-from omnistage.types import ARInput, Modality, OmniTokensPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

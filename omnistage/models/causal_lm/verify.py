@@ -14,16 +14,18 @@ import torch
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
+from omnistage.core.errors import ConfigError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
+from omnistage.core.verification import VerifyRow
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.build import load_component, resolve_device
-from omnistage.errors import ConfigError
 from omnistage.hf import transformers
 from omnistage.models.loading import positive, read_auto_config
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import ARInput, RequestInfo, SamplingParams, StageInput, TokenChunk
-from omnistage.verify import VerifyRow
+from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import load_component, resolve_device
 
 if TYPE_CHECKING:
     from omnistage.config import ResolvedConfig
@@ -46,7 +48,7 @@ def run(folder: Path, *, cases: int = 6, seed: int = 0, progress: Progress | Non
     """Two rows for each of `cases` random prompts: differing tokens, and the logits' largest relative difference."""
     if cases < 1:
         raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
-    resolved = resolve(OmniEngineArgs(model=str(folder), dtype="float32"))
+    resolved = resolve(OmniEngineArgs(model=str(folder), dtype="float32"), registry=REGISTRY)
     report = progress if progress is not None else _silent
     config = read_auto_config(folder).get_text_config()
     prompts = _prompts(cases, seed, positive(config, "vocab_size"), positive(config, "max_position_embeddings"))

@@ -15,18 +15,19 @@ import torch
 from PIL import Image
 from torch import nn
 
-from omnistage.engines.diffusion.whole import OnStep, WholePipeline
-from omnistage.errors import (
+from omnistage.core.errors import (
     CheckpointError,
     InvalidRequestError,
     StageError,
     UnsupportedModalityError,
     UnsupportedModelError,
 )
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
+from omnistage.core.validation import short_repr
+from omnistage.engines.diffusion.whole import OnStep, WholePipeline
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
-from omnistage.params import short_repr
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import DiffusionInput, DiffusionParams
 
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "width": ("width",),

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnistage.config.checkpoint import ANY_PIPELINE
-from omnistage.pipeline.registry import AnyProcessor, Family, LoadContext
+from omnistage.core.family import AnyProcessor, Family, LoadContext
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
 def _draw(context: LoadContext) -> object:
@@ -18,7 +18,7 @@ def _draw(context: LoadContext) -> object:
     return load(context)
 
 
-def _processor(model: OmniModelConfig) -> AnyProcessor:
+def _processor(model: Checkpoint) -> AnyProcessor:
     from omnistage.models._diffusers.processor import DrawingProcessor
 
     return DrawingProcessor(takes_images=True)  # whether this pipeline does is the component's to say

@@ -10,8 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import InvalidRequestError, LimitExceededError
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
     DiffusersEncoder,
@@ -24,8 +27,6 @@ from omnistage.models._diffusers.base import (
     skip_to_strength,
 )
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")

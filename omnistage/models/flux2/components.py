@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import InvalidRequestError
 from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _STEPS, _DISTILLED_STEPS = 50, 4
 _GUIDANCE = 4.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts

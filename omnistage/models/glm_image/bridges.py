@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from omnistage.errors import BridgeError
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import ARInput, FinishReason, RequestInfo, StageChunk, TokenChunk
+from omnistage.core.errors import BridgeError
+from omnistage.core.family import BridgeResult
+from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, TokenChunk
 
 
 @dataclass(slots=True)

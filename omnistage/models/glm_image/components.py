@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, MAX_IMAGES, check_params, upsampled
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _STEPS, _GUIDANCE, _MAX_TEXT = 50, 1.5, 2048
 _NO_TOKENS, _NO_GRIDS = torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omnistage.core.family import AnyProcessor, LoadContext
 from omnistage.models._diffusers.family import drawing_family
 from omnistage.models.glm_image.bridges import BRIDGES
-from omnistage.pipeline.registry import AnyProcessor, LoadContext
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
 def _prior(context: LoadContext) -> object:
@@ -18,7 +18,7 @@ def _prior(context: LoadContext) -> object:
     return prior.load_prior(context)
 
 
-def _processor(model: OmniModelConfig) -> AnyProcessor:
+def _processor(model: Checkpoint) -> AnyProcessor:
     from omnistage.models.glm_image.processor import GlmImageInputProcessor
 
     return GlmImageInputProcessor.load(model.folder)

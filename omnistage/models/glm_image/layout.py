@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnistage.errors import InvalidRequestError, UnsupportedModalityError
-from omnistage.types import DiffusionParams
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.core.params import DiffusionParams
 
 CELL = 32
 """Pixels of a picture token's side."""

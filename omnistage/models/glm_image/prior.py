@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.family import LoadContext
+from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.few_rows import quicken
-from omnistage.errors import CheckpointError, InvalidRequestError
 from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models.glm_image.layout import generated_positions
 from omnistage.models.loading import Checkpoint, freeze, kv_shape, load_model, positive, use_paged_attention
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import ARInput, RequestInfo
 
 if TYPE_CHECKING:
     from transformers import GlmImageForConditionalGeneration

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
-from omnistage.errors import CheckpointError, InvalidRequestError, MediaError, UnsupportedModelError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, MediaError, UnsupportedModelError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import ARInput, DiffusionInput, Modality
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models.chat_template import template_refusal
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, check_params, fitted_size, target_grids, target_size
 from omnistage.models.prompts import PromptTokenizer
-from omnistage.types import ARInput, DiffusionInput, DiffusionParams, Modality
 
 _PROBE = "A cup of tea that says 'Good morning', 100%"
 

@@ -11,24 +11,18 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import InternalError
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import ARInput, DiffusionInput, RequestInfo, StageInput, TokenChunk
+from omnistage.core.verification import VerifyRow
 from omnistage.engines.ar.stage import ARStage
-from omnistage.errors import InternalError
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import CELL
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
-from omnistage.types import (
-    ARInput,
-    DiffusionInput,
-    DiffusionParams,
-    RequestInfo,
-    SamplingParams,
-    StageInput,
-    TokenChunk,
-)
-from omnistage.verify import VerifyRow
+from omnistage.models.registry import REGISTRY
 
 _WORDS = ("a red bicycle", "two 'OPEN' signs", 'a shop called "第三"', "fog over water", "「春」 on paper", "an owl")
 
@@ -106,9 +100,11 @@ def differing(ours: Written, theirs: Written) -> float:
 
 def load_prior_stage(folder: Path) -> ARStage:
     from omnistage.config import OmniEngineArgs, resolve
-    from omnistage.engines.build import build_stage
+    from omnistage.pipeline.build import build_stage
 
-    resolved = resolve(OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}))
+    resolved = resolve(
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+    )
     config = resolved.config
     stage = build_stage(resolved.model, "prior", config.pipeline.stages["prior"], config.deployment)
     if not isinstance(stage, ARStage):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from omnistage.errors import BridgeError
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import (
+from omnistage.core.errors import BridgeError
+from omnistage.core.family import BridgeResult
+from omnistage.core.types import (
     ARInput,
     CodecFrames,
     CodecInput,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnistage.core.errors import InvalidRequestError, StageError
+from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.few_rows import quicken
-from omnistage.errors import InvalidRequestError, StageError
 from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
-from omnistage.types import ARInput, MediaSpan, Modality, RequestInfo
 
 if TYPE_CHECKING:
     from transformers import (

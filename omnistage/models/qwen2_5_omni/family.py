@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omnistage.core.family import Family, InputProcessor, LoadContext
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
-from omnistage.pipeline.registry import Family, InputProcessor, LoadContext
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
 def _thinker(context: LoadContext) -> object:
@@ -30,7 +30,7 @@ def _token2wav(context: LoadContext) -> object:
     return load_token2wav(context)
 
 
-def _processor(model: OmniModelConfig) -> InputProcessor:
+def _processor(model: Checkpoint) -> InputProcessor:
     from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
 
     return Qwen25OmniProcessor.load(model.folder)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnistage.config import CodecBudget, CodecStageConfig
-from omnistage.config.checkpoint import read_json
-from omnistage.errors import CheckpointError
+from omnistage.core.checkpoint import read_json
+from omnistage.core.errors import CheckpointError
+from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
-from omnistage.pipeline.registry import LoadContext
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniConfig
@@ -147,6 +147,6 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
 
 def _precision(context: LoadContext, budget: CodecBudget) -> Precision:
     """TF32 is one switch for the process: where all is asked to be float32, speech must not turn it on for others."""
-    if budget.precision == "tf32" and context.model.config.deployment.dtype == "float32":
+    if budget.precision == "tf32" and context.requested_dtype == "float32":
         return "float32"
     return budget.precision

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.compat import prepare_torchvision
-from omnistage.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
+from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.hashing import content_key
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
-from omnistage.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 
 _AUDIO_RATE = 16_000
 _LEAST_SECONDS = 0.03

@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from omnistage.chat import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
 from omnistage.compat import prepare_torchvision
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
 from omnistage.hf import transformers
 
 Noise = Callable[[int], torch.Tensor]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omnistage.compat import prepare_torchvision
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
 from omnistage.models import _tiny_common as common
 from omnistage.models._tiny_common import Draw, between
 

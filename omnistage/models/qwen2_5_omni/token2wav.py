@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from omnistage.core.errors import CheckpointError
+from omnistage.core.params import CodecParams
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import evaluations, integrate, time_grid
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
-from omnistage.errors import CheckpointError
 from omnistage.models.qwen2_5_omni.voices import first_voice
-from omnistage.types import CodecParams
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (

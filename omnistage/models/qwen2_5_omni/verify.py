@@ -10,21 +10,21 @@ import numpy as np
 import torch
 from PIL import Image
 
-from omnistage.chat import parse_messages
 from omnistage.config import OmniEngineArgs
-from omnistage.engines.build import build_parts
+from omnistage.core.clips import AudioClip, VideoClip
+from omnistage.core.errors import CheckpointError
+from omnistage.core.family import BridgeResult
+from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.types import RequestInfo, StageChunk, TokenChunk
+from omnistage.core.verification import VerifyRow
 from omnistage.engines.codec.stage import CodecStage
-from omnistage.errors import CheckpointError
-from omnistage.media.audio import AudioClip
 from omnistage.media.limits import MediaLimits
-from omnistage.media.video import VideoClip
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.omni import Omni
-from omnistage.pipeline.registry import BridgeResult
-from omnistage.types import CodecParams, RequestInfo, SamplingParams, StageChunk, TokenChunk
-from omnistage.verify import VerifyRow
+from omnistage.pipeline.build import build_parts
+from omnistage.pipeline.messages.chat import parse_messages
 
 KINDS = ("text", "image", "images", "audio", "video", "audio_in_video", "multi_turn", "mixed")
 WAVE_TOLERANCE = 1e-3

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from omnistage.core.errors import InvalidRequestError, PromptTooLongError, UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import InvalidRequestError, PromptTooLongError, UnsupportedModelError
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
     DiffusersEncoder,
@@ -25,8 +28,6 @@ from omnistage.models._diffusers.base import (
     skip_to_strength,
 )
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _STEPS, _GUIDANCE, _STRENGTH, _TEXT = 50, 4.0, 0.6, 512
 _LONGEST_TEXT = 1024

@@ -9,8 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import InvalidRequestError, LimitExceededError, UnsupportedModelError
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
     DiffusersEncoder,
@@ -23,8 +26,6 @@ from omnistage.models._diffusers.base import (
     skip_to_strength,
 )
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")

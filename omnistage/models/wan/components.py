@@ -17,12 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import CheckpointError, InvalidRequestError
 from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams, Modality
 
 _STEPS, _GUIDANCE, _FRAMES, _MAX_TEXT = 50, 5.0, 81, 512
 _SIZE, _EXPANDED_SIZE = (832, 480), (1280, 704)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omnistage.core.family import AnyProcessor
 from omnistage.models._diffusers.family import drawing_family
-from omnistage.pipeline.registry import AnyProcessor
 
 if TYPE_CHECKING:
-    from omnistage.config import OmniModelConfig
+    from omnistage.core.checkpoint import Checkpoint
 
 
-def _processor(model: OmniModelConfig) -> AnyProcessor:
+def _processor(model: Checkpoint) -> AnyProcessor:
     from omnistage.models._diffusers.processor import DrawingProcessor
     from omnistage.models.wan.components import takes_pictures
 

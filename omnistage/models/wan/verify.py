@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
+from omnistage.core.verification import VerifyRow
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, compare
 from omnistage.models.wan.components import picture_counts, takes_pictures
-from omnistage.types import DiffusionInput, DiffusionParams
-from omnistage.verify import VerifyRow
 
 
 class Reference:

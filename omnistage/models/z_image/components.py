@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.errors import InvalidRequestError
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
     DiffusersEncoder,
@@ -23,8 +26,6 @@ from omnistage.models._diffusers.base import (
     skip_to_strength,
 )
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.pipeline.registry import LoadContext
-from omnistage.types import Condition, DiffusionInput, DiffusionParams
 
 _STEPS, _GUIDANCE, _STRENGTH, _TEXT, _SIZE = 50, 5.0, 0.6, 512, 1024
 _CHUNK = 32

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.errors import ConfigError
+from omnistage.core.errors import ConfigError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
+from omnistage.core.verification import VerifyRow
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, Report, compare
-from omnistage.types import DiffusionInput, DiffusionParams
-from omnistage.verify import VerifyRow
 
 
 def run(folder: Path, *, cases: int = 4, seed: int = 0, progress: Report | None = None) -> list[VerifyRow]:

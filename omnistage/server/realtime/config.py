@@ -12,17 +12,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from omnistage.errors import InvalidRequestError, UnsupportedModalityError
-from omnistage.params import SamplingParams, StageParams
-from omnistage.pipeline.registry import HearingProcessor
-from omnistage.server import dictation
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.core.family import AudioLimits
+from omnistage.core.params import SamplingParams, StageParams
+from omnistage.core.types import Modality
+from omnistage.core.validation import short_repr
+from omnistage.server.openai.audio import transcriber as dictation
+from omnistage.server.openai.responses.tools import FlatTool
+from omnistage.server.openai.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
 from omnistage.server.realtime.sound import RATES, FormatName
 from omnistage.server.realtime.vad import available, check_available
 from omnistage.server.realtime.wire import Fields, Ignored, first_problem
-from omnistage.server.response_tools import FlatTool
 from omnistage.server.service import ServedModel
-from omnistage.server.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
-from omnistage.types import Modality, short_repr
 
 MAX_INSTRUCTIONS = 200_000
 _MOST_METADATA = 16
@@ -319,7 +320,7 @@ class Hearing:
 def hearing_of(config: SessionConfig, model: ServedModel) -> Hearing:
     omni = model.omni
     least, most = 0.0, omni.media_limits.max_audio_seconds
-    if isinstance(omni.processor, HearingProcessor):
+    if isinstance(omni.processor, AudioLimits):
         least, longest = omni.processor.clip_seconds()
         most = min(most, longest)
     return Hearing(config.audio.input.format.type, least, most)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from omnistage.errors import InvalidRequestError, LimitExceededError
-from omnistage.server.errors import NotFoundError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.validation import short_repr
+from omnistage.server.http.errors import NotFoundError
 from omnistage.server.realtime.items import Call, Item, Message, Spoken, new_id
-from omnistage.types import short_repr
 
 
 class Conversation:

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from omnistage.errors import InvalidRequestError, LimitExceededError, OmniError
-from omnistage.server.errors import body_of
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
+from omnistage.core.validation import short_repr
+from omnistage.server.http.errors import body_of
+from omnistage.server.openai.base import check_readable
 from omnistage.server.realtime.wire import Fields, first_problem
-from omnistage.server.wire import check_readable
-from omnistage.types import short_repr
 
 _MOST_ID = 512
 LARGE_CHARS = 2**16

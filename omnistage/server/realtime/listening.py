@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omnistage.errors import LimitExceededError
+from omnistage.core.errors import LimitExceededError
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.sound import RATES, FormatName, RateChanger
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector

@@ -8,19 +8,20 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from omnistage.errors import InternalError, InvalidRequestError, LimitExceededError, OmniError, StageError
+from omnistage.core.errors import InternalError, InvalidRequestError, LimitExceededError, OmniError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.types import FinishReason
 from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.loop import log_defect
-from omnistage.server.audit import CURRENT, DISCONNECTED, Record
-from omnistage.server.errors import CLIENT_CLOSED
-from omnistage.server.keys import Holder
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.server.access.keys import Holder
+from omnistage.server.http.errors import CLIENT_CLOSED
+from omnistage.server.observe.audit import CURRENT, DISCONNECTED, Record
 from omnistage.server.realtime.answer import Answer, CancelReason, Event, Reason
 from omnistage.server.realtime.conversation import later_half, messages_of
 from omnistage.server.realtime.events import GoneError
 from omnistage.server.realtime.items import Item
 from omnistage.server.service import ServedModel, Service
-from omnistage.types import FinishReason, OmniRequestOutput, OutputChunk
 
 ENDPOINT = "WS /v1/realtime response"
 _CUT_SHORT: dict[FinishReason | None, Reason] = {

@@ -8,17 +8,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omnistage.errors import (
+from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
     OmniError,
     UnsupportedModalityError,
 )
+from omnistage.core.failures import log_defect
+from omnistage.core.types import Modality
 from omnistage.media.image import decode_image
-from omnistage.pipeline.loop import log_defect
-from omnistage.server.errors import NotFoundError, PermissionDeniedError
-from omnistage.server.keys import Holder
+from omnistage.server.access.keys import Holder
+from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.realtime import events
 from omnistage.server.realtime.answer import Answer, Event
 from omnistage.server.realtime.config import (
@@ -36,7 +37,6 @@ from omnistage.server.realtime.listening import InputAudio, Turn
 from omnistage.server.realtime.responding import ResponseRun
 from omnistage.server.realtime.sound import base64_seconds, decode, from_base64
 from omnistage.server.service import ServedModel, Service
-from omnistage.types import Modality
 
 Send = Callable[[Event], Awaitable[None]]
 _LEAST_COMMIT_MS = 100

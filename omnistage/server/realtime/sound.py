@@ -12,8 +12,8 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from omnistage.errors import InvalidRequestError
-from omnistage.server.encode import pcm16
+from omnistage.core.errors import InvalidRequestError
+from omnistage.server.openai.audio.encode import pcm16
 
 FormatName = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 RATES: dict[str, int] = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omnistage.errors import MissingDependencyError
+from omnistage.core.errors import MissingDependencyError
 
 RATE = 16_000
 FRAME = 512

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError, model_validator
 
-from omnistage.errors import InvalidRequestError
-from omnistage.params import SHOWN_CHARS, field_path, misfits, said
-from omnistage.server.wire import WireModel
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.validation import SHOWN_CHARS, field_error_path, field_path, message_of
+from omnistage.server.openai.base import WireModel
 
 Ignored = Annotated[None, BeforeValidator(lambda _: None)]
 """A field of OpenAI's without effect here: whatever comes is taken, and neither kept nor shown."""
@@ -42,9 +42,9 @@ class Fields(WireModel):
 def first_problem(error: ValidationError, values: Mapping[str, Any], prefix: str = "") -> InvalidRequestError:
     """Our error for the first problem that pydantic found in `values`."""
     first = error.errors(include_url=False)[0]
-    steps = [*_steps(first["loc"], values, missing=first["type"] == "missing"), *misfits(first)]
+    steps = [*_steps(first["loc"], values, missing=first["type"] == "missing"), *field_error_path(first)]
     path = field_path([*([prefix] if prefix else []), *steps])[:SHOWN_CHARS]
-    return InvalidRequestError(_SAID.get(first["type"]) or said(first), param=path or None)
+    return InvalidRequestError(_SAID.get(first["type"]) or message_of(first), param=path or None)
 
 
 def _steps(where: Sequence[int | str], values: object, *, missing: bool) -> list[int | str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.errors import ConfigError, StageError
+from omnistage.core.errors import ConfigError, StageError
 from omnistage.hf import transformers
 
 ATTENTION_NAME = "omnistage_paged"

@@ -1,0 +1,1 @@
+"""What every layer speaks: types, parameters, errors, the contracts of stages and families, the graph."""

@@ -1,0 +1,208 @@
+"""The family contract: what a model family provides, and what its factories are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from omnistage.core.checkpoint import Checkpoint
+from omnistage.core.types import (
+    DTypeName,
+    Modality,
+    OmniTokensPrompt,
+    RequestInfo,
+    StageChunk,
+    StageFeed,
+    StagePayloadIn,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from omnistage.core.clips import AudioClip
+    from omnistage.core.messages import ChatMessage
+    from omnistage.core.params import DiffusionParams
+
+BridgeResult = tuple[object, Sequence[StagePayloadIn | StageFeed]]
+Bridge = Callable[[RequestInfo, object, StageChunk], BridgeResult]
+"""`bridge(request, state, chunk) -> (state, inputs)`.
+
+A pure fold over the chunks of the edge's sources: `state` is None at first, then whatever the last call returned.
+The first input that it yields starts the downstream stage's work on the request, later ones feed it. The chunk
+with `finish` is the last it sees of that source.
+"""
+
+
+class StageSettings(BaseModel):
+    """What the configuration says of every stage, whatever its engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: str  # narrowed by each engine; named here so that it is printed first
+    component: str = Field(description="Registry name of the network that this stage runs.")
+    output: Modality | None = Field(default=None, description="What the stage gives the user; null: nothing.")
+    device: str | None = Field(default=None, description="null: the deployment's.")
+    dtype: DTypeName | None = Field(default=None, description="null: the deployment's.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """What a component factory is given."""
+
+    model: Checkpoint
+    stage_name: str
+    stage: StageSettings
+    """The stage's own configuration, of its engine's class."""
+    device: torch.device
+    dtype: torch.dtype
+    progress: Callable[[str, float], None] | None = None
+    torch_threads: int | None = None
+    """CPU threads that the deployment asks for; None: torch's choice."""
+    requested_dtype: DTypeName = "auto"
+    """The deployment's dtype as it was asked for."""
+
+
+ComponentFactory = Callable[[LoadContext], object]
+
+
+class InputProcessor(Protocol):
+    """Turns what a user sends into the entry stage's input. Thread-safe."""
+
+    input_modalities: frozenset[Modality]
+
+    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> StagePayloadIn:
+        """Apply the chat template; media become spans. `tools` are functions that the model may call."""
+        ...
+
+    def text(self, prompt: str) -> StagePayloadIn:
+        """A bare prompt, no template; special tokens in it stay text."""
+        ...
+
+    def tokens(self, prompt: OmniTokensPrompt) -> StagePayloadIn: ...
+
+    def voices(self) -> Sequence[str]:
+        """Names that a request's `voice` may take; empty where the model does not speak."""
+        ...
+
+
+@runtime_checkable
+class AudioLimits(Protocol):
+    """An input processor whose model takes sounds of some lengths only."""
+
+    def clip_seconds(self) -> tuple[float, float]:
+        """The shortest and the longest sound that may be one part of a message."""
+        ...
+
+
+@runtime_checkable
+class SpeechReader(Protocol):
+    """An input processor of a model that can speak a text as it is."""
+
+    def read_aloud(self, text: str) -> list[dict[str, object]]:
+        """The conversation that has just this text spoken."""
+        ...
+
+
+@runtime_checkable
+class Transcriber(Protocol):
+    """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
+
+    def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
+        """The words in a sound at `audio_sample_rate`; empty where there are none.
+
+        It takes as long as it takes, but asks now and then whether it is `over`: then what it gives is of no use.
+        """
+        ...
+
+    @property
+    def audio_sample_rate(self) -> int:
+        """Samples a second that it hears."""
+        ...
+
+
+@runtime_checkable
+class OptionalInputs(Protocol):
+    """An input processor whose model may be there without some of its parts."""
+
+    def unsupported_reason(self, kind: Modality) -> str:
+        """Why it does not take this kind of media, and what helps."""
+        ...
+
+
+@runtime_checkable
+class DrawingProcessor(Protocol):
+    """Turns a request to draw into the entry stage's input. Thread-safe."""
+
+    input_modalities: frozenset[Modality]
+
+    def draw(
+        self, prompt: str, images: Sequence[np.ndarray], mask: np.ndarray | None, params: DiffusionParams
+    ) -> StagePayloadIn:
+        """`images` are `uint8 [h, w, 3]`, `mask` is `uint8 [h, w]`; `params` is all that the request will use."""
+        ...
+
+    def voices(self) -> Sequence[str]: ...
+
+
+AnyProcessor = InputProcessor | DrawingProcessor
+
+
+class Bundle(Protocol):
+    """Real weights of a family that `omnistage pull NAME` fetches and keeps."""
+
+    @property
+    def name(self) -> str:
+        """What users call it, in place of a model's folder."""
+        ...
+
+    def locate(self) -> Path:
+        """Its folder. Raises `CheckpointError` where it was not pulled yet; uses no network."""
+        ...
+
+    def pull(self, *, force: bool = False) -> None:
+        """Fetch what is missing, check and convert it, with progress on the terminal."""
+        ...
+
+    def check(self) -> None:
+        """Compare every file with its hash. Raises what is wrong."""
+        ...
+
+    def parts(self) -> Sequence[BundlePart]:
+        """What it consists of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BundlePart:
+    """One part of a bundle, as `omnistage list` shows it."""
+
+    name: str
+    title: str
+    origin: str
+    licence: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: how to recognise it and everything special that serves it."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """Values of `architectures` or `model_type` in config.json. `*` matches any causal LM, after all others."""
+    pipeline: Path
+    components: Mapping[str, ComponentFactory]
+    bridges: Mapping[str, Bridge]
+    processor: Callable[[Checkpoint], AnyProcessor]
+    tiny: Callable[..., None] | None = None
+    verify: Callable[..., object] | None = None
+    aliases: tuple[str, ...] = field(default=())
+    variants: tuple[str, ...] = field(default=())
+    """What `tiny` takes as `variant`, the default first; empty where it takes none."""
+    bundle: Bundle | None = None
+    """Weights that `omnistage pull` fetches for it."""

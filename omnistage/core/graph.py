@@ -1,0 +1,241 @@
+"""The pipeline as a checked, immutable graph."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from omnistage.core.errors import ConfigError, UnsupportedModalityError
+from omnistage.core.types import Modality
+
+RESERVED_NAMES = frozenset({"pipeline", "deployment", "limits"})
+"""Not usable as stage names: `--set` takes them for sections."""
+
+_STAGE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
+    """`did you mean X?` where something is near, `most` of them at most, else the list of what is known."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=most, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"known: {', '.join(names) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """All that flows into one stage: the chunks of one or more sources, through one bridge."""
+
+    source: tuple[str, ...]
+    to: str
+    bridge: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A pipeline before it is checked."""
+
+    stages: Mapping[str, Modality | None]
+    edges: Sequence[Edge]
+    entry: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineGraph:
+    """Made by `build`, which checks it; all orders are stable."""
+
+    order: tuple[str, ...]
+    """Stages, each after all of its sources."""
+    entry: str
+    outputs: Mapping[Modality, str]
+    """The stage that gives each modality."""
+    incoming: Mapping[str, Edge]
+    """The edge into each stage but the entry."""
+
+    @classmethod
+    def build(
+        cls, stages: Mapping[str, Modality | None], edges: Sequence[Edge] = (), entry: str | None = None
+    ) -> PipelineGraph:
+        """Check a pipeline as a whole: its stages with what each one outputs, and the edges between them.
+
+        Raises `ConfigError` naming the path at fault in a configuration, and the fix.
+        """
+        pipeline = _Plan(stages, edges, entry)
+        _check_stage_names(pipeline)
+        incoming = _check_edges(pipeline)
+        order = _topological_order(pipeline, incoming)
+        entry = _find_entry(pipeline, incoming)
+        _check_reachable(pipeline, incoming, entry)
+        outputs = _find_outputs(pipeline)
+        graph = cls(order, entry, MappingProxyType(outputs), MappingProxyType(incoming))
+        live = graph._ancestors(outputs.values())
+        for name in reversed(order):  # the end of a dead branch is where to fix it
+            if name not in live:
+                raise ConfigError(
+                    "leads to no output: set `output` on it, add an edge from it, or remove it",
+                    param=f"pipeline.stages.{name}",
+                )
+        return graph
+
+    @property
+    def lead(self) -> str:
+        """The stage that gives text, else the entry: requests are sampled, counted and ended by it."""
+        return self.outputs.get(Modality.TEXT, self.entry)
+
+    def sources(self, stage: str) -> tuple[str, ...]:
+        """The stages whose chunks the edge into `stage` reads; empty for the entry."""
+        edge = self.incoming.get(stage)
+        return () if edge is None else edge.source
+
+    def targets(self, stage: str) -> tuple[str, ...]:
+        """The stages that read `stage`'s chunks, in topological order."""
+        return tuple(name for name in self.order if stage in self.sources(name))
+
+    def bridge(self, stage: str) -> str | None:
+        """Name of the bridge on the edge into `stage`; None for the entry."""
+        edge = self.incoming.get(stage)
+        return None if edge is None else edge.bridge
+
+    def needed(self, modalities: Collection[Modality]) -> frozenset[str]:
+        """The stages that must run to give `modalities`: those that emit them and all their ancestors."""
+        gives = ", ".join(self.outputs)
+        if not modalities:
+            raise UnsupportedModalityError(f"name at least one of what this model gives: {gives}", param="modalities")
+        unknown = [modality for modality in modalities if modality not in self.outputs]
+        if unknown:
+            raise UnsupportedModalityError(
+                f"this model does not give {', '.join(unknown)}; it gives {gives}", param="modalities"
+            )
+        return self._ancestors(self.outputs[modality] for modality in modalities)
+
+    def _ancestors(self, stages: Iterable[str]) -> frozenset[str]:
+        """`stages` and everything upstream of them."""
+        found: set[str] = set()
+        pending = list(stages)
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending.extend(self.sources(name))
+        return frozenset(found)
+
+
+def _check_stage_names(pipeline: _Plan) -> None:
+    if not pipeline.stages:
+        raise ConfigError("is empty; name at least one stage", param="pipeline.stages")
+    for name in pipeline.stages:
+        path = f"pipeline.stages.{name}"
+        if name in RESERVED_NAMES:
+            raise ConfigError(f"{name!r} is the name of a section; call the stage something else", param=path)
+        if not _STAGE_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} is not a stage name; use lower-case letters, digits and _, starting with a letter",
+                param=path,
+            )
+
+
+def _check_edges(pipeline: _Plan) -> dict[str, Edge]:
+    """The edge into each stage that has one."""
+    incoming: dict[str, Edge] = {}
+    for index, edge in enumerate(pipeline.edges):
+        path = f"pipeline.edges.{index}"
+        for key, names in (("from", edge.source), ("to", (edge.to,))):
+            for name in names:
+                if name not in pipeline.stages:
+                    raise ConfigError(
+                        f"there is no stage {name!r}; {did_you_mean(name, pipeline.stages)}", param=f"{path}.{key}"
+                    )
+        if edge.to in edge.source:
+            raise ConfigError(f"leads from {edge.to!r} to itself; remove that source", param=path)
+        if len(set(edge.source)) != len(edge.source):
+            raise ConfigError("names a stage twice; list each source once", param=f"{path}.from")
+        if edge.to in incoming:
+            both = ", ".join(dict.fromkeys((*incoming[edge.to].source, *edge.source)))
+            raise ConfigError(
+                f"is the second edge to {edge.to!r}; write one edge with `from: [{both}]` and one bridge", param=path
+            )
+        incoming[edge.to] = edge
+    return incoming
+
+
+def _topological_order(pipeline: _Plan, incoming: Mapping[str, Edge]) -> tuple[str, ...]:
+    done: dict[str, None] = {}
+    waiting = list(pipeline.stages)
+    while waiting:
+        ready = [n for n in waiting if n not in incoming or all(s in done for s in incoming[n].source)]
+        if not ready:
+            cycle = _find_cycle(waiting, incoming)
+            raise ConfigError(
+                f"stages feed each other in a cycle: {' -> '.join(cycle)}; remove one of these edges",
+                param="pipeline.edges",
+            )
+        done.update(dict.fromkeys(ready))
+        waiting = [n for n in waiting if n not in done]
+    return tuple(done)
+
+
+def _find_cycle(stuck: list[str], incoming: Mapping[str, Edge]) -> list[str]:
+    """A cycle among stages of which each has a source that is stuck too, in the direction of flow."""
+    trail = [stuck[0]]
+    while True:
+        source = next(s for s in incoming[trail[-1]].source if s in stuck)
+        if source in trail:
+            return [source, *reversed(trail[trail.index(source) :])]
+        trail.append(source)
+
+
+def _find_entry(pipeline: _Plan, incoming: Mapping[str, Edge]) -> str:
+    roots = [name for name in pipeline.stages if name not in incoming]
+    entry = pipeline.entry
+    if entry is None:
+        if len(roots) > 1:
+            raise ConfigError(
+                f"no edge leads to {', '.join(roots)}, so the entry is not clear; "
+                "set pipeline.entry and add edges to the others",
+                param="pipeline.entry",
+            )
+        return roots[0]
+    if entry not in pipeline.stages:
+        raise ConfigError(
+            f"there is no stage {entry!r}; {did_you_mean(entry, pipeline.stages)}", param="pipeline.entry"
+        )
+    if entry in incoming:
+        raise ConfigError(
+            f"an edge from {', '.join(incoming[entry].source)} leads to {entry!r}; remove that edge, or enter at "
+            f"{', '.join(roots)}",
+            param="pipeline.entry",
+        )
+    return entry
+
+
+def _check_reachable(pipeline: _Plan, incoming: Mapping[str, Edge], entry: str) -> None:
+    # Without cycles every stage hangs on some root: only a root other than the entry can be out of reach.
+    for name in pipeline.stages:
+        if name not in incoming and name != entry:
+            raise ConfigError(
+                f"is not reached from the entry {entry!r}; add an edge to it or remove it",
+                param=f"pipeline.stages.{name}",
+            )
+
+
+def _find_outputs(pipeline: _Plan) -> dict[Modality, str]:
+    outputs: dict[Modality, str] = {}
+    for name, output in pipeline.stages.items():
+        if output is None:
+            continue
+        if output in outputs:
+            raise ConfigError(
+                f"{outputs[output]!r} gives {output} already; remove `output` from one of the two",
+                param=f"pipeline.stages.{name}.output",
+            )
+        outputs[output] = name
+    if not outputs:
+        kinds = ", ".join(Modality)
+        raise ConfigError(
+            f"no stage gives anything; set `output` on the last stage to one of {kinds}", param="pipeline.stages"
+        )
+    return outputs

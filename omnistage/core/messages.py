@@ -1,0 +1,63 @@
+"""Chat messages as typed parts, media decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from omnistage.core.clips import AudioClip, VideoClip
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePart:
+    """`image` is RGB."""
+
+    image: Image.Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioPart:
+    clip: AudioClip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoPart:
+    """`use_audio` is set only where the clip has audio."""
+
+    clip: VideoClip
+    use_audio: bool
+
+
+Part = TextPart | ImagePart | AudioPart | VideoPart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made. `arguments` is an object, or the text that it wrote where that is none."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`parts` is never empty and keeps the order in which the client gave them."""
+
+    role: Role
+    parts: tuple[Part, ...]
+    name: str | None = None
+    """Of the participant; of the function, where the message is a tool's."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None

@@ -1,0 +1,175 @@
+"""What a request may set on a stage, checked by pydantic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from omnistage.core.validation import invalid_params, is_utf8
+
+_FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class StageParams(BaseModel):
+    """Base of what a request may set on one stage. Frozen, unknown fields refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    shared: ClassVar[bool] = False
+    """Whether one set of these serves all stages of a request that take the type, however many there are."""
+
+    def merged(self, override: Self | None) -> Self:
+        """These defaults with the fields that `override` sets explicitly."""
+        if override is None:
+            return self
+        changes = {name: getattr(override, name) for name in override.model_fields_set}
+        return type(self).parse({**{n: getattr(self, n) for n in self.model_fields_set}, **changes})
+
+    @classmethod
+    def parse(cls, values: Mapping[str, object]) -> Self:
+        """Build from untrusted values, turning pydantic's error into ours."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise invalid_params(error) from error
+
+
+class StructuredOutput(BaseModel):
+    """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), xgrammar's structural
+    tags, or any JSON object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    json_schema: dict[str, object] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, object] | None = Field(
+        default=None, description="A format of xgrammar's structural tags: free text in which some words begin JSON."
+    )
+    json_object: bool = False
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        texts = (self.json_schema, self.regex, self.grammar, self.structural_tag)
+        if sum(text is not None for text in texts) + self.json_object != 1:
+            raise ValueError("give exactly one of json_schema, regex, grammar, structural_tag, json_object")
+        return self
+
+
+class SamplingParams(StageParams):
+    """How an autoregressive stage picks tokens. The defaults are greedy-free plain sampling at temperature 1."""
+
+    max_tokens: int = Field(default=1024, ge=1, le=1_000_000, description="Most tokens to generate.")
+    min_tokens: int = Field(default=0, ge=0, description="No stop before this many tokens.")
+    temperature: _FiniteFloat = Field(default=1.0, ge=0.0, le=100.0, description="0 is greedy.")
+    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: _FiniteFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens up to this mass.")
+    min_p: _FiniteFloat = Field(default=0.0, ge=0.0, le=1.0, description="Drop tokens below this share of the best.")
+    repetition_penalty: _FiniteFloat = Field(default=1.0, gt=0.0, le=10.0, description="Over prompt and output.")
+    presence_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
+    frequency_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
+    logit_bias: dict[int, _FiniteFloat] | None = Field(default=None, description="Token id to added logit.")
+    allowed_token_ids: tuple[int, ...] | None = Field(default=None, description="Only these may be sampled.")
+    suppress_token_ids: tuple[int, ...] = Field(default=(), description="Never sampled.")
+    stop: tuple[str, ...] = Field(default=(), max_length=64, description="Strings that end the text.")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end it, besides the model's own.")
+    ignore_eos: bool = Field(default=False, description="Go on past the model's own end tokens.")
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Same seed, same output, in any batch.")
+    logprobs: int | None = Field(default=None, ge=0, le=50, description="Alternatives to report beside each token.")
+    n: int = Field(default=1, ge=1, le=128, description="Answers to one prompt.")
+    structured: StructuredOutput | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stop_may_be_a_string(cls, values: object) -> object:
+        if isinstance(values, dict) and isinstance(values.get("stop"), str):
+            return {**values, "stop": (values["stop"],)}
+        return values
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, least: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens", least)
+        if least > most:
+            raise ValueError(f"min_tokens ({least}) must not exceed max_tokens ({most})")
+        return least
+
+    @field_validator("stop")
+    @classmethod
+    def _can_be_found(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("an empty stop string can never be found; remove it")
+        return stop
+
+    @field_validator("stop_token_ids", "suppress_token_ids")
+    @classmethod
+    def _can_be_ids(cls, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if any(token < 0 for token in ids):
+            raise ValueError("token ids must not be negative")
+        return ids
+
+    @field_validator("allowed_token_ids")
+    @classmethod
+    def _allow_something(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if ids is not None and not ids:
+            raise ValueError("allowed_token_ids is empty, so nothing could be sampled; leave it out or name ids")
+        return ids
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class CodecParams(StageParams):
+    """How a codec stage turns codes into samples."""
+
+    streaming: bool = Field(default=True, description="Emit audio while codes still arrive; false waits for all.")
+    num_steps: int = Field(default=10, ge=1, le=1000, description="Solver time points of a flow-matching decoder.")
+    guidance_scale: _FiniteFloat = Field(default=0.5, ge=0.0, le=100.0)
+    sway: _FiniteFloat = Field(default=-1.0, ge=-10.0, le=10.0, description="Sway coefficient of the time grid.")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the initial noise.")
+
+
+class DiffusionParams(StageParams):
+    """How pictures and videos are made. What is left out is as the pipeline's YAML or the model says.
+
+    One set serves the whole request: the stages that encode, denoise and decode all read it.
+    """
+
+    shared: ClassVar[bool] = True
+
+    width: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
+    height: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
+    steps: int | None = Field(default=None, ge=1, le=1000, description="Denoising steps.")
+    guidance: _FiniteFloat | None = Field(
+        default=None, ge=0.0, le=100.0, description="How closely to follow the prompt; as the family defines it."
+    )
+    true_cfg: _FiniteFloat | None = Field(
+        default=None, ge=0.0, le=100.0, description="Classifier-free guidance on a guidance-distilled model."
+    )
+    negative_prompt: str | None = Field(default=None, max_length=100_000, description="What to keep away from.")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Picture i of n starts from seed + i.")
+    n: int = Field(default=1, ge=1, le=64, description="Pictures of one prompt.")
+    strength: _FiniteFloat | None = Field(
+        default=None, gt=0.0, le=1.0, description="How far to leave the input picture; 1 keeps nothing of it."
+    )
+    num_frames: int | None = Field(default=None, ge=1, le=4096, description="Frames of a video.")
+    fps: _FiniteFloat | None = Field(default=None, gt=0.0, le=240.0, description="Frames a second of a video.")
+    scheduler: str | None = Field(
+        default=None, max_length=100, description="A diffusers scheduler class instead of the checkpoint's own."
+    )
+    max_sequence_length: int | None = Field(default=None, ge=1, le=8192, description="Most prompt tokens to encode.")
+    preview_every: int = Field(default=0, ge=0, le=1000, description="Show the picture every so many steps; 0: never.")
+    early_stop: _FiniteFloat | None = Field(
+        default=None, gt=0.0, le=1.0, description="Stop once a step changes the expected picture by less than this."
+    )
+
+    @field_validator("negative_prompt")
+    @classmethod
+    def _is_text(cls, negative: str | None) -> str | None:
+        if negative is not None and not is_utf8(negative):
+            raise ValueError("negative_prompt is not valid Unicode text")
+        return negative

@@ -1,0 +1,89 @@
+"""The stage contract: what the orchestrator may ask of any stage, whatever its engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from omnistage.core.params import StageParams
+from omnistage.core.types import StageChunk, StageFeed, StageInput
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """Counters of one stage, for metrics and tests. `extra` holds what only some engines have."""
+
+    waiting: int = 0
+    running: int = 0
+    starved: int = 0
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Stage(ABC):
+    """One node of a pipeline.
+
+    All methods but `check` are called from the stage's own loop, one at a time. A request's life in a stage:
+    `submit` once, `feed` while its input streams, then `step` emits its chunks until one carries `finish` for
+    every answer; after that the stage has forgotten it. A stage ends the requests of a failed step itself, with a
+    chunk that carries the error, and keeps running the others; `step` raising is a defect that ends all of them.
+    """
+
+    name: str
+    params_type: type[StageParams]
+    uses_torch: bool = True
+    """Whether torch does its work, in the thread that the stage is run in."""
+    cpu_threads: int = 0
+    """How many threads torch has for its steps on the CPU; none where it does not compute them there."""
+    enter_thread: Callable[[], None] | None = None
+    """Called once in the thread that the stage will be run in, where there is one."""
+
+    @abstractmethod
+    def check(self, stage_input: StageInput) -> None:
+        """Raise an `OmniError` if this input can never run (too long, wrong shape). Thread-safe, changes nothing."""
+
+    def check_params(self, params: StageParams) -> None:  # noqa: B027  (most parameters check themselves)
+        """Raise an `OmniError` for parameters that this stage can never run with. Thread-safe, changes nothing.
+
+        Asked of every stage that a request will reach, before the first one starts.
+        """
+
+    @abstractmethod
+    def submit(self, stage_input: StageInput) -> None:
+        """Take a request. Errors found here raise and leave the stage unchanged."""
+
+    @abstractmethod
+    def feed(self, request_id: str, feed: StageFeed) -> None:
+        """Add streaming input. A request that has ended already is ignored: its upstream cannot know yet."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Forget the request at once and emit nothing more for it. Unknown ids are ignored."""
+
+    @abstractmethod
+    def step(self) -> list[StageChunk]:
+        """Run one batch and return what it produced."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` would run something now. Starved requests are not work."""
+
+    def wait_limit(self) -> float | None:
+        """Seconds after which `has_work` may turn true by itself; None: only a call from outside can make it so."""
+        return None
+
+    @abstractmethod
+    def stats(self) -> StageStats: ...
+
+    def drain(self) -> list[StageChunk]:
+        """Step until nothing is runnable; the chunks of all those steps."""
+        chunks: list[StageChunk] = []
+        while self.has_work():
+            chunks.extend(self.step())
+        return chunks
+
+    def close(self) -> None:  # noqa: B027  (most stages hold nothing that the garbage collector cannot free)
+        """Release device memory and threads."""

@@ -1,0 +1,381 @@
+"""OpenAI-style chat messages, parsed into typed parts.
+
+The structure of every message is checked before the first media item is decoded, so that a mistake in the last
+message costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Role, TextPart, ToolCall, VideoPart
+from omnistage.core.validation import is_utf8
+from omnistage.media.audio import decode_audio
+from omnistage.media.image import decode_image
+from omnistage.media.limits import MediaLimits
+from omnistage.media.video import MIN_FRAMES, decode_video
+from omnistage.media.watch import show
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_MOST_NAME = 256
+_MOST_LEVELS = 64
+"""Of a call's arguments: beyond them they are text, so that nothing has to follow them down."""
+_DETAILS = ("auto", "low", "high", "original")
+_LOW_DETAIL = (512, 512)
+"""Pixels: as OpenAI has it."""
+_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm", "mp4", "pcm16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A media item whose place is valid, not decoded yet. `path` names it in errors."""
+
+    path: str
+    decode: Callable[[], Part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    limits: MediaLimits
+    audio_rate: int
+    video_fps: float
+    use_audio_in_video: bool
+
+
+@dataclass(slots=True)
+class _Total:
+    """What the media of one request hold once decoded, so that many small items cannot do what a large one may not."""
+
+    limits: MediaLimits
+    pixels: int = 0
+    seconds: float = 0.0
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, ImagePart):
+            self.pixels += part.image.width * part.image.height
+        elif isinstance(part, VideoPart):
+            count, height, width, _ = part.clip.frames.shape
+            self.pixels += count * height * width
+            self.seconds += part.clip.audio.seconds if part.clip.audio is not None else 0.0
+        elif isinstance(part, AudioPart):
+            self.seconds += part.clip.seconds
+        if self.pixels > self.limits.max_total_pixels:
+            raise LimitExceededError(
+                f"the request's images and video frames have {self.pixels} pixels up to here, over the limit of "
+                f"{self.limits.max_total_pixels} together; send fewer or smaller ones"
+            )
+        if self.seconds > self.limits.max_total_audio_seconds:
+            raise LimitExceededError(
+                f"the request's sounds last {self.seconds:.2f} seconds up to here, over the limit of "
+                f"{self.limits.max_total_audio_seconds:g} together; send fewer or shorter ones"
+            )
+
+
+_Parsed = TextPart | _Pending
+_PartParser = Callable[[Mapping[str, Any], str, _Options], _Parsed]
+
+
+def parse_messages(
+    messages: Sequence[Mapping[str, Any]],
+    limits: MediaLimits,
+    *,
+    audio_rate: int = 16_000,
+    video_fps: float = 2.0,
+    use_audio_in_video: bool = False,
+) -> list[ChatMessage]:
+    """Return `messages` with their media decoded.
+
+    Content is a string or a list of parts as OpenAI and vLLM clients send them. Sound is resampled to
+    `audio_rate`, video is sampled at `video_fps` unless its part says otherwise. Every mistake is an
+    `InvalidRequestError`, or a subclass for media, whose `param` is the path of the value at fault.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"must be a list of messages, got {type(messages).__name__}", param="messages")
+    if not messages:
+        raise InvalidRequestError("is empty; send at least one message", param="messages")
+    options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
+    parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
+    _check_counts(parsed, limits)
+    total = _Total(limits)
+    made = []
+    called: dict[str, str] = {}
+    for head, parts in parsed:
+        called.update({call.id: call.name for call in head.tool_calls if call.id is not None})
+        name = head.name or called.get(head.tool_call_id or "")
+        made.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
+    return made
+
+
+def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: MediaLimits) -> None:
+    parts = [part for _, own in parsed for part in own]
+    items = sum(isinstance(part, _Pending) for part in parts)
+    if items > limits.max_items:
+        raise LimitExceededError(
+            f"{items} media items are over the limit of {limits.max_items}; send fewer", param="messages"
+        )
+    chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    chars += sum(len(call.name) + len(str(call.arguments)) for head, _ in parsed for call in head.tool_calls)
+    if chars > limits.max_text_chars:
+        raise LimitExceededError(
+            f"{chars} characters of text are over the limit of {limits.max_text_chars}; shorten the messages",
+            param="messages",
+        )
+
+
+def _finish(part: _Parsed, total: _Total) -> Part:
+    if isinstance(part, TextPart):
+        return part
+    try:
+        decoded = part.decode()
+        total.add(decoded)
+        if not isinstance(decoded, TextPart):
+            show(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
+        return decoded
+    except InvalidRequestError as error:
+        error.param = part.path
+        raise
+
+
+def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatMessage, list[_Parsed]]:
+    """The message without its parts, and those."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f'must be an object with "role" and "content", got {_kind(message)}', param=path)
+    role_name = message.get("role")
+    if not isinstance(role_name, str) or role_name not in _ROLES:
+        got = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
+        raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {got}", param=f"{path}.role")
+    role = _ROLES[role_name]
+    if message.get("function_call") is not None:
+        # Leaving it out would run a different conversation from the one that was sent.
+        raise InvalidRequestError("is the older form of a call; write tool_calls", param=f"{path}.function_call")
+    if message.get("audio") is not None:
+        raise InvalidRequestError("no spoken answer is kept under this id; send its text", param=f"{path}.audio")
+    calls = _parse_calls(message.get("tool_calls"), role, f"{path}.tool_calls")
+    texts = {key: _short_text(message.get(key), f"{path}.{key}") for key in ("name", "tool_call_id")}
+    content, where = message.get("content"), f"{path}.content"
+    if role == "assistant" and content is None and message.get("refusal") is not None:
+        content, where = message["refusal"], f"{path}.refusal"
+    return ChatMessage(role, (), tool_calls=calls, **texts), _parse_content(content, role, where, options)
+
+
+def _parse_calls(calls: object, role: Role, path: str) -> tuple[ToolCall, ...]:
+    if calls is None or calls == []:
+        return ()
+    if role != "assistant":
+        raise InvalidRequestError("is for assistant messages only; leave it out", param=path)
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError("must be a list of calls", param=path)
+    return tuple(_parse_call(call, f"{path}[{index}]") for index, call in enumerate(calls))
+
+
+def _parse_call(call: object, path: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(name, str) or not isinstance(arguments, str):
+        raise InvalidRequestError('must be a call: {"function": {"name": text, "arguments": text}}', param=path)
+    if not is_utf8(name) or not is_utf8(arguments):
+        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes may spell half of a surrogate pair
+    except (ValueError, RecursionError):
+        value = None
+    # Else a model wrote it and was cut off, perhaps: it is shown what it wrote.
+    usable = isinstance(value, dict) and not _is_deep(value)
+    return ToolCall(name, value if usable else arguments, _short_text(call.get("id"), f"{path}.id"))
+
+
+def _is_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(_MOST_LEVELS):
+        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        level = [child for children in nested for child in children]
+        if not level:
+            return False
+    return True
+
+
+def _short_text(value: object, path: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not is_utf8(value) or len(value) > _MOST_NAME):
+        raise InvalidRequestError(f"must be text of at most {_MOST_NAME} characters", param=path)
+    return value or None
+
+
+def _parse_content(content: object, role: Role, path: str, options: _Options) -> list[_Parsed]:
+    if content is None and role == "assistant":
+        return [TextPart("")]
+    if isinstance(content, str):
+        return [_text(content, role, path)]
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(f"must be a string or a list of parts, got {_kind(content)}", param=path)
+    if not content:
+        raise InvalidRequestError("is empty; send text or at least one part", param=path)
+    return [_parse_part(part, role, f"{path}[{index}]", options) for index, part in enumerate(content)]
+
+
+def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Parsed:
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(f'must be an object with a "type", got {_kind(part)}', param=path)
+    name = part.get("type")
+    if isinstance(name, str) and name in _TEXT_TYPES:
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"must be a string, got {_kind(part.get('text'))}", param=f"{path}.text")
+        return _text(part["text"], role, f"{path}.text")
+    if name == "refusal" and role == "assistant":
+        if not isinstance(part.get("refusal"), str):
+            raise InvalidRequestError(f"must be a string, got {_kind(part.get('refusal'))}", param=f"{path}.refusal")
+        return _text(part["refusal"], role, f"{path}.refusal")
+    if name in ("file", "input_file"):
+        raise InvalidRequestError(
+            "files are not read here; send their text, pictures or sound as parts of their own", param=f"{path}.type"
+        )
+    if not isinstance(name, str) or name not in _MEDIA_PARTS:
+        got = repr(name[:40]) if isinstance(name, str) else _kind(name)
+        known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
+        raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
+    return _MEDIA_PARTS[name](cast("Mapping[str, Any]", part), path, options)
+
+
+def _text(text: str, role: Role, path: str) -> TextPart:
+    if not text and role not in ("assistant", "tool"):
+        raise InvalidRequestError(f"is empty; a {role} message needs text", param=path)
+    if not is_utf8(text):
+        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
+    return TextPart(text)
+
+
+def _url(part: Mapping[str, Any], key: str, path: str) -> tuple[str, str]:
+    """Return a URL and its path, from `{"url": ...}` or a plain string under `key`."""
+    value, path = part.get(key), f"{path}.{key}"
+    if isinstance(value, Mapping):
+        value, path = value.get("url"), f"{path}.url"
+    if not isinstance(value, str) or not value:
+        got = "an empty string" if isinstance(value, str) else _kind(value)
+        raise InvalidRequestError(f"must be a URL such as data:<type>;base64,<data>, got {got}", param=path)
+    return value, path
+
+
+def _value(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
+    """Return what is under `key`, of whatever type; the decoder says what it takes."""
+    path = f"{path}.{key}"
+    value = part.get(key)
+    if value is None or (isinstance(value, str) and not value):
+        raise InvalidRequestError("is missing or empty; give bytes, a data: URL, a path or an array", param=path)
+    return value, path
+
+
+def _image_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, path = _value(part, "image", path)
+    return _Pending(path, lambda: ImagePart(decode_image(value, options.limits)))
+
+
+def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    inner = part.get("image_url")
+    beside = part.get("detail")  # where the Responses API has it
+    detail, detail_path = (
+        (inner.get("detail"), ".image_url.detail") if isinstance(inner, Mapping) else (beside, ".detail")
+    )
+    if detail is not None and detail not in _DETAILS:
+        raise InvalidRequestError(f"must be one of {', '.join(_DETAILS)}", param=f"{path}{detail_path}")
+    url, path = _url(part, "image_url", path)
+
+    def decode() -> ImagePart:
+        image = decode_image(url, options.limits)
+        if detail == "low":
+            image.thumbnail(_LOW_DETAIL)
+        return ImagePart(image)
+
+    return _Pending(path, decode)
+
+
+def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, path = _value(part, "audio", path)
+    return _Pending(path, lambda: AudioPart(decode_audio(value, options.limits, options.audio_rate)))
+
+
+def _audio_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    url, path = _url(part, "audio_url", path)
+    return _Pending(path, lambda: AudioPart(decode_audio(url, options.limits, options.audio_rate)))
+
+
+def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    inner, path = part.get("input_audio"), f"{path}.input_audio"
+    if not isinstance(inner, Mapping):
+        raise InvalidRequestError(f'must be an object with "data" and "format", got {_kind(inner)}', param=path)
+    data, encoding = inner.get("data"), inner.get("format")
+    if data == "":
+        raise InvalidRequestError("is empty; give the sound as base64 text", param=f"{path}.data")
+    if not isinstance(data, str):
+        raise InvalidRequestError(f"must be base64 text, got {_kind(data)}", param=f"{path}.data")
+    if encoding is not None and encoding not in _AUDIO_FORMATS:
+        raise InvalidRequestError(f"must be one of {', '.join(_AUDIO_FORMATS)}", param=f"{path}.format")
+
+    def decode() -> AudioPart:
+        rate = options.audio_rate
+        return AudioPart(decode_audio(data, options.limits, rate, format=encoding, bare_base64=True))
+
+    return _Pending(f"{path}.data", decode)
+
+
+def _video_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    value, value_path = _value(part, "video", path)
+    return _pending_video(value, value_path, part, path, options)
+
+
+def _video_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
+    url, url_path = _url(part, "video_url", path)
+    return _pending_video(url, url_path, part, path, options)
+
+
+def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path: str, options: _Options) -> _Pending:
+    """Read the sampling that Qwen clients put beside a video."""
+    fps = part.get("fps", options.video_fps)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not (math.isfinite(fps) and fps > 0):
+        raise InvalidRequestError("must be a number above 0", param=f"{path}.fps")
+    min_frames = _frame_count(part, "min_frames", 1, path) or MIN_FRAMES
+    max_frames = _frame_count(part, "max_frames", 2, path)
+
+    def decode() -> VideoPart:
+        with_audio = options.use_audio_in_video
+        clip = decode_video(source, options.limits, fps, max_frames, min_frames, with_audio, options.audio_rate)
+        return VideoPart(clip, with_audio and clip.audio is not None)
+
+    return _Pending(source_path, decode)
+
+
+def _frame_count(part: Mapping[str, Any], key: str, least: int, path: str) -> int | None:
+    value = part.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"must be a whole number of at least {least}", param=f"{path}.{key}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else type(value).__name__
+
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_MEDIA_PARTS: dict[str, _PartParser] = {
+    "image_url": _image_url_part,
+    "image": _image_part,
+    "input_image": _image_url_part,
+    "input_audio": _input_audio_part,
+    "audio_url": _audio_url_part,
+    "audio": _audio_part,
+    "video_url": _video_url_part,
+    "video": _video_part,
+}

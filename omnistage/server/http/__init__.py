@@ -1,0 +1,1 @@
+"""The HTTP application: routing, connections, body limits, streaming, errors."""

@@ -1,0 +1,66 @@
+"""The application: routes, errors, limits, in the order in which a request meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from omnistage import __version__
+from omnistage.server.access.hosts import LocalNames
+from omnistage.server.access.middleware import Gate
+from omnistage.server.http import errors
+from omnistage.server.http import openapi as documented
+from omnistage.server.http.body_limits import BodyLimit
+from omnistage.server.http.connection import Exchange
+from omnistage.server.observe import live, status
+from omnistage.server.openai import completions, images
+from omnistage.server.openai.audio import speech, transcriptions
+from omnistage.server.openai.chat import route as chat
+from omnistage.server.openai.responses import route as responses
+from omnistage.server.openai.videos import route as videos
+from omnistage.server.page import route as page
+from omnistage.server.realtime import route as realtime
+from omnistage.server.service import Service
+
+DEFAULT_MAX_BODY = 64 * 2**20
+DEFAULT_STALL_SECONDS = 60.0
+
+
+def create_app(
+    service: Service,
+    *,
+    max_body_bytes: int = DEFAULT_MAX_BODY,
+    stall_seconds: float = DEFAULT_STALL_SECONDS,
+    cors: Sequence[str] = (),
+    local_names: Sequence[str] | None = None,
+) -> FastAPI:
+    """The HTTP application over a service whose models may still be loading.
+
+    With `local_names`, even none, it answers only to this machine's own names and these.
+    """
+    # No Swagger page: FastAPI's takes its scripts from another host.
+    app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.state.max_body_bytes = max_body_bytes
+    app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
+    errors.install(app)
+    documented.install(app)
+
+    for module in (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime):
+        app.include_router(module.router)
+    # From the inside out: a request meets the last of these first.
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
+    app.add_middleware(Gate, service=service, origins=tuple(cors))
+    if cors:
+        # Outside of the gate: a browser asks whether it may send a key before it sends it.
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
+    if local_names is not None:
+        app.add_middleware(LocalNames, names=local_names)
+    if service.tracing is not None:
+        from omnistage.server.observe.tracing import TracedRequests
+
+        app.add_middleware(TracedRequests, tracing=service.tracing)
+    app.add_middleware(Exchange, measures=service.measures, stall_seconds=stall_seconds)
+    return app

@@ -1,0 +1,1 @@
+"""Audit log, metrics, tracing, status and live views."""

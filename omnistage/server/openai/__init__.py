@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoints, a module or folder each."""

@@ -1,0 +1,1 @@
+"""`/v1/audio/speech` and `/v1/audio/transcriptions`."""

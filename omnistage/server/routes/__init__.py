@@ -1,1 +1,0 @@
-"""The endpoints, a file for each kind."""

@@ -1,0 +1,91 @@
+"""A random starter in the layout that `omnistage pull starter` makes: a language model, a transformer that draws, ears.
+
+`scale` 0 is a toy of about a million parameters, 1 has about the shapes of the real one. The voice is the real one, of
+its own package; the ears are random too, and only where the package `onnx` is there to write them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.core.errors import MissingDependencyError
+from omnistage.models import _tiny_common as common
+from omnistage.models._diffusers import tiny as parts
+from omnistage.models._diffusers.loading import diffusers
+from omnistage.models._tiny_common import Draw, between
+from omnistage.models.causal_lm import tiny as causal_lm
+from omnistage_starter.draw import CHANNELS
+from omnistage_starter.family import ARCHITECTURE
+from omnistage_starter.stand_ins import write_ears
+from omnistage_starter.think import DRAW_LAYER
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+def write(
+    folder: Path,
+    *,
+    seed: int = 0,
+    scale: float = 0.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> None:
+    """Write the checkpoint into `folder`, which must be new or empty."""
+    report = progress or (lambda doing, share: None)
+    common.check_scale(scale)
+    common.new_folder(folder)
+    config = language_config(scale)
+    report("writing think", 0.0)
+    causal_lm.write(folder / "think", seed=seed, scale=min(scale, 0.5), config=config)
+    report("writing draw", 0.6)
+    drawn = transformer(scale, text=config.hidden_size)
+    dtype = parts.stored_dtype(0.0)
+    parts.write_model(folder / "draw" / "transformer", drawn, _transformer_draw, seed=seed, dtype=dtype)
+    parts.write_flow_scheduler(folder / "draw" / "scheduler", shift=2.0, use_dynamic_shifting=False)
+    report("writing hear", 0.9)
+    with contextlib.suppress(MissingDependencyError):  # then it is deaf, as a starter pulled without npm
+        write_ears(folder / "hear", seed=seed)
+    known = {"architectures": [ARCHITECTURE], "model_type": "omnistage_starter"}
+    common.write_json(folder / "config.json", known)  # last: a folder without it is no checkpoint
+    report("checkpoint written", 1.0)
+
+
+def language_config(scale: float) -> LlamaConfig:
+    """A Llama that is deep enough to be drawn from; at scale 1 of SmolLM2-135M's shapes."""
+    config = causal_lm.config_for(0.0)
+    kv_heads, head = between(scale, (2, 3)), between(scale, (16, 64), 8)
+    config.num_key_value_heads, config.num_attention_heads = kv_heads, kv_heads * between(scale, (2, 3))
+    config.head_dim, config.hidden_size = head, config.num_attention_heads * head
+    config.intermediate_size = between(scale, (128, 1536), 32)
+    config.num_hidden_layers = between(scale, (DRAW_LAYER + 2, max(30, DRAW_LAYER + 2)))
+    config.vocab_size = between(scale, (1024, 49152), 64)
+    return config
+
+
+def transformer(scale: float, *, text: int) -> Any:
+    """FLUX.2's transformer over patches of pixels, on no device."""
+    head = between(scale, (32, 64), 32)
+    return parts.on_meta(
+        lambda: diffusers().Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=CHANNELS,
+            num_layers=1,
+            num_single_layers=between(scale, (1, 8)),
+            attention_head_dim=head,
+            num_attention_heads=between(scale, (2, 4)),
+            joint_attention_dim=text,
+            guidance_embeds=False,
+            axes_dims_rope=(head // 4,) * 4,
+        )
+    )
+
+
+def _transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+    """Attention is the message's only way in: it must pick its rows and weigh them."""
+    if "norm_q" in name or "norm_k" in name or "norm_added" in name:
+        return Draw(0.1, mean=2.0)
+    drawn = parts.transformer_draw(name, shape)
+    return Draw(drawn.std * 3, drawn.mean) if ".attn.to_out" in name else drawn
