@@ -182,8 +182,31 @@ def test_free_among_counts_what_acquiring_would_take_from_the_free_list() -> Non
 def test_the_check_finds_leaked_and_double_owned_blocks(owners: list[list[int]]) -> None:
     pool = BlockPool(3, 2)
     assert taken(pool, 1) == [0]
-    with pytest.raises(InternalError, match="leaked or double-owned"):
+    with pytest.raises(InternalError, match="leaked or double-owned") as caught:
         pool.check(owners)
+    counted = [sum(block in table for table in owners) for block in range(3)]
+    assert str([block for block in range(3) if counted[block] != [1, 0, 0][block]]) in str(caught.value)
+
+
+def test_the_check_finds_a_free_list_that_lost_a_block() -> None:
+    pool = BlockPool(3, 2)
+    del pool._free[1]
+    with pytest.raises(InternalError, match="free list"):
+        pool.check([])
+
+
+def test_the_check_finds_hashes_that_lead_to_another_block() -> None:
+    pool = BlockPool(3, 2)
+    blocks = taken(pool, 2)
+    pool.publish(blocks[0], chain((1, 2))[0])
+    pool._hash_of[blocks[1]] = pool._hash_of.pop(blocks[0])
+    with pytest.raises(InternalError, match="hash tables"):
+        pool.check([blocks])
+
+
+def test_a_new_pool_has_looked_nothing_up() -> None:
+    pool = BlockPool(3, 2)
+    assert (pool.hits, pool.lookups) == (0, 0)
 
 
 def test_the_check_finds_a_block_that_stands_twice_in_a_table() -> None:
@@ -195,6 +218,13 @@ def test_the_check_finds_a_block_that_stands_twice_in_a_table() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ hashes
+
+
+def test_hashes_are_short_and_tell_media_of_one_length_apart() -> None:
+    one, other = block_hash(b"", (1, 2), [b"cat"]), block_hash(b"", (1, 2), [b"dog"])
+    assert one != other
+    assert len(one) == len(other) == 16
+
 
 _TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=2).map(tuple)
 _EXTRA = st.lists(st.binary(max_size=3), max_size=3).map(tuple)

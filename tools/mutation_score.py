@@ -1,0 +1,338 @@
+"""How many small defects the tests notice: `python tools/mutation_score.py scheduler pool sampler keys limits`.
+
+Each mutant is one module with one small change (a comparison, a constant, a condition, a statement that is gone). The
+tests named for that module run against it in a forked process; a mutant that they pass has survived. A fork per mutant
+instead of an interpreter per mutant, because importing torch takes longer than most of these tests: that is why this is
+not mutmut or cosmic-ray.
+
+Messages are not mutated, nor annotations, docstrings and `zip(strict=...)`. Where a module has more mutants than
+`--sample`, that many are drawn with `--seed`. Scores as measured, with the survivors: docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+ROOT = Path(__file__).resolve().parents[1]
+PRIVATE = ("omnistage", "tests", "conftest", "test_")
+"""Modules that are imported anew in each fork, because the mutant may be one of them or be imported by them."""
+UNSAFE = ("torchvision",)
+"""Not imported before the tests' own set-up has prepared it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module and the tests that are meant to notice its defects."""
+
+    module: str
+    tests: tuple[str, ...]
+    skip: tuple[str, ...] = ()
+    """Functions and classes that are not this target's subject."""
+
+
+TARGETS = {
+    "scheduler": (Target("omnistage.engines.ar.scheduler", ("tests/unit/test_scheduler.py",)),),
+    "pool": (Target("omnistage.engines.ar.block_pool", ("tests/unit/test_block_pool.py",)),),
+    "sampler": (
+        Target("omnistage.engines.ar.sampler", ("tests/unit/test_sampler.py",)),
+        Target("omnistage.engines.ar.logits", ("tests/unit/test_sampler.py",)),
+        Target("omnistage.engines.ar.draw", ("tests/unit/test_sampler.py",)),
+    ),
+    "keys": (Target("omnistage.server.keys", ("tests/unit/test_keyring.py",)),),
+    "limits": (
+        Target("omnistage.media.limits", ("tests/unit/test_media_limits.py", "tests/unit/test_media_source.py")),
+        Target("omnistage.media.image", ("tests/unit/test_media_image.py",)),
+        Target("omnistage.media.audio", ("tests/unit/test_media_audio.py",)),
+        Target("omnistage.media.source", ("tests/unit/test_media_source.py",)),
+    ),
+}
+
+# ------------------------------------------------------------------------------------------------------ mutants
+
+Change = Callable[[], None]
+
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the number of the node in the order of `ast.walk`, and which of its changes."""
+
+    line: int
+    what: str
+    node: int
+    choice: int
+
+
+def changes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[str, Change]]:
+    """What can be changed at a node; each change is made in place."""
+    match node:
+        case ast.Compare(ops=operators):
+            for index, operator in enumerate(operators):
+                for other in COMPARISONS[type(operator)]:
+                    name = f"{type(operator).__name__} -> {other.__name__}"
+                    yield name, lambda i=index, o=other: operators.__setitem__(i, o())
+        case ast.BoolOp():
+            other_op = ast.Or if isinstance(node.op, ast.And) else ast.And
+            yield f"{type(node.op).__name__} -> {other_op.__name__}", lambda: setattr(node, "op", other_op())
+        case ast.UnaryOp(op=ast.Not()):
+            yield "not x -> bool(x)", lambda: setattr(node, "op", ast.UAdd()) or _as_bool(node)
+        case ast.BinOp(op=operator) if type(operator) in OPERATORS and not isinstance(node.left, ast.JoinedStr):
+            other_kind = OPERATORS[type(operator)]
+            yield f"{type(operator).__name__} -> {other_kind.__name__}", lambda: setattr(node, "op", other_kind())
+        case ast.AugAssign(op=operator) if type(operator) in OPERATORS:
+            other_kind = OPERATORS[type(operator)]
+            yield f"{type(operator).__name__}= -> {other_kind.__name__}=", lambda: setattr(node, "op", other_kind())
+        case ast.Constant(value=bool() as value):
+            yield f"{value} -> {not value}", lambda: setattr(node, "value", not value)
+        case ast.Constant(value=int() | float() as number):
+            yield f"{number} -> {number + 1}", lambda: setattr(node, "value", number + 1)
+            yield f"{number} -> {number - 1}", lambda: setattr(node, "value", number - 1)
+        case ast.Call(func=ast.Name(id=name)) if name in CALLS:
+            yield f"{name} -> {CALLS[name]}", lambda: setattr(node.func, "id", CALLS[name])
+        case ast.Return(value=value) if value is not None and not _is_none(value):
+            yield "return -> return None", lambda: setattr(node, "value", ast.Constant(None))
+    if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.UnaryOp):
+        yield "condition negated", lambda: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
+
+
+def _as_bool(node: ast.UnaryOp) -> None:
+    node.op = ast.Not()
+    node.operand = ast.UnaryOp(ast.Not(), node.operand)
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _deletable(node: ast.stmt) -> bool:
+    """Statements without which the rest still runs: no mutant that dies of a NameError alone."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call | ast.Await)
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets)
+    return isinstance(node, ast.AugAssign | ast.Raise | ast.Delete | ast.Continue | ast.Break)
+
+
+class _Nodes:
+    """The nodes of a module that are mutated, in a fixed order, with their parents."""
+
+    def __init__(self, tree: ast.Module, skip: Sequence[str]) -> None:
+        self._skip = skip
+        self.found: list[tuple[ast.AST, ast.AST | None]] = []
+        self._visit(tree, None)
+
+    def _visit(self, node: ast.AST, parent: ast.AST | None) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in self._skip:
+            return
+        self.found.append((node, parent))
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list", "type_params"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not self._ignored(child, node):
+                    self._visit(child, node)
+
+    @staticmethod
+    def _ignored(child: ast.AST, parent: ast.AST) -> bool:
+        if isinstance(child, ast.JoinedStr | ast.Import | ast.ImportFrom):
+            return True
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            return True
+        if isinstance(child, ast.keyword) and child.arg in ("strict", "slots", "description"):
+            return True
+        return isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+
+
+def mutants_of(source: str, skip: Sequence[str]) -> list[Mutant]:
+    found = []
+    for number, (node, parent) in enumerate(_Nodes(ast.parse(source), skip).found):
+        line = getattr(node, "lineno", 0)
+        names = [name for name, _ in changes(node, parent)]
+        found += [Mutant(line, name, number, choice) for choice, name in enumerate(names)]
+        if isinstance(node, ast.stmt) and _deletable(node):
+            found.append(Mutant(line, f"deleted: {ast.unparse(node)[:60]}", number, -1))
+    return found
+
+
+def mutated(source: str, mutant: Mutant, skip: Sequence[str]) -> ast.Module:
+    tree = ast.parse(source)
+    node, parent = _Nodes(tree, skip).found[mutant.node]
+    if mutant.choice >= 0:
+        list(changes(node, parent))[mutant.choice][1]()
+    else:
+        for _, value in ast.iter_fields(parent):  # type: ignore[arg-type]
+            if isinstance(value, list) and node in value:
+                value[value.index(node)] = ast.copy_location(ast.Pass(), node)
+    return ast.fix_missing_locations(tree)
+
+
+# ------------------------------------------------------------------------------------------------------ running
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    code: CodeType
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.code
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, path: Path, tree: ast.Module) -> None:
+        self._module, self._path = module, path
+        self._code = compile(tree, str(path), "exec")
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> object:
+        if fullname != self._module:
+            return None
+        loader = _Loader(fullname, str(self._path))
+        loader.code = self._code
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=loader)
+
+
+def run_tests(tests: Sequence[str], finder: _Finder | None) -> int:
+    import hypothesis
+    import pytest
+
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    if finder is not None:
+        sys.meta_path.insert(0, finder)
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, phases=phases)
+    hypothesis.settings.load_profile("mutation")
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests]))
+
+
+def forked(tests: Sequence[str], finder: _Finder | None, limit: float) -> tuple[int | None, list[str]]:
+    """The tests' exit status in a fork, None after `limit` seconds; and the modules that were imported."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        status = 70
+        try:
+            os.setpgid(0, 0)
+            status = run_tests(tests, finder)
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump((status, sorted(sys.modules)), pipe)
+        finally:
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        ready, _, _ = select.select([pipe], [], [], limit)
+        data = pipe.read() if ready else b""
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    status, modules = pickle.loads(data) if data else (None if not ready else 70, [])
+    return status, modules
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import what does not change, once: each fork then starts with it."""
+    for name in modules:
+        if not name.startswith((*PRIVATE, *UNSAFE, "_", "pytest_cov")):
+            try:
+                importlib.import_module(name)
+            except Exception:  # what cannot be imported by itself is imported by the tests
+                continue
+
+
+def score(target: Target, sample: int | None, seed: int, only: str | None) -> tuple[int, int, list[Mutant]]:
+    path = ROOT / (target.module.replace(".", "/") + ".py")
+    source = path.read_text(encoding="utf-8")
+    chosen = mutants_of(source, target.skip)
+    total = len(chosen)
+    if sample is not None and sample < total:
+        chosen = sorted(random.Random(seed).sample(chosen, sample), key=lambda mutant: (mutant.line, mutant.node))
+    if only is not None:
+        chosen = [mutant for mutant in chosen if str(mutant.line) in only.split(",")]
+    status, modules = forked(target.tests, None, 600)
+    if status != 0:
+        raise SystemExit(f"{target.module}: its tests fail without a mutant (exit status {status})")
+    preload(modules)
+    begun = time.perf_counter()
+    forked(target.tests, None, 600)
+    usual = time.perf_counter() - begun
+    print(f"{target.module}: {len(chosen)} of {total} mutants, tests take {usual:.1f} s", flush=True)
+    survivors = []
+    for number, mutant in enumerate(chosen):
+        finder = _Finder(target.module, path, mutated(source, mutant, target.skip))
+        status, _ = forked(target.tests, finder, 10 + 4 * usual)
+        if status == 0:
+            survivors.append(mutant)
+            print(f"  survived  {path.relative_to(ROOT)}:{mutant.line}: {mutant.what}", flush=True)
+        if number % 50 == 49:
+            print(f"  {number + 1} run, {time.perf_counter() - begun:.0f} s", flush=True)
+    killed = len(chosen) - len(survivors)
+    print(f"  {killed}/{len(chosen)} = {killed / max(len(chosen), 1):.1%}, {time.perf_counter() - begun:.0f} s", flush=True)
+    return killed, len(chosen), survivors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("targets", nargs="+", choices=[*TARGETS, "all"])
+    parser.add_argument("--sample", type=int, help="mutants of each module at most; all of them without it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--module", help="only the module whose name ends so")
+    parser.add_argument("--lines", help="only mutants of these lines, joined by commas")
+    parser.add_argument("--list", action="store_true", help="only count the mutants")
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    names = list(TARGETS) if "all" in given.targets else given.targets
+    for name in names:
+        killed = ran = 0
+        for target in TARGETS[name]:
+            if given.module is not None and not target.module.endswith(given.module):
+                continue
+            if given.list:
+                source = (ROOT / (target.module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+                print(target.module, len(mutants_of(source, target.skip)))
+                continue
+            one, all_of_it, _ = score(target, given.sample, given.seed, given.lines)
+            killed, ran = killed + one, ran + all_of_it
+        if ran:
+            print(f"{name}: {killed}/{ran} = {killed / ran:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
