@@ -6,16 +6,17 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
 
 from omnistage.omni import AsyncOmni
-from tests.server.conftest import SERVE_LIMITS, Running, make
+from tests.browser.harness import Watched
+from tests.server.conftest import audit as audit
 from tests.server.conftest import server as server
 from tests.server.conftest import service as service
+from tests.server.harness import SERVE_LIMITS, Running, make
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
@@ -83,20 +84,6 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     made.add_init_script(WATCH_SOUND)
     yield made
     made.close()
-
-
-@dataclass
-class Watched:
-    """What a page asked for and complained about."""
-
-    requests: list[Request] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    expected: tuple[str, ...] = ()
-    """Complaints that a test is about."""
-
-    def sent(self, path: str) -> Request:
-        """The latest request to a path of the service."""
-        return [request for request in self.requests if urlsplit(request.url).path == path][-1]
 
 
 @pytest.fixture

@@ -17,9 +17,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.page import route as page
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
-from tests.server.test_stress import Held, until
-from tests.server.test_stress import audit as audit
+from tests.server.harness import Held, Running, serving, until
 
 FOLDER = files("omnistage.server") / "page"
 BODY: dict[str, Any] = {"model": "lm", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 12}

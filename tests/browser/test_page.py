@@ -18,20 +18,16 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+from playwright.sync_api import BrowserContext, Page, expect
 
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.observe.audit import Record
 from omnistage.server.service import Service
-from tests.browser.conftest import Watched
-from tests.server.conftest import Running
-from tests.server.test_stress import Held, until
+from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
+from tests.server.harness import Held, Running, until
 
-SLOW = 60_000
-"""Milliseconds that a busy machine may need for an answer."""
-CHAT = "/v1/chat/completions"
 NAMED = "button|checkbox|combobox|dialog|heading|img|link|meter|navigation|spinbutton|textbox|complementary|main"
 
 
@@ -39,19 +35,6 @@ def use(page: Page, model: str, **parameters: object) -> None:
     page.locator("#model").select_option(model)
     for name, value in parameters.items():
         page.locator(f"#param-{name}").fill(str(value))
-
-
-def ask(page: Page, text: str) -> Locator:
-    """Send a text; the answer that it gets."""
-    page.locator("#prompt").fill(text)
-    page.locator("#prompt").press("Enter")
-    answer = page.locator(".answer").last
-    answer.wait_for()
-    return answer
-
-
-def ended(answer: Locator, how: str = "done") -> None:
-    expect(answer).to_have_attribute("data-ended", how, timeout=SLOW)
 
 
 def picture_file(folder: Path, name: str = "cat's picture.png") -> Path:

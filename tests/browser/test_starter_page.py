@@ -11,9 +11,8 @@ from omnistage_starter.stand_ins import write_ears
 from playwright.sync_api import Page, expect
 
 from omnistage.omni import AsyncOmni
-from tests.browser.conftest import Watched
-from tests.browser.test_page import CHAT, SLOW, ask, ended
-from tests.server.conftest import SERVE_LIMITS
+from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
+from tests.server.harness import SERVE_LIMITS
 
 pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
 pytest.importorskip("hibari", reason="the voice is that package's")

@@ -46,7 +46,7 @@ from omnistage.core.types import (
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OmniRequestOutput
-from tests.e2e.conftest import Desk, final_of, greedy, say
+from tests.e2e.harness import PipelineHarness, final_of, greedy, say
 
 BOTH = ["text", "audio"]
 HIDDEN = 64
@@ -69,24 +69,24 @@ NEIGHBOUR = (say("What do you see?", picture(9)), greedy(8, 26))
 @pytest.fixture(scope="module")
 def undisturbed(parts: EngineParts) -> OmniRequestOutput:
     """The neighbour's answer when nothing else happens."""
-    desk = Desk(parts)
-    items = desk.submit("alone", *NEIGHBOUR, modalities=BOTH)
-    desk.finish()
+    harness = PipelineHarness(parts)
+    items = harness.submit("alone", *NEIGHBOUR, modalities=BOTH)
+    harness.finish()
     return final_of(items)
 
 
 @pytest.fixture
 def beside(undisturbed: OmniRequestOutput) -> Callable[..., Any]:
-    """`with beside(desk):` runs the block in the middle of a neighbour's answer, which must come out as ever."""
+    """`with beside(harness):` runs the block in the middle of a neighbour's answer, which must come out as ever."""
 
     @contextmanager
-    def neighbourhood(desk: Desk, turns: int = 4) -> Iterator[None]:
-        items = desk.submit("neighbour", *NEIGHBOUR, modalities=BOTH)
-        desk.turns(turns)
+    def neighbourhood(harness: PipelineHarness, turns: int = 4) -> Iterator[None]:
+        items = harness.submit("neighbour", *NEIGHBOUR, modalities=BOTH)
+        harness.turns(turns)
         assert items
         assert items[-1].final is None
         yield
-        desk.finish()
+        harness.finish()
         output = final_of(items)
         assert output.error is None
         assert output.token_ids == undisturbed.token_ids
@@ -238,14 +238,14 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str | None]]
 @pytest.mark.parametrize("case", REFUSED)
 def test_is_refused_before_anything_runs(parts: EngineParts, beside: Any, case: str) -> None:
     prompt, params, options, error, param = REFUSED[case]
-    desk = Desk(parts)
-    with beside(desk), pytest.raises(OmniError) as caught:
-        desk.submit("bad", prompt, params, **options)
+    harness = PipelineHarness(parts)
+    with beside(harness), pytest.raises(OmniError) as caught:
+        harness.submit("bad", prompt, params, **options)
     assert type(caught.value) is error
     assert caught.value.param == param
     assert 400 <= caught.value.status < 500
     assert len(str(caught.value)) < 400
-    assert desk.orchestrator.trace("bad") is None
+    assert harness.orchestrator.trace("bad") is None
 
 
 def test_truncated_video_is_refused(parts: EngineParts, beside: Any) -> None:
@@ -260,44 +260,44 @@ def test_truncated_video_is_refused(parts: EngineParts, beside: Any) -> None:
                 out.mux(packet)
         for packet in stream.encode(None):
             out.mux(packet)
-    desk = Desk(parts)
-    with beside(desk), pytest.raises(MediaError):
-        desk.submit("bad", video(buffer.getvalue()[: len(buffer.getvalue()) // 2]))
+    harness = PipelineHarness(parts)
+    with beside(harness), pytest.raises(MediaError):
+        harness.submit("bad", video(buffer.getvalue()[: len(buffer.getvalue()) // 2]))
 
 
 def test_a_used_request_id_is_refused_while_its_request_runs(parts: EngineParts, beside: Any) -> None:
-    desk = Desk(parts)
-    with beside(desk), pytest.raises(InvalidRequestError) as caught:
-        desk.submit("neighbour", HELLO)
+    harness = PipelineHarness(parts)
+    with beside(harness), pytest.raises(InvalidRequestError) as caught:
+        harness.submit("neighbour", HELLO)
     assert caught.value.param == "request_id"
-    again = desk.submit("neighbour", HELLO, greedy(3))
-    desk.finish()
+    again = harness.submit("neighbour", HELLO, greedy(3))
+    harness.finish()
     assert len(final_of(again).token_ids) == 3
 
 
 def test_a_full_queue_says_when_to_come_back(parts: EngineParts, beside: Any) -> None:
-    desk = Desk(parts, max_inflight=1)
-    with beside(desk):
+    harness = PipelineHarness(parts, max_inflight=1)
+    with beside(harness):
         with pytest.raises(QueueFullError) as caught:
-            desk.submit("bad", HELLO)
+            harness.submit("bad", HELLO)
         assert caught.value.status == 429
         assert caught.value.retry_after > 0
-    assert desk.orchestrator.stats().rejected == 1
-    accepted = desk.submit("later", HELLO, greedy(2))
-    desk.finish()
+    assert harness.orchestrator.stats().rejected == 1
+    accepted = harness.submit("later", HELLO, greedy(2))
+    harness.finish()
     assert final_of(accepted).error is None
 
 
 def test_a_deadline_that_passes_during_preparation_is_refused(parts: EngineParts, beside: Any) -> None:
     now = [time.monotonic()]
-    desk = Desk(parts, clock=lambda: now[0])
-    with beside(desk):
+    harness = PipelineHarness(parts, clock=lambda: now[0])
+    with beside(harness):
         from omnistage.pipeline.intake import RequestOptions
 
-        request = desk.requests.build(HELLO, None, RequestOptions(timeout=2.0), "bad")
+        request = harness.requests.build(HELLO, None, RequestOptions(timeout=2.0), "bad")
         now[0] += 3.0
         with pytest.raises(DeadlineExceededError):
-            desk.orchestrator.submit(request, lambda _item: pytest.fail("it was never admitted"))
+            harness.orchestrator.submit(request, lambda _item: pytest.fail("it was never admitted"))
 
 
 # ------------------------------------------------------------------------------------- special tokens as text
@@ -314,12 +314,12 @@ def test_a_deadline_that_passes_during_preparation_is_refused(parts: EngineParts
 )
 def test_special_tokens_in_text_stay_text(parts: EngineParts, beside: Any, text: str) -> None:
     special = set(range(VOCAB - 421, VOCAB))
-    desk = Desk(parts)
-    with beside(desk):
+    harness = PipelineHarness(parts)
+    with beside(harness):
         given = parts.processor.chat(_parsed(say(text)))
         harmless = parts.processor.chat(_parsed(say("x")))
         assert [t for t in given.token_ids if t in special] == [t for t in harmless.token_ids if t in special]
-        items = desk.submit("sly", say(text, picture(3)), greedy(4, 14), modalities=BOTH)
+        items = harness.submit("sly", say(text, picture(3)), greedy(4, 14), modalities=BOTH)
     assert final_of(items).error is None
     assert not special & set(parts.processor.text(text).token_ids)
 
@@ -370,9 +370,9 @@ BRIDGES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("case", BRIDGES)
 def test_a_broken_bridge_ends_its_own_request(parts: EngineParts, beside: Any, case: str) -> None:
     bridge = only_for("bad", BRIDGES[case], thinker2talker)
-    desk = Desk(parts, bridges={**parts.bridges, "talker": bridge})
-    with beside(desk):
-        items = desk.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "talker": bridge})
+    with beside(harness):
+        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert output.finish_reason is FinishReason.ERROR
     assert type(output.error) is BridgeError
@@ -396,9 +396,9 @@ def test_input_that_the_stage_cannot_take_ends_its_own_request(
     def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> Any:
         return True, [] if state else [garbage]
 
-    desk = Desk(parts, bridges={**parts.bridges, "talker": only_for("bad", bridge, thinker2talker)})
-    with beside(desk):
-        items = desk.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "talker": only_for("bad", bridge, thinker2talker)})
+    with beside(harness):
+        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, error)
@@ -415,9 +415,9 @@ def test_a_code_that_cannot_be_spoken_ends_its_own_request(
             replace(value, codes=(wrong,)) if first or isinstance(value, CodecFrames) else value for value in inputs
         ]
 
-    desk = Desk(parts, bridges={**parts.bridges, "token2wav": only_for("bad", bridge, talker2token2wav)})
-    with beside(desk):
-        items = desk.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": only_for("bad", bridge, talker2token2wav)})
+    with beside(harness):
+        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert type(output.error) is InvalidRequestError
     assert "codebook" in str(output.error)
@@ -428,12 +428,12 @@ def test_no_parameter_makes_the_talker_speak_a_control_code(parts: EngineParts, 
     params = greedy(5, 14)
     wanted = dict.fromkeys((8192 + 50, 8293, 8296, 8447), 1000.0)
     params["talker"] = SamplingParams(temperature=0.0, max_tokens=14, logit_bias=wanted)
-    desk = Desk(parts)
-    with beside(desk):
-        biased = desk.submit("biased", HELLO, params, modalities=BOTH)
+    harness = PipelineHarness(parts)
+    with beside(harness):
+        biased = harness.submit("biased", HELLO, params, modalities=BOTH)
         only = {**params, "talker": SamplingParams(max_tokens=14, allowed_token_ids=(8400,))}
         with pytest.raises(InvalidRequestError, match="allowed"):
-            desk.submit("forced", HELLO, only, modalities=BOTH)
+            harness.submit("forced", HELLO, only, modalities=BOTH)
     assert final_of(biased).error is None
     assert final_of(biased).usage.stage_tokens["talker"] == 14
 
@@ -441,10 +441,10 @@ def test_no_parameter_makes_the_talker_speak_a_control_code(parts: EngineParts, 
 def test_a_stop_id_outside_the_talker_vocabulary_is_refused_before_anything_runs(
     parts: EngineParts, beside: Any
 ) -> None:
-    desk = Desk(parts)
+    harness = PipelineHarness(parts)
     params = {**greedy(5, 14), "talker": SamplingParams(stop_token_ids=(8448,))}
-    with beside(desk), pytest.raises(InvalidRequestError, match="8448"):
-        desk.submit("bad", HELLO, params, modalities=BOTH)
+    with beside(harness), pytest.raises(InvalidRequestError, match="8448"):
+        harness.submit("bad", HELLO, params, modalities=BOTH)
 
 
 # -------------------------------------------------------------------------------------------- broken stages
@@ -462,10 +462,10 @@ def test_a_media_encoder_that_raises_ends_its_own_request(
         return stock(span)
 
     monkeypatch.setattr(component, "encode", encode)
-    desk = Desk(parts)
-    with beside(desk):
-        bad = desk.submit("bad", audio((np.ones(8000, np.float32) / 9, 16_000)), greedy(4, 14), modalities=BOTH)
-        fine = desk.submit("fine", image(picture(4)["image"]), greedy(4, 14), modalities=BOTH)
+    harness = PipelineHarness(parts)
+    with beside(harness):
+        bad = harness.submit("bad", audio((np.ones(8000, np.float32) / 9, 16_000)), greedy(4, 14), modalities=BOTH)
+        fine = harness.submit("fine", image(picture(4)["image"]), greedy(4, 14), modalities=BOTH)
     assert type(final_of(bad).error) is StageError
     assert "encoder" in str(final_of(bad).error)
     assert final_of(fine).error is None
@@ -477,9 +477,9 @@ def test_an_encoder_of_the_wrong_length_ends_its_own_request(
     component = parts.stages["thinker"].component  # type: ignore[attr-defined]
     stock = component.encode
     monkeypatch.setattr(component, "encode", lambda span: stock(span)[:-1])
-    desk = Desk(parts)
-    with beside(desk):  # its own picture was encoded before, or is in the cache
-        bad = desk.submit("bad", image(picture(5)["image"]), greedy(4, 14), modalities=BOTH)
+    harness = PipelineHarness(parts)
+    with beside(harness):  # its own picture was encoded before, or is in the cache
+        bad = harness.submit("bad", image(picture(5)["image"]), greedy(4, 14), modalities=BOTH)
     assert type(final_of(bad).error) is StageError
 
 
@@ -490,19 +490,19 @@ def test_a_step_that_raises_ends_the_requests_in_it_and_the_stage_goes_on(
     """The neighbour has left the thinker when it breaks; those in the batch end, those that come later do not."""
     stage = parts.stages["thinker"]
     target, name = (stage.component, "forward") if where == "the network" else (stage, "step")  # type: ignore[attr-defined]
-    desk = Desk(parts)
-    with beside(desk, turns=14):
-        trace = desk.orchestrator.trace("neighbour")
+    harness = PipelineHarness(parts)
+    with beside(harness, turns=14):
+        trace = harness.orchestrator.trace("neighbour")
         assert trace is not None
         assert trace.stages["thinker"].finish is FinishReason.LENGTH
         assert trace.stages["talker"].finish is None
-        together = [desk.submit(f"bad{i}", say(f"Hello {i}"), greedy(9, 14), modalities=BOTH) for i in range(2)]
-        desk.turns(3)
+        together = [harness.submit(f"bad{i}", say(f"Hello {i}"), greedy(9, 14), modalities=BOTH) for i in range(2)]
+        harness.turns(3)
         with monkeypatch.context() as broken:
             broken.setattr(target, name, raising_once := Broken())
-            desk.turns(1)
+            harness.turns(1)
         assert raising_once.calls == 1
-        after = desk.submit("after", HELLO, greedy(4), modalities=["text"])
+        after = harness.submit("after", HELLO, greedy(4), modalities=["text"])
     for items in together:
         output = final_of(items)
         assert type(output.error) is StageError
@@ -536,12 +536,12 @@ def test_a_vocoder_that_fails_on_one_request_speaks_the_others_of_its_batch(
         return stock(windows)
 
     monkeypatch.setattr(component, "decode", decode)
-    desk = Desk(parts)
+    harness = PipelineHarness(parts)
     prompt, params = NEIGHBOUR
     cursed = {**params, "token2wav": params["token2wav"].model_copy(update={"seed": 666})}
-    good = desk.submit("good", prompt, params, modalities=BOTH)
-    bad = desk.submit("bad", prompt, cursed, modalities=BOTH)
-    desk.finish()
+    good = harness.submit("good", prompt, params, modalities=BOTH)
+    bad = harness.submit("bad", prompt, cursed, modalities=BOTH)
+    harness.finish()
     assert max(batches) == 2
     assert type(final_of(bad).error) is StageError
     audio = final_of(good).audio
@@ -552,10 +552,10 @@ def test_a_vocoder_that_fails_on_one_request_speaks_the_others_of_its_batch(
 
 def test_a_reply_that_outgrows_the_talker_ends_its_own_request(load: Callable[..., EngineParts]) -> None:
     """The thinker holds it, the talker does not: that is known only when the talker is to start."""
-    desk = Desk(load("talker.kv_blocks=2"))
-    items = desk.submit("long", OmniTokensPrompt((5,) * 40), greedy(4, 14), modalities=BOTH)
-    text = desk.submit("text", OmniTokensPrompt((5,) * 40), greedy(4))
-    desk.finish()
+    harness = PipelineHarness(load("talker.kv_blocks=2"))
+    items = harness.submit("long", OmniTokensPrompt((5,) * 40), greedy(4, 14), modalities=BOTH)
+    text = harness.submit("text", OmniTokensPrompt((5,) * 40), greedy(4))
+    harness.finish()
     assert type(final_of(items).error) is PromptTooLongError
     assert "talker" in str(final_of(items).error)
     assert final_of(text).error is None
@@ -563,7 +563,7 @@ def test_a_reply_that_outgrows_the_talker_ends_its_own_request(load: Callable[..
 
 def test_several_answers_of_a_later_stage_are_refused(parts: EngineParts, beside: Any) -> None:
     """They would all be spoken in one utterance."""
-    desk = Desk(parts)
+    harness = PipelineHarness(parts)
     params = {**greedy(5, 14), "talker": SamplingParams(max_tokens=14, n=2)}
-    with beside(desk), pytest.raises(InvalidRequestError, match="one answer"):
-        desk.submit("bad", HELLO, params, modalities=BOTH)
+    with beside(harness), pytest.raises(InvalidRequestError, match="one answer"):
+        harness.submit("bad", HELLO, params, modalities=BOTH)

@@ -18,7 +18,7 @@ from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.causal_lm import verify
 from omnistage.pipeline.build import EngineParts, build_parts
-from tests.e2e.conftest import SMALL_POOLS
+from tests.e2e.harness import SMALL_POOLS
 
 Damage = Callable[[Path], None]
 HELLO = [ChatMessage("user", (TextPart("hello"),))]

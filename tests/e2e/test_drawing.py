@@ -45,7 +45,7 @@ from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
-from tests.e2e.conftest import Desk, final_of, open_door, say
+from tests.e2e.harness import PipelineHarness, final_of, open_door, say
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,9 @@ def assert_same_pixels(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 def test_a_stream_shows_steps_then_previews_then_the_picture_then_the_whole(parts: EngineParts) -> None:
-    desk = Desk(parts)
-    items = desk.submit("r", "a cat", small(preview_every=2))
-    desk.finish()
+    harness = PipelineHarness(parts)
+    items = harness.submit("r", "a cat", small(preview_every=2))
+    harness.finish()
     assert kinds(items) == [1, 2, "preview", 3, 4, "image", "final"]
     assert {item.modality for item in items} == {Modality.IMAGE}
     assert [item.progress for item in items if item.progress] == [Progress(step, 4) for step in range(1, 5)]
@@ -143,9 +143,9 @@ def test_a_stream_shows_steps_then_previews_then_the_picture_then_the_whole(part
 
 
 def test_pictures_of_one_request_are_streamed_by_index(parts: EngineParts) -> None:
-    desk = Desk(parts)
-    items = desk.submit("r", "a cat", small(n=3, seed=7, steps=2))
-    desk.finish()
+    harness = PipelineHarness(parts)
+    items = harness.submit("r", "a cat", small(n=3, seed=7, steps=2))
+    harness.finish()
     shown = [item for item in items if item.image is not None]
     assert [item.index for item in shown] == [0, 1, 2]
     assert [item.image.seed for item in shown if item.image] == [7, 8, 9]
@@ -260,13 +260,13 @@ def test_the_defaults_of_the_pipeline_fill_in(folder: Path) -> None:
 
 def test_a_deadline_midway_ends_with_what_there_is(folder: Path) -> None:
     now = [time.monotonic()]
-    desk = Desk(load_parts(folder, "denoise.max_running=1"), clock=lambda: now[0])
-    items = desk.submit("r", "a cat", small(n=2, seed=3), timeout=60.0)
-    other = desk.submit("other", "a dog", small(seed=8))
-    desk.turns(6)
+    harness = PipelineHarness(load_parts(folder, "denoise.max_running=1"), clock=lambda: now[0])
+    items = harness.submit("r", "a cat", small(n=2, seed=3), timeout=60.0)
+    other = harness.submit("other", "a dog", small(seed=8))
+    harness.turns(6)
     now[0] += 61.0
-    desk.orchestrator.run_until_idle()
-    assert_empty(desk.orchestrator)
+    harness.orchestrator.run_until_idle()
+    assert_empty(harness.orchestrator)
     output = final_of(items)
     assert output.finish_reason is FinishReason.DEADLINE
     assert output.error is None
@@ -283,22 +283,22 @@ def test_a_deadline_through_the_front_door(omni: Omni) -> None:
 
 
 def test_an_abort_midway_ends_at_the_next_step_and_leaves_the_others(parts: EngineParts) -> None:
-    desk = Desk(parts)
-    alone = desk.submit("alone", "a dog", small(seed=8, steps=6))
-    desk.finish()
-    gone = desk.submit("gone", "a cat", endless(preview_every=1))
-    stays = desk.submit("stays", "a dog", small(seed=8, steps=6))
-    desk.turns(3)
+    harness = PipelineHarness(parts)
+    alone = harness.submit("alone", "a dog", small(seed=8, steps=6))
+    harness.finish()
+    gone = harness.submit("gone", "a cat", endless(preview_every=1))
+    stays = harness.submit("stays", "a dog", small(seed=8, steps=6))
+    harness.turns(3)
     denoise: Any = parts.stages["denoise"]
     before = denoise._runner.rows
-    assert desk.orchestrator.abort("gone")
+    assert harness.orchestrator.abort("gone")
     assert kinds(gone) == [1, "preview", 2, "preview", 3, "preview", "final"]
     assert final_of(gone).finish_reason is FinishReason.ABORT
-    assert not desk.orchestrator.abort("gone")
-    desk.turns(1)
+    assert not harness.orchestrator.abort("gone")
+    harness.turns(1)
     assert denoise._runner.rows == before + 2, "the next step holds the rows of the other request only"
-    desk.finish()
-    assert_empty(desk.orchestrator)
+    harness.finish()
+    assert_empty(harness.orchestrator)
     assert_same_pixels(only(final_of(stays)).pixels, only(final_of(alone)).pixels)
 
 
@@ -371,24 +371,24 @@ NEIGHBOUR = ("a lighthouse at dusk", small(steps=6, seed=4, preview_every=2))
 @pytest.fixture(scope="module")
 def undisturbed(parts: EngineParts) -> np.ndarray:
     """The neighbour's picture when nothing else happens."""
-    desk = Desk(parts)
-    items = desk.submit("alone", *NEIGHBOUR)
-    desk.finish()
+    harness = PipelineHarness(parts)
+    items = harness.submit("alone", *NEIGHBOUR)
+    harness.finish()
     return only(final_of(items)).pixels
 
 
 @pytest.fixture
 def beside(undisturbed: np.ndarray) -> Callable[..., Any]:
-    """`with beside(desk):` runs the block in the middle of a neighbour's picture, which must come out as ever."""
+    """`with beside(harness):` runs the block in the middle of a neighbour's picture, which must come out as ever."""
 
     @contextmanager
-    def neighbourhood(desk: Desk) -> Iterator[None]:
-        items = desk.submit("neighbour", *NEIGHBOUR)
-        desk.turns(3)
+    def neighbourhood(harness: PipelineHarness) -> Iterator[None]:
+        items = harness.submit("neighbour", *NEIGHBOUR)
+        harness.turns(3)
         assert kinds(items) == [1, 2, "preview", 3]
         yield
-        desk.finish()
-        assert_empty(desk.orchestrator)
+        harness.finish()
+        assert_empty(harness.orchestrator)
         assert kinds(items) == [1, 2, "preview", 3, 4, "preview", 5, 6, "image", "final"]
         assert_same_pixels(only(final_of(items)).pixels, undisturbed)
 
@@ -484,14 +484,14 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_is_refused_before_anything_runs(parts: EngineParts, beside: Any, case: str) -> None:
     prompt, params, options, error, param = REFUSED[case]
-    desk = Desk(parts)
-    with beside(desk), pytest.raises(OmniError) as caught:
-        desk.submit("bad", prompt, params, **options)
+    harness = PipelineHarness(parts)
+    with beside(harness), pytest.raises(OmniError) as caught:
+        harness.submit("bad", prompt, params, **options)
     assert type(caught.value) is error
     assert caught.value.param == param
     assert 400 <= caught.value.status < 500
     assert len(str(caught.value)) < 400
-    assert desk.orchestrator.trace("bad") is None
+    assert harness.orchestrator.trace("bad") is None
 
 
 @pytest.mark.parametrize(
@@ -519,12 +519,12 @@ def test_the_front_doors_refuse_a_number(omni: Omni) -> None:
 
 
 def test_a_picture_over_the_budget_is_refused_with_numbers_and_what_would_fit(folder: Path, beside: Any) -> None:
-    desk = Desk(load_parts(folder, "denoise.max_batch_tokens=4"))
-    with beside(desk):
+    harness = PipelineHarness(load_parts(folder, "denoise.max_batch_tokens=4"))
+    with beside(harness):
         with pytest.raises(CapacityError) as caught:
-            desk.submit("bad", CAT, small(width=64, height=64))
+            harness.submit("bad", CAT, small(width=64, height=64))
         # The model's own size is known only once the prompt is encoded.
-        late = desk.submit("late", CAT, DiffusionParams(steps=2, max_sequence_length=8))
+        late = harness.submit("late", CAT, DiffusionParams(steps=2, max_sequence_length=8))
     message = str(caught.value)
     assert caught.value.param == "width"
     assert caught.value.status == 413
@@ -536,15 +536,15 @@ def test_a_picture_over_the_budget_is_refused_with_numbers_and_what_would_fit(fo
     assert output.finish_reason is FinishReason.ERROR
     assert type(output.error) is CapacityError
     assert "16 latent patches, over the budget of 4" in str(output.error)
-    advised = desk.submit("advised", CAT, small(width=int(fits[1]), height=int(fits[2])))
-    desk.finish()
+    advised = harness.submit("advised", CAT, small(width=int(fits[1]), height=int(fits[2])))
+    harness.finish()
     only(final_of(advised))
 
 
 def test_steps_and_strength_that_leave_nothing_to_do_end_their_own_request(parts: EngineParts, beside: Any) -> None:
-    desk = Desk(parts)
-    with beside(desk):
-        items = desk.submit("bad", {"prompt": CAT, "image": pixels()}, small(strength=1e-20))
+    harness = PipelineHarness(parts)
+    with beside(harness):
+        items = harness.submit("bad", {"prompt": CAT, "image": pixels()}, small(strength=1e-20))
     error = final_of(items).error
     assert type(error) is InvalidRequestError
     assert error.param == "strength"
@@ -593,10 +593,10 @@ def test_what_breaks_on_one_request_ends_that_one_only(
 
     bridge = parts.bridges["decode"]
     monkeypatch.setattr(component, method, broken)
-    desk = Desk(parts, bridges={**parts.bridges, "decode": remember})
-    with beside(desk):
-        bad = desk.submit("bad", "a cursed cat", small(seed=666, steps=3))
-        good = desk.submit("good", "a dog", small(seed=8, steps=3))
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "decode": remember})
+    with beside(harness):
+        bad = harness.submit("bad", "a cursed cat", small(seed=666, steps=3))
+        good = harness.submit("good", "a dog", small(seed=8, steps=3))
     output = final_of(bad)
     assert output.finish_reason is FinishReason.ERROR
     assert type(output.error) is StageError
@@ -618,9 +618,9 @@ def test_values_that_are_not_numbers_are_an_error_and_no_picture(
         ]
 
     monkeypatch.setattr(denoiser, "forward", forward)
-    desk = Desk(parts)
-    with beside(desk):
-        bad = desk.submit("bad", CAT, small(seed=666, steps=3))
+    harness = PipelineHarness(parts)
+    with beside(harness):
+        bad = harness.submit("bad", CAT, small(seed=666, steps=3))
     assert "not numbers" in str(final_of(bad).error)
     assert not [item for item in bad if isinstance(item.image, ImageChunk)]
 
@@ -726,9 +726,9 @@ def test_prompts_do_not_get_into_logs(parts: EngineParts) -> None:
     for logger in loggers:
         logger.addHandler(handler)
     try:
-        desk = Desk(parts)
-        items = desk.submit("r", "word " * 100 + "treasure", small(steps=1, max_sequence_length=256))
-        desk.finish()
+        harness = PipelineHarness(parts)
+        items = harness.submit("r", "word " * 100 + "treasure", small(steps=1, max_sequence_length=256))
+        harness.finish()
     finally:
         for logger in loggers:
             logger.removeHandler(handler)

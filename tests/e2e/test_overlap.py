@@ -17,7 +17,7 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OutputChunk
-from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
+from tests.e2e.harness import PipelineHarness, assert_empty, final_of, greedy, open_door, say
 
 TOKENS, CODES = 160, 150
 QUESTION = "Tell me a long story, please."
@@ -43,20 +43,20 @@ def click_ratio(error: np.ndarray, borders: np.ndarray) -> float:
 
 def test_turn_by_turn_the_first_sound_comes_before_the_last_word(load: Callable[..., EngineParts]) -> None:
     """Without threads each turn gives every stage one step, so the order of events cannot depend on timing."""
-    desk = Desk(load())
-    items = desk.submit("story", say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH)
+    harness = PipelineHarness(load())
+    items = harness.submit("story", say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH)
     turns = 0
     while not any(item.audio is not None for item in items):
-        desk.turns(1)
+        harness.turns(1)
         turns += 1
-    trace = desk.orchestrator.trace("story")
+    trace = harness.orchestrator.trace("story")
     assert trace is not None
     assert trace.stages["thinker"].finish is None
     assert sum(len(item.token_ids) for item in items) < TOKENS / 2
     # A block of 12 codes, its vocoder context and two blocks of look-ahead: that is all that sound waits for.
     assert trace.stages["talker"].tokens <= 12 * 4
     assert turns < TOKENS / 2
-    desk.finish()
+    harness.finish()
     output = final_of(items)
     assert output.finish_reason is FinishReason.LENGTH
     assert output.usage.stage_tokens == {"thinker": TOKENS, "talker": CODES, "token2wav": 0}

@@ -31,7 +31,7 @@ from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.orchestrator import Orchestrator
-from tests.e2e.conftest import Desk, assert_empty, final_of, greedy, open_door, say
+from tests.e2e.harness import PipelineHarness, assert_empty, final_of, greedy, open_door, say
 
 BOTH = ["text", "audio"]
 SCHEMA = {
@@ -98,18 +98,18 @@ def test_two_threads_may_use_one_model(omni: Omni) -> None:
 
 
 def test_the_request_of_higher_priority_goes_first(load: Callable[..., EngineParts]) -> None:
-    desk = Desk(load("thinker.max_running=1"))
+    harness = PipelineHarness(load("thinker.max_running=1"))
     order: list[str] = []
     streams = {}
     for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
-        streams[name] = desk.submit(name, say("Hello"), greedy(4), priority=priority)
+        streams[name] = harness.submit(name, say("Hello"), greedy(4), priority=priority)
     while len(order) < 3:
-        desk.turns(1)
+        harness.turns(1)
         for name, items in streams.items():
             if name not in order and any(item.final is not None for item in items):
                 order.append(name)
     assert order == ["early", "middle", "late"]
-    desk.finish()
+    harness.finish()
 
 
 # ----------------------------------------------------------------------------------------------------- ends
@@ -124,16 +124,16 @@ def chunks_of(orchestrator: Orchestrator, request_id: str, stage: str) -> int:
 @pytest.mark.parametrize("until", ["thinker", "talker", "token2wav"])
 def test_an_abort_at_any_stage_frees_everything(load: Callable[..., EngineParts], until: str) -> None:
     """Aborted right after the first output of each stage; a neighbour goes on and ends as if alone."""
-    desk = Desk(load())
-    alone = desk.submit("alone", say("Hi"), greedy(6, 30), modalities=BOTH)
-    desk.finish()
-    neighbour = desk.submit("neighbour", say("Hi"), greedy(6, 30), modalities=BOTH)
-    doomed = desk.submit("doomed", say("Tell me more", picture()), greedy(80, 120), modalities=BOTH)
-    while not chunks_of(desk.orchestrator, "doomed", until):
-        desk.turns(1)
-    assert desk.orchestrator.abort("doomed")
-    assert not desk.orchestrator.abort("doomed")
-    desk.finish()
+    harness = PipelineHarness(load())
+    alone = harness.submit("alone", say("Hi"), greedy(6, 30), modalities=BOTH)
+    harness.finish()
+    neighbour = harness.submit("neighbour", say("Hi"), greedy(6, 30), modalities=BOTH)
+    doomed = harness.submit("doomed", say("Tell me more", picture()), greedy(80, 120), modalities=BOTH)
+    while not chunks_of(harness.orchestrator, "doomed", until):
+        harness.turns(1)
+    assert harness.orchestrator.abort("doomed")
+    assert not harness.orchestrator.abort("doomed")
+    harness.finish()
     cut = final_of(doomed)
     assert cut.finish_reason is FinishReason.ABORT
     assert 0 < len(cut.token_ids) < 80
@@ -160,19 +160,19 @@ def test_leaving_the_stream_early_aborts_the_request(load: Callable[..., EngineP
 
 def test_a_passed_deadline_ends_a_request_with_what_there_was(load: Callable[..., EngineParts]) -> None:
     now = [time.monotonic()]
-    desk = Desk(load(), clock=lambda: now[0])
-    items = desk.submit("slow", say("Hello"), greedy(200, 200), modalities=BOTH, timeout=5.0)
-    desk.turns(10)
+    harness = PipelineHarness(load(), clock=lambda: now[0])
+    items = harness.submit("slow", say("Hello"), greedy(200, 200), modalities=BOTH, timeout=5.0)
+    harness.turns(10)
     now[0] += 4.9
-    desk.turns(1)
+    harness.turns(1)
     assert items[-1].final is None
     now[0] += 0.2
-    desk.turns(1)
+    harness.turns(1)
     output = final_of(items)
     assert output.finish_reason is FinishReason.DEADLINE
     assert output.error is None
     assert 5 < len(output.token_ids) < 200
-    desk.finish()
+    harness.finish()
 
 
 def test_a_timeout_in_real_time_ends_a_long_answer(omni: Omni) -> None:

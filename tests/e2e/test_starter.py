@@ -43,7 +43,7 @@ from omnistage.omni import Omni
 from omnistage.pipeline import build, loop
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.outputs import OmniRequestOutput
-from tests.e2e.conftest import Desk, assert_empty, final_of, open_door, say
+from tests.e2e.harness import PipelineHarness, assert_empty, final_of, open_door, say
 
 pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
 pytest.importorskip("hibari", reason="the voice is that package's")
@@ -192,10 +192,10 @@ def test_for_a_picture_alone_the_language_model_only_reads(omni: Omni) -> None:
 
 
 def test_speech_begins_while_the_answer_is_still_written(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     params = {"think": {**GREEDY, "max_tokens": 250, "ignore_eos": True}}
-    items = desk.submit("r", say("Tell me a story."), params, modalities=["text", "audio"])
-    desk.finish()
+    items = harness.submit("r", say("Tell me a story."), params, modalities=["text", "audio"])
+    harness.finish()
     first_sound = next(i for i, item in enumerate(items) if item.audio is not None)
     last_word = max(i for i, item in enumerate(items) if item.token_ids)
     assert first_sound < last_word
@@ -336,15 +336,15 @@ def test_a_folder_may_name_its_voice(starter: Path, tmp_path: Path) -> None:
 
 
 def test_requests_of_every_kind_share_the_stages_and_leave_nothing_behind(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     kinds = [["text"], ["audio"], ["image"], ["text", "audio"], ["text", "image"], ["text", "audio", "image"]]
     params = {"think": GREEDY, "draw": {"steps": 3, "seed": 4}}
     message = [{"role": "user", "content": [sound()]}]
-    items = {f"{i}": desk.submit(f"{i}", message, params, modalities=kind) for i, kind in enumerate(kinds * 3)}
+    items = {f"{i}": harness.submit(f"{i}", message, params, modalities=kind) for i, kind in enumerate(kinds * 3)}
     for request_id in ("1", "8", "16"):
-        desk.turns(2)
-        desk.orchestrator.abort(request_id)
-    desk.finish()
+        harness.turns(2)
+        harness.orchestrator.abort(request_id)
+    harness.finish()
     outputs = {request_id: final_of(got) for request_id, got in items.items()}
     reasons = {request_id: out.finish_reason for request_id, out in outputs.items()}
     assert {i for i, reason in reasons.items() if reason is FinishReason.ABORT} == {"1", "8", "16"}
@@ -356,28 +356,28 @@ def test_requests_of_every_kind_share_the_stages_and_leave_nothing_behind(loaded
 
 
 def test_a_text_request_overtakes_long_clips(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
-    clips = [desk.submit(f"clip{i}", [{"role": "user", "content": [long_sound(i)]}], THINK) for i in range(3)]
-    desk.turns(1)
-    written = desk.submit("text", say("Hello!"), {"think": {**GREEDY, "max_tokens": 1}})
+    harness = PipelineHarness(loaded)
+    clips = [harness.submit(f"clip{i}", [{"role": "user", "content": [long_sound(i)]}], THINK) for i in range(3)]
+    harness.turns(1)
+    written = harness.submit("text", say("Hello!"), {"think": {**GREEDY, "max_tokens": 1}})
     while not any(item.final for item in written):
-        desk.turns(1)
+        harness.turns(1)
     assert not any(item.final for items in clips for item in items)
     heard = loaded.stages["hear"].stats().running
     assert heard >= 2, "most of the sound is still to be heard"
-    desk.finish()
+    harness.finish()
     assert [final_of(items).error for items in clips] == [None, None, None]
 
 
 def test_an_abort_between_the_pieces_of_a_clip_frees_its_place(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     hear = loaded.stages["hear"]
-    items = desk.submit("clip", [{"role": "user", "content": [long_sound(9)]}], THINK)
-    desk.turns(1)
+    items = harness.submit("clip", [{"role": "user", "content": [long_sound(9)]}], THINK)
+    harness.turns(1)
     assert hear.component._underway  # type: ignore[attr-defined]
-    desk.orchestrator.abort("clip")
+    harness.orchestrator.abort("clip")
     steps = hear.stats().steps
-    desk.finish()
+    harness.finish()
     assert final_of(items).finish_reason is FinishReason.ABORT
     assert hear.stats().steps == steps
     assert not hear.component._underway  # type: ignore[attr-defined]
@@ -391,14 +391,14 @@ def long_sound(number: int) -> dict[str, object]:
 def test_what_is_only_words_is_not_made_tokens_of_by_a_stage(
     loaded: EngineParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     image: dict[str, Any] = {"modalities": ["image"]}
     params = {"think": GREEDY, "draw": {"steps": 1}}
     items = [
-        desk.submit("chat", say("Hello!"), params),
-        desk.submit("drawn", say("Hello!"), params, **image),
-        desk.submit("bare", "Hello!", params),
-        desk.submit("bare-drawn", "Hello!", params, **image),
+        harness.submit("chat", say("Hello!"), params),
+        harness.submit("drawn", say("Hello!"), params, **image),
+        harness.submit("bare", "Hello!", params),
+        harness.submit("bare-drawn", "Hello!", params, **image),
     ]
 
     def refuse(self: object, *args: object) -> tuple[int, ...]:
@@ -406,7 +406,7 @@ def test_what_is_only_words_is_not_made_tokens_of_by_a_stage(
 
     for name in ("encode", "encode_plain"):
         monkeypatch.setattr(PromptTokenizer, name, refuse)
-    desk.finish()
+    harness.finish()
     assert [final_of(got).error for got in items] == [None] * 4
     assert [final_of(got).usage.completion_tokens for got in items] == [8, 1, 8, 1]
 
@@ -454,10 +454,10 @@ def test_videos_and_unknown_voices_are_refused(omni: Omni) -> None:
 
 @pytest.mark.parametrize("heard", [(), (sound(),)], ids=["text", "sound"])
 def test_a_prompt_that_is_too_long_is_the_callers_error_before_any_work(loaded: EngineParts, heard: Any) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     for prompt in (say("fox " * 5000, *heard), "fox " * 5000, {"prompt_token_ids": [1] * 5000}):
         with pytest.raises(PromptTooLongError) as refused:
-            desk.submit("long", prompt, THINK)
+            harness.submit("long", prompt, THINK)
         assert (refused.value.code, refused.value.status) == ("prompt_too_long", 400)
 
 
@@ -469,22 +469,22 @@ def test_a_prompt_that_cannot_fit_is_not_even_made_tokens_of(
 
     for name in ("encode", "encode_plain"):
         monkeypatch.setattr(PromptTokenizer, name, refuse)
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     half = "x" * 180_000
     messages = [*say(half), {"role": "assistant", "content": "I see."}, *say(half, sound())]
     for prompt in (messages, messages[:1] * 2, half * 2):
         with pytest.raises(PromptTooLongError, match=r"36000\d characters"):
-            desk.submit("long", prompt, THINK)
+            harness.submit("long", prompt, THINK)
 
 
 def test_what_is_too_much_to_hear_or_to_read_is_refused_before_any_work(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     hours = [{"role": "user", "content": [sound(seconds=301.0), sound(seconds=300.0)]}]
     with pytest.raises(LimitExceededError, match=r"601\.0 s in all and at most 600 s"):
-        desk.submit("long", hours, THINK)
+        harness.submit("long", hours, THINK)
     aloud = loaded.processor.read_aloud("x" * 4097)  # type: ignore[union-attr]
     with pytest.raises(LimitExceededError, match="4097 characters and at most 4096"):
-        desk.submit("aloud", aloud, THINK, modalities=["audio"])
+        harness.submit("aloud", aloud, THINK, modalities=["audio"])
 
 
 # ----------------------------------------------------------------------------------------------------- pictures
@@ -511,13 +511,13 @@ def test_every_dial_of_a_picture_counts(omni: Omni) -> None:
 
 
 def test_without_guidance_the_empty_message_is_not_computed(loaded: EngineParts) -> None:
-    desk = Desk(loaded)
+    harness = PipelineHarness(loaded)
     rows = {}
     for guidance in (1.0, 4.0):
         before = loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded)
         params = {"draw": DiffusionParams(steps=3, seed=1, guidance=guidance)}
-        items = desk.submit(f"g{guidance}", say("A fox."), params, modalities=["image"])
-        desk.finish()
+        items = harness.submit(f"g{guidance}", say("A fox."), params, modalities=["image"])
+        harness.finish()
         assert final_of(items).error is None
         rows[guidance] = round(loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded) - before)
     assert rows == {1.0: 3, 4.0: 6}

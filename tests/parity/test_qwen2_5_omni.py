@@ -28,7 +28,7 @@ from omnistage.models.qwen2_5_omni.verify import Answer, Case
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.messages.chat import parse_messages
-from tests.e2e.conftest import Desk, final_of
+from tests.e2e.harness import PipelineHarness, final_of
 
 pytestmark = pytest.mark.slow
 
@@ -250,12 +250,12 @@ def answer_turn_by_turn(bench: Bench, overrides: Sequence[str]) -> tuple[list[An
             codes.setdefault(request.request_id, []).extend(value.codes)  # type: ignore[union-attr]
         return state, inputs
 
-    desk = Desk(parts, bridges={**parts.bridges, "token2wav": note_codes})
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": note_codes})
     streams = [
-        desk.submit(case.name, case.messages, verify_params(case), modalities=BOTH, use_audio_in_video=True)
+        harness.submit(case.name, case.messages, verify_params(case), modalities=BOTH, use_audio_in_video=True)
         for case in bench.cases
     ]
-    desk.finish()
+    harness.finish()
     answers = []
     for case, items in zip(bench.cases, streams, strict=True):
         output = final_of(items)

@@ -1,97 +1,23 @@
-"""A real HTTP server on a free port, over small real models, and OpenAI's own client to talk to it."""
+"""Small real models, a service over them, and OpenAI's own client to talk to it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import json
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.stage import ARStage
-from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Keyring
-from omnistage.server.http.app import create_app
-from omnistage.server.http.run import server_config
+from omnistage.server.observe.audit import AUDIT_LOGGER
 from omnistage.server.service import Service
-
-SERVE_LIMITS = ("limits.media.allow_paths=false",)
-
-
-@dataclass
-class Running:
-    """A server and the address of its API."""
-
-    service: Service
-    url: str
-    loop: asyncio.AbstractEventLoop
-
-    def client(self, **options: object) -> openai.OpenAI:
-        given = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **given)  # type: ignore[arg-type]
-
-    def async_client(self, **options: object) -> openai.AsyncOpenAI:
-        given = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def serving(service: Service, **options: Any) -> Iterator[Running]:
-    """Run the application in a thread of its own until the block ends."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the command's is
-    listening.bind(("127.0.0.1", 0))
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # a slow reader is noticed soon
-    server = uvicorn.Server(server_config(create_app(service, **options)))
-    started = threading.Event()
-    loop = asyncio.new_event_loop()
-
-    async def main() -> None:
-        task = asyncio.ensure_future(server.serve(sockets=[listening]))
-        while not server.started:
-            await asyncio.sleep(0)
-        started.set()
-        await task
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
-    thread.start()
-    assert started.wait(30)
-    try:
-        yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", loop)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        loop.close()
-
-
-def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**given: Any) -> None:
-        async def main() -> None:
-            await test(**given)
-
-        asyncio.run(main())
-
-    return run
-
-
-def make(family: str, folder: Path) -> Path:
-    folder.mkdir()
-    tiny = REGISTRY.family(family).tiny
-    assert tiny is not None
-    tiny(folder, seed=0)
-    return folder
+from tests.server.harness import SERVE_LIMITS, Held, Running, make, serving, until
 
 
 @pytest.fixture(scope="session")
@@ -142,3 +68,33 @@ def server(service: Service) -> Iterator[Running]:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with server.client() as made:
         yield made
+
+
+@pytest.fixture
+def lm(models: dict[str, AsyncOmni]) -> AsyncOmni:
+    return models["lm"]
+
+
+@pytest.fixture
+def held(lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Held]:
+    free: int = getattr(request, "param", 0)
+    made = Held(lm.orchestrator.stages[lm.orchestrator.graph.entry], monkeypatch, free)
+    yield made
+    made.go.set()
+    until(lambda: lm.stats().inflight == 0, "the end of held requests")
+
+
+@pytest.fixture
+def audit(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The audit log as it grows."""
+    lines: list[dict[str, Any]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(record.getMessage()))
+
+    caplog.set_level(logging.INFO, logger=AUDIT_LOGGER)
+    logging.getLogger(AUDIT_LOGGER).addHandler(handler := Keep())
+    lines.clear()
+    yield lines  # type: ignore[misc]
+    logging.getLogger(AUDIT_LOGGER).removeHandler(handler)

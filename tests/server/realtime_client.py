@@ -13,7 +13,7 @@ import websockets.sync.client as sockets
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed
 
-from tests.server.conftest import Running
+from tests.server.harness import Running
 from tests.voice import as_pcm
 
 RATE = 24_000

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from omnistage.cli import app
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
-from tests.server.conftest import Running, make, serving
+from tests.server.harness import Running, make, serving
 
 SMALL = ("--prompt-tokens", "24..40", "--max-tokens", "4..8", "--warmup", "1", "--image-size", "64x64", "--steps", "2")
 

@@ -22,10 +22,7 @@ from omnistage.server.http.body_limits import PACE, BodyLimit
 from omnistage.server.http.connection import Connection
 from omnistage.server.http.errors import RateLimitError
 from omnistage.server.service import Service
-from tests.server.conftest import Running, awaited, serving
-from tests.server.test_stress import SHORT, Held, held, lm, raw, status_of, until
-
-__all__ = ["held", "lm"]  # fixtures
+from tests.server.harness import SHORT, Held, Running, awaited, raw, serving, status_of, until
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
 

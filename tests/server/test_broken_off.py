@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from omnistage.omni import AsyncOmni
-from tests.server.conftest import Running
-from tests.server.test_stress import Held, until
+from tests.server.harness import Held, Running, until
 
 LONG: dict[str, Any] = {"model": "lm", "ignore_eos": True}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

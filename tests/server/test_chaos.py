@@ -32,8 +32,7 @@ from omnistage.server.openai.audio import speech, transcriptions
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
 from tests.server.chaos import LONG, MAX_BODY, MAX_PIXELS, MAX_SECONDS, PICTURES, SOUND, TAG, TEXTS, Expected, Storm
-from tests.server.conftest import Running, make, serving
-from tests.server.test_stress import until
+from tests.server.harness import Running, make, serving, until
 
 REQUESTS = 2000
 WARM_UP = 250

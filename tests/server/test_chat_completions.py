@@ -9,22 +9,13 @@ import json
 
 import av
 import httpx
-import numpy as np
 import openai
 import pytest
 import soundfile
-from PIL import Image
 
-from tests.server.conftest import Running
+from tests.server.harness import Running, data_url
 
 USER = [{"role": "user", "content": "Hello there"}]
-
-
-def data_url(seed: int = 0) -> str:
-    pixels = np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8)
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
 def test_a_conversation_is_answered(client: openai.OpenAI) -> None:

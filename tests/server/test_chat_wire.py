@@ -19,7 +19,7 @@ from PIL import Image
 from omnistage.core.errors import InvalidRequestError
 from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.chat.spoken import SpokenAnswers
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 USER: list[Any] = [{"role": "user", "content": "Hello there"}]
 GIVEN: dict[str, Any] = {"model": "lm", "messages": USER, "max_tokens": 6, "temperature": 0}

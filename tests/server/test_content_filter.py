@@ -48,7 +48,7 @@ from omnistage.server.moderation.filters import (
 )
 from omnistage.server.moderation.wordlist import WordList, squeezed
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.harness import Running, serving
 
 CONTEXT = FilterContext("ann", "lm")
 GREEDY: dict[str, Any] = {"model": "lm", "temperature": 0, "max_tokens": 24}

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.test_stress import until
+from tests.server.harness import until
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/api.md")

@@ -20,7 +20,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai.files import FileStore
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.harness import Running, serving
 
 SMALL: dict[str, Any] = {"model": "draw", "prompt": "a red cat", "size": "64x48"}
 

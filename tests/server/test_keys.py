@@ -21,8 +21,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import KEYS_VARIABLE, Holder, Keyring, digest_of, load_keys
 from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
-from tests.server.test_stress import until
+from tests.server.harness import Running, serving, until
 
 SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 2}
 KEY, OTHER, TEXT_ONLY = "a-key-for-tests", "another-key-for-tests", "a-key-for-text"

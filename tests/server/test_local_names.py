@@ -15,7 +15,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.hosts import is_loopback
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
-from tests.server.conftest import serving
+from tests.server.harness import serving
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])

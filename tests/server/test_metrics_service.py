@@ -18,7 +18,7 @@ from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.pipeline.timing import STEP_BUCKETS, StepTimer
 from omnistage.server.observe.metrics import Measures
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.harness import Running, serving
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 CHAT: dict[str, Any] = {

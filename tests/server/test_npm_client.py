@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 HERE = Path(__file__).parent / "npm"
 

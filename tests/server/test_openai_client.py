@@ -13,7 +13,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 TALK: Any = [{"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "lm", "messages": TALK, "max_tokens": 8, "temperature": 0}

@@ -20,7 +20,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.http.app import create_app
 from omnistage.server.moderation.wordlist import WordList
 from omnistage.server.service import Service
-from tests.server.conftest import SERVE_LIMITS, Running, make, serving
+from tests.server.harness import SERVE_LIMITS, Running, make, serving
 
 FAMILIES = {"lm": "causal_lm", "omni": "qwen2_5_omni", "draw": "stable_diffusion_3", "film": "wan"}
 # With a bias for the end token of its family's small models: a transcription that does not end is an error.

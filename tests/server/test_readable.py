@@ -11,7 +11,7 @@ import pytest
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.server.openai.base import check_readable
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 HALF = "\ud800"
 MESSAGES = [{"role": "user", "content": "a"}]

@@ -13,9 +13,8 @@ import openai
 import pytest
 
 from omnistage.omni import AsyncOmni
-from tests.server.conftest import Running
+from tests.server.harness import Held, Running, aborted, until
 from tests.server.realtime_client import QUIET, RATE, TEXT, base64_of, said, text_of, types, until_event
-from tests.server.test_stress import Held, aborted, until
 from tests.voice import silence, voice
 
 pytest.importorskip("onnxruntime")

@@ -21,14 +21,11 @@ from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.access.origins import is_welcome
 from omnistage.server.realtime import route as realtime
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.harness import Held, Running, aborted, serving, until
 from tests.server.realtime_client import QUIET, RATE, TEXT, Raw, base64_of, raw_socket, said
-from tests.server.test_stress import Held, aborted, audit, held, lm, until
 from tests.voice import silence, voice
 
 pytest.importorskip("onnxruntime")
-__all__ = ["audit", "held", "lm"]  # fixtures
-
 KEY = "a-key-for-tests"
 
 

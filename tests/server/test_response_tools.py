@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from omnistage.server.openai.responses.tools import ResponseToolFields, ToolOutput, laid_out, whole_output
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 DIGITS = {
     "type": "object",

@@ -19,8 +19,7 @@ from omnistage.media.audio_output import AudioOutput
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.route import Answer, Writer
-from tests.server.conftest import Running
-from tests.server.test_chat_completions import data_url
+from tests.server.harness import Running, data_url
 
 GIVEN: dict[str, Any] = {"model": "lm", "input": "Hello there", "max_output_tokens": 8, "temperature": 0}
 

@@ -21,8 +21,7 @@ import pytest
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
-from tests.server.test_stress import Held
+from tests.server.harness import Held, Running, serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 GIVEN = {"model": "lm", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 24, "temperature": 0}

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import make
+from tests.server.harness import make
 
 KEY = "a-key-for-tests"
 LONG = {"model": "chat", "prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}

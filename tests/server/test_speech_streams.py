@@ -22,8 +22,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.server.openai.audio.encode import encode_audio, pcm16, sound_writer
 from omnistage.server.openai.audio.speech import _events, _file
-from tests.server.conftest import Running, awaited
-from tests.server.test_stress import Held, until
+from tests.server.harness import Held, Running, awaited, until
 
 FORMATS = ("wav", "flac", "mp3", "opus", "aac", "pcm")
 LOSSLESS = ("wav", "flac", "pcm")

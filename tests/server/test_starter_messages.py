@@ -17,8 +17,8 @@ from omnistage.core.errors import QueueFullError
 from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
 from omnistage.server.http.executor import Workers
-from tests.server.conftest import awaited
-from tests.server.test_starter_service import HELLO, SHORT, server, starter
+from tests.server.harness import awaited
+from tests.server.starter_harness import HELLO, SHORT, server, starter
 
 __all__ = ["server", "starter"]  # fixtures
 

@@ -19,10 +19,8 @@ from omnistage.server.http.connection import Connection
 from omnistage.server.openai.videos.jobs import new_job
 from omnistage.server.openai.videos.route import _owner
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
-from tests.server.test_stress import LONG, SHORT, SMALL_BODY, Held, audit, raw, status_of, until
+from tests.server.harness import LONG, SHORT, SMALL_BODY, Held, Running, raw, serving, status_of, until
 
-__all__ = ["audit"]  # a fixture
 KEY = "a-key-for-tests"
 POSTS = sorted(
     path

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import random
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,83 +18,9 @@ import openai
 import pytest
 
 from omnistage.core.errors import StageError
-from omnistage.core.stage import Stage
-from omnistage.core.types import FinishReason
 from omnistage.omni import AsyncOmni
-from omnistage.server.observe.audit import AUDIT_LOGGER
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
-
-LONG: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
-SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 4, "temperature": 0}
-SMALL_BODY = 4096
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
-    """Wait for a condition of another thread; it fails loudly where it never comes true."""
-    pause, give_up = threading.Event(), time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < give_up, f"{what} did not happen within {timeout} s"
-        pause.wait(0.002)
-
-
-class Held:
-    """A stage whose steps wait: requests that are in it stay there for as long as a test needs them to.
-
-    `free` steps go on before the first that waits.
-    """
-
-    def __init__(self, stage: Stage, patch: pytest.MonkeyPatch, free: int = 0) -> None:
-        self.go = threading.Event()
-        self.waits = False
-        """A step has come that waits."""
-        step, steps = stage.step, itertools.count()
-
-        def waiting() -> object:
-            if next(steps) >= free:
-                self.waits = True
-                assert self.go.wait(30)
-            return step()
-
-        patch.setattr(stage, "step", waiting)
-
-
-@pytest.fixture
-def lm(models: dict[str, AsyncOmni]) -> AsyncOmni:
-    return models["lm"]
-
-
-@pytest.fixture
-def held(lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Held]:
-    free: int = getattr(request, "param", 0)
-    made = Held(lm.orchestrator.stages[lm.orchestrator.graph.entry], monkeypatch, free)
-    yield made
-    made.go.set()
-    until(lambda: lm.stats().inflight == 0, "the end of held requests")
-
-
-def raw(server: Running, body: bytes, headers: str = "", path: str = "/v1/completions") -> socket.socket:
-    """A connection on which a request has been sent and nothing was read."""
-    host, port = server.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=20)
-    length = "" if "transfer-encoding" in headers.lower() else f"Content-Length: {len(body)}\r\n"
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers or length}\r\n"
-    made.sendall(head.encode() + body)
-    return made
-
-
-def status_of(connection: socket.socket) -> int:
-    line = b""
-    while not line.endswith(b"\r\n"):
-        byte = connection.recv(1)
-        assert byte, "the connection ended without an answer"
-        line += byte
-    return int(line.split()[1])
-
-
-def aborted(omni: AsyncOmni) -> int:
-    return omni.stats().finished[FinishReason.ABORT]
-
+from tests.server.harness import LONG, SHORT, SMALL_BODY, Held, Running, aborted, raw, serving, status_of, until
 
 # -------------------------------------------------------------------------------------------------- who leaves
 
@@ -131,22 +55,6 @@ def test_a_disconnect_is_recorded(server: Running, lm: AsyncOmni, held: Held, au
     raw(server, json.dumps(LONG).encode()).close()
     until(lambda: bool(audit), "a line in the audit log")
     assert (audit[0]["status"], audit[0]["ended"]) == (499, "disconnected")
-
-
-@pytest.fixture
-def audit(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The audit log as it grows."""
-    lines: list[dict[str, Any]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(record.getMessage()))
-
-    caplog.set_level(logging.INFO, logger=AUDIT_LOGGER)
-    logging.getLogger(AUDIT_LOGGER).addHandler(handler := Keep())
-    lines.clear()
-    yield lines  # type: ignore[misc]
-    logging.getLogger(AUDIT_LOGGER).removeHandler(handler)
 
 
 def test_a_slow_reader_is_cut_off(service: Service, lm: AsyncOmni, audit: list[dict[str, Any]]) -> None:
@@ -243,17 +151,18 @@ def test_a_deadline_without_anything_made_is_408(client: openai.OpenAI, held: He
 def test_a_deadline_with_something_made_is_an_answer(
     client: openai.OpenAI, lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = lm.orchestrator.stages[lm.orchestrator.graph.entry]
-    step, steps = stage.step, iter(range(10**6))
+    stage, deadlines = lm.orchestrator.stages[lm.orchestrator.graph.entry], lm.orchestrator._timer
+    step, steps = stage.step, itertools.count()
 
-    def slow_after_some() -> object:
-        if next(steps) > 5:  # some tokens are there; from here on a step takes longer than is left
-            until(lambda: lm.stats().inflight == 0, "the deadline")
+    def late_after_some() -> object:
+        if next(steps) == 6:  # some tokens are there
+            monkeypatch.setattr(deadlines, "_clock", lambda: time.monotonic() + 60)
+            deadlines.tick()
         return step()
 
-    monkeypatch.setattr(stage, "step", slow_after_some)
+    monkeypatch.setattr(stage, "step", late_after_some)
     answer = client.completions.create(
-        model="lm", prompt="Once", max_tokens=1500, extra_body={"timeout": 2.0, "ignore_eos": True}
+        model="lm", prompt="Once", max_tokens=1500, extra_body={"timeout": 60.0, "ignore_eos": True}
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None

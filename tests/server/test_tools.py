@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from omnistage.omni import AsyncOmni
 from omnistage.server.openai.tools import CallReader, Function, Tool, Toolbox, ToolFields, read_whole
 from omnistage.server.service import Service
-from tests.server.conftest import SERVE_LIMITS, Running, make, serving
+from tests.chat_templates import TOOL_TEMPLATE
+from tests.server.harness import SERVE_LIMITS, Running, make, serving
 
 USER = [{"role": "user", "content": "Weather in Rome?"}]
 DIGITS = {
@@ -117,8 +118,6 @@ def test_tools_are_read_by_the_model_and_none_leaves_them_out(client: openai.Ope
 
 
 def test_tools_go_through_the_models_own_template(tmp_path: Path) -> None:
-    from tests.unit.test_chat_template import TOOL_TEMPLATE
-
     folder = make("causal_lm", tmp_path / "lm")
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
     stock = AutoTokenizer.from_pretrained(folder)

@@ -25,7 +25,7 @@ from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
 from omnistage.server.observe.tracing import Tracing, start_tracing
 from omnistage.server.service import Service
-from tests.server.conftest import Running, serving
+from tests.server.harness import Running, serving
 
 MARKER = "xq7marker"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -16,7 +16,7 @@ from openai.types.audio import transcription_create_params
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.openai.audio.transcriptions import _REFUSED, TranscriptionForm
-from tests.server.conftest import Running
+from tests.server.harness import Running
 
 pytestmark = pytest.mark.usefixtures("ending")
 

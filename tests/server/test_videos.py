@@ -26,7 +26,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai.videos.jobs import Job, JobStore, new_job
 from omnistage.server.service import Service
-from tests.server.conftest import SERVE_LIMITS, Running, make, serving
+from tests.server.harness import SERVE_LIMITS, Running, make, serving
 
 # OpenAI has ended its own service behind this part of its client.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -22,7 +22,7 @@ from omnistage.server.access.jwt import SigningKey, TokenVerifier, read_keys, se
 from omnistage.server.access.keys import Holder, Keyring, digest_of, load_keys
 from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from omnistage.server.service import Service
-from tests.server.conftest import serving
+from tests.server.harness import serving
 
 SECRET = b"a secret of many bytes: " * 3
 OTHER = b"one of as many bytes... " * 3

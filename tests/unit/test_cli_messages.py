@@ -8,7 +8,7 @@ from omnistage_starter.processor import lacking
 from omnistage.cli.common import print_error
 from omnistage.core.errors import LimitExceededError, PromptTooLongError
 from omnistage.core.types import Modality
-from tests.unit.test_chat_command import FakeOmni, Processor, make
+from tests.unit.chat_harness import FakeOmni, Processor, make
 
 
 class Deaf(Processor):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ class Shared:
     """Stages `a` and `b` in one thread; what they step through is written down in order."""
 
     def __init__(self, *, seconds: dict[str, float] | None = None) -> None:
+        self.now = 0.0
+        """What a patched clock reads; a step takes it further by its `seconds`."""
+        self.on_step: Callable[[], None] = lambda: None
         self.order: list[str] = []
         self.threads: set[str] = set()
         self.finished: dict[str, FinishReason] = {}
@@ -38,7 +41,8 @@ class Shared:
     def _step(self, name: str, seconds: float) -> None:
         self.order.append(name)
         self.threads.add(threading.current_thread().name)
-        time.sleep(seconds)
+        self.now += seconds
+        self.on_step()
 
     def _take(self, owner: str, chunk: StageChunk) -> None:
         if chunk.finish is not None:
@@ -85,8 +89,15 @@ def test_a_resting_thread_wakes_for_either_loop(shared: Shared) -> None:
         shared.wait(f"{stage}{number}")
 
 
-def test_a_stage_with_long_steps_leaves_as_much_time_to_the_other() -> None:
-    rig = Shared(seconds={"a": 0.1, "b": 0.002})
+def clocked(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Shared:
+    """Stages whose steps take exactly so long, whatever else the machine does."""
+    rig = Shared(seconds=seconds)
+    monkeypatch.setattr(stage_loops, "time", SimpleNamespace(perf_counter=lambda: rig.now))
+    return rig
+
+
+def test_a_stage_with_long_steps_leaves_as_much_time_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = clocked(monkeypatch, a=0.1, b=0.002)
     rig.submit("a", "x", 4)
     rig.submit("b", "y", 20)
     rig.thread.start()
@@ -97,16 +108,14 @@ def test_a_stage_with_long_steps_leaves_as_much_time_to_the_other() -> None:
     rig.end()
 
 
-def test_time_without_work_is_not_saved_up() -> None:
-    rig = Shared(seconds={"a": 0.01, "b": 0.01})
+def test_time_without_work_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = clocked(monkeypatch, a=0.01, b=0.01)
     rig.thread.start()
     rig.submit("a", "alone", 20)
     rig.wait("alone")
     rig.order.clear()
+    rig.on_step = lambda: rig.submit("b", "y", 10) if len(rig.order) == 3 else None
     rig.submit("a", "x", 30)
-    while len(rig.order) < 3:
-        time.sleep(0.001)
-    rig.submit("b", "y", 10)
     rig.wait("x", "y")
     first = rig.order.index("b")
     # `a` has had twenty steps' time before; still `b` does not make all its steps first.

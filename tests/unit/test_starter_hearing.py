@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ pytest.importorskip("onnxruntime", reason="the ears run on ONNX Runtime")
 
 from omnistage_starter import stand_ins
 from omnistage_starter.bridges import SPOKEN
-from omnistage_starter.hear import MOST_PICTURES, MOST_READ, READ_ALOUD, Hearer, Prompter, Words
+from omnistage_starter.hear import MOST_PICTURES, MOST_READ, READ_ALOUD
 from omnistage_starter.hearing import LONGEST, RATE, Transcriber, loop_start, split
 from omnistage_starter.parts.manifest import BUNDLES
 from omnistage_starter.parts.store import Store
@@ -38,18 +36,16 @@ from omnistage.core.errors import (
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart
 from omnistage.core.params import CodecParams
 from omnistage.core.types import (
-    ARInput,
     ChatInput,
     FinishReason,
     Modality,
-    ModuleOutput,
     RequestInfo,
-    StageChunk,
     StageInput,
 )
-from omnistage.engines.codec import ModuleStage
-from omnistage.models.causal_lm import tiny as causal_lm_tiny
+from tests.unit.starter_harness import HearStageHarness, prompts, think
 from tests.voice import noise, silence, voice
+
+__all__ = ["think"]  # a fixture
 
 Script = Callable[..., Transcriber]
 
@@ -233,58 +229,9 @@ def test_what_people_say_twice_is_no_circle(tokens: Sequence[int]) -> None:
 # ------------------------------------------------------------------------------------------------------ the stage
 
 
-class Ears:
-    """Hears how long each piece is; breaks over one that is too loud."""
-
-    def __init__(self) -> None:
-        self.pieces = 0
-
-    def words(self, samples: NDArray[np.float32]) -> str:
-        self.pieces += 1
-        if samples.max() > 0.9:
-            raise RuntimeError("boom")
-        return f"{len(samples) / RATE:.0f} seconds"
-
-
-class Eyes:
-    def __init__(self) -> None:
-        self.pictures = 0
-
-    def look(self, pixels: NDArray[np.uint8]) -> Generator[None, None, str]:
-        yield
-        self.pictures += 1
-        return f"(A picture of {pixels[0, 0, 0]}.)"
-
-
-class Desk:
-    """The stage that hears, on ears and eyes whose work is counted."""
-
-    def __init__(self, think: Path, eyes: Any = None) -> None:
-        self.ears, self.eyes, self.prompter = Ears(), eyes or Eyes(), Prompter(think)
-        self.component = Hearer(self.prompter, Words(self.ears, self.eyes))  # type: ignore[arg-type]
-        self.stage = ModuleStage("hear", self.component, SimpleNamespace(max_batch=16))
-
-    def input(self, name: str, *parts: Any, modality: Modality = Modality.TEXT) -> StageInput:
-        info = RequestInfo(name, modalities=frozenset({modality}))
-        return StageInput(info, CodecParams(), ChatInput((ChatMessage("user", parts),)))
-
-    def submit(self, name: str, *parts: Any, modality: Modality = Modality.TEXT) -> None:
-        self.stage.submit(self.input(name, *parts, modality=modality))
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        return self.prompter.prompt(ChatInput((ChatMessage("user", (TextPart(text),)),))).token_ids
-
-
-@pytest.fixture(scope="module")
-def think(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("think") / "model"
-    causal_lm_tiny.write(folder)
-    return folder
-
-
 @pytest.fixture
-def desk(think: Path) -> Desk:
-    return Desk(think)
+def harness(think: Path) -> HearStageHarness:
+    return HearStageHarness(think)
 
 
 def clip(seconds: float, seed: int = 0) -> AudioPart:
@@ -295,81 +242,78 @@ def picture(shade: int) -> ImagePart:
     return ImagePart(Image.new("RGB", (4, 4), (shade, 0, 0)))
 
 
-def prompts(chunks: Sequence[StageChunk]) -> dict[str, ARInput]:
-    found = {c.request_id: c.payload.prompt for c in chunks if isinstance(c.payload, ModuleOutput)}
-    return {name: prompt for name, prompt in found.items() if prompt is not None}
-
-
-def test_a_step_hears_one_piece_or_looks_at_one_picture(desk: Desk) -> None:
-    desk.submit("r", TextPart("Look:"), clip(20.0), picture(7), picture(8), clip(5.0))
+def test_a_step_hears_one_piece_or_looks_at_one_picture(harness: HearStageHarness) -> None:
+    harness.submit("r", TextPart("Look:"), clip(20.0), picture(7), picture(8), clip(5.0))
     work, chunks = [], []
-    while desk.stage.has_work():
-        chunks += desk.stage.step()
-        work.append((desk.ears.pieces, desk.eyes.pictures))
+    while harness.stage.has_work():
+        chunks += harness.stage.step()
+        work.append((harness.ears.pieces, harness.eyes.pictures))
     assert work == [(1, 0), (2, 0), (2, 1), (2, 2), (3, 2)]
     first, second = (f"{len(piece) / RATE:.0f} seconds" for piece in split(clip(20.0).clip.samples))
     said = f"Look:\n{first} {second}\n(A picture of 7.)\n(A picture of 8.)\n5 seconds"
-    assert prompts(chunks)["r"].token_ids == desk.tokens(said)
+    assert prompts(chunks)["r"].token_ids == harness.tokens(said)
 
 
-def test_who_writes_does_not_wait_for_who_speaks_long(desk: Desk) -> None:
-    desk.submit("long", clip(60.0))
-    desk.stage.step()
-    desk.submit("text", TextPart("Hello!"))
-    assert set(prompts(desk.stage.step())) == {"text"}
-    assert desk.ears.pieces == 1
-    assert set(prompts(desk.stage.drain())) == {"long"}
+def test_who_writes_does_not_wait_for_who_speaks_long(harness: HearStageHarness) -> None:
+    harness.submit("long", clip(60.0))
+    harness.stage.step()
+    harness.submit("text", TextPart("Hello!"))
+    assert set(prompts(harness.stage.step())) == {"text"}
+    assert harness.ears.pieces == 1
+    assert set(prompts(harness.stage.drain())) == {"long"}
 
 
-def test_nothing_more_is_heard_for_a_request_that_was_aborted(desk: Desk) -> None:
-    desk.submit("long", clip(60.0))
-    desk.stage.step()
-    desk.stage.abort("long")
-    assert not desk.stage.has_work()
-    assert not desk.stage.component._underway  # type: ignore[attr-defined]
-    desk.submit("long", clip(5.0, seed=1))  # the name is free, and nothing of the old one is left
-    assert prompts(desk.stage.drain())["long"].token_ids == desk.tokens("5 seconds")
+def test_nothing_more_is_heard_for_a_request_that_was_aborted(harness: HearStageHarness) -> None:
+    harness.submit("long", clip(60.0))
+    harness.stage.step()
+    harness.stage.abort("long")
+    assert not harness.stage.has_work()
+    assert not harness.stage.component._underway  # type: ignore[attr-defined]
+    harness.submit("long", clip(5.0, seed=1))  # the name is free, and nothing of the old one is left
+    assert prompts(harness.stage.drain())["long"].token_ids == harness.tokens("5 seconds")
 
 
-def test_a_piece_that_fails_ends_its_own_request(desk: Desk) -> None:
+def test_a_piece_that_fails_ends_its_own_request(harness: HearStageHarness) -> None:
     bad = voice(40.0, RATE)
     bad[-1] = 0.95
-    desk.submit("bad", AudioPart(AudioClip(bad, RATE)))
-    desk.submit("good", clip(40.0, seed=1))
-    chunks = desk.stage.drain()
+    harness.submit("bad", AudioPart(AudioClip(bad, RATE)))
+    harness.submit("good", clip(40.0, seed=1))
+    chunks = harness.stage.drain()
     ends = {c.request_id: c.finish for c in chunks if c.finish}
     assert ends == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
-    assert desk.ears.pieces > 4  # it was the last piece that failed
-    assert not desk.stage.component._underway  # type: ignore[attr-defined]
+    assert harness.ears.pieces > 4  # it was the last piece that failed
+    assert not harness.stage.component._underway  # type: ignore[attr-defined]
 
 
-def test_one_prompt_of_a_batch_that_cannot_be_made_is_told_why_and_the_others_are_made(desk: Desk) -> None:
+def test_one_prompt_of_a_batch_that_cannot_be_made_is_told_why_and_the_others_are_made(
+    harness: HearStageHarness,
+) -> None:
     for name, text in (("a", "Hello!"), ("long", "fox " * 5000), ("b", "Goodbye!")):
-        desk.submit(name, TextPart(text))
-    chunks = desk.stage.drain()
+        harness.submit(name, TextPart(text))
+    chunks = harness.stage.drain()
     made = prompts(chunks)
     assert {name: prompt.token_ids for name, prompt in made.items()} == {
-        "a": desk.tokens("Hello!"),
-        "b": desk.tokens("Goodbye!"),
+        "a": harness.tokens("Hello!"),
+        "b": harness.tokens("Goodbye!"),
     }
     [failed] = [c.error for c in chunks if c.finish is FinishReason.ERROR]
     assert isinstance(failed, PromptTooLongError)
 
 
-def test_only_so_much_is_heard_and_seen_for_one_request(desk: Desk) -> None:
+def test_only_so_much_is_heard_and_seen_for_one_request(harness: HearStageHarness) -> None:
     half, more = (AudioPart(AudioClip(silence(seconds, RATE), RATE)) for seconds in (300.0, 300.5))
-    desk.stage.check(desk.input("r", half, half, *(picture(n) for n in range(MOST_PICTURES))))
+    harness.stage.check(harness.input("r", half, half, *(picture(n) for n in range(MOST_PICTURES))))
     with pytest.raises(LimitExceededError, match=r"600\.5 s in all and at most 600 s") as refused:
-        desk.stage.check(desk.input("r", half, more))
+        harness.stage.check(harness.input("r", half, more))
     assert refused.value.param == "messages"
     with pytest.raises(LimitExceededError, match="9 pictures and at most 8"):
-        desk.stage.check(desk.input("r", *(picture(n) for n in range(MOST_PICTURES + 1))))
+        harness.stage.check(harness.input("r", *(picture(n) for n in range(MOST_PICTURES + 1))))
 
 
-def test_for_a_picture_alone_the_language_model_only_reads(desk: Desk) -> None:
-    desk.submit("drawn", clip(3.0), modality=Modality.IMAGE)
-    desk.submit("told", clip(3.0))
-    made = prompts(desk.stage.drain())
+def test_for_a_picture_alone_the_language_model_only_reads(harness: HearStageHarness) -> None:
+    harness.submit("drawn", clip(3.0), modality=Modality.IMAGE)
+    harness.submit("told", clip(3.0))
+    made = prompts(harness.stage.drain())
     assert (made["drawn"].num_tokens, made["told"].num_tokens) == (1, None)
 
 
@@ -384,16 +328,16 @@ def test_for_a_picture_alone_the_language_model_only_reads(desk: Desk) -> None:
     ],
 )
 def test_what_is_read_aloud_is_bounded_and_only_spoken(
-    desk: Desk, asked: set[Modality], length: int, error: type[Exception] | None
+    harness: HearStageHarness, asked: set[Modality], length: int, error: type[Exception] | None
 ) -> None:
     aloud = ChatInput((ChatMessage("assistant", (TextPart("x" * length),), name=READ_ALOUD),))
     given = StageInput(RequestInfo("r", modalities=frozenset(asked)), CodecParams(), aloud)
     if error is not None:
         with pytest.raises(error):
-            desk.stage.check(given)
+            harness.stage.check(given)
         return
-    desk.stage.submit(given)
-    [prompt] = prompts(desk.stage.drain()).values()
+    harness.stage.submit(given)
+    [prompt] = prompts(harness.stage.drain()).values()
     assert bytes(prompt.context[SPOKEN].tolist()).decode() == "x" * length
 
 

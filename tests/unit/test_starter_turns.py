@@ -21,9 +21,9 @@ from omnistage_starter.seeing import LABELLER, READER, Observer
 
 from omnistage.core.messages import ImagePart, TextPart
 from omnistage.core.types import FinishReason, StageChunk
-from tests.unit import test_starter_hearing
-from tests.unit.test_starter_hearing import Desk
-from tests.unit.test_starter_hearing import think as think
+from tests.unit import starter_harness
+from tests.unit.starter_harness import HearStageHarness
+from tests.unit.starter_harness import think as think
 
 LINE = 20
 """Pixels from one of a page's lines to the next."""
@@ -79,7 +79,7 @@ def picture(shade: int = 0, size: tuple[int, int] = (4, 4)) -> ImagePart:
 
 
 def prompts(chunks: Sequence[StageChunk]) -> dict[str, tuple[int, ...]]:
-    return {name: prompt.token_ids for name, prompt in test_starter_hearing.prompts(chunks).items()}
+    return {name: prompt.token_ids for name, prompt in starter_harness.prompts(chunks).items()}
 
 
 def turns(work: Generator[None, None, str]) -> tuple[int, str]:
@@ -100,67 +100,67 @@ def test_who_writes_waits_for_one_line_of_a_dense_picture_at_most(think: Path) -
     lines = Lines(*([f"line {number}"] for number in range(MAX_BOXES)))
     labels = Labels()
     eyes = eyes_of(lines, labels)
-    desk = Desk(think, eyes)
-    desk.submit("picture", picture())
+    harness = HearStageHarness(think, eyes)
+    harness.submit("picture", picture())
     work, made = [], {}
     for number in range(MAX_BOXES + 2):  # labels, finding the lines, and each line
-        made |= prompts(desk.stage.step())
+        made |= prompts(harness.stage.step())
         work.append((labels.pictures, lines.searched, len(lines.read_at)))
-        desk.submit(f"text{number}", TextPart("Hello!"))
-        assert set(prompts(desk.stage.step())) == {f"text{number}"}
+        harness.submit(f"text{number}", TextPart("Hello!"))
+        assert set(prompts(harness.stage.step())) == {f"text{number}"}
     assert work == [(1, 0, 0), (1, 1, 0), *((1, 1, read) for read in range(1, MAX_BOXES + 1))]
-    assert made == {"picture": desk.tokens(eyes.describe(np.asarray(picture().image)))}
+    assert made == {"picture": harness.tokens(eyes.describe(np.asarray(picture().image)))}
 
 
 def test_dense_pictures_take_turns_with_each_other(think: Path) -> None:
     lines = Lines(*([f"line {number}"] for number in range(5)))
-    desk = Desk(think, eyes_of(lines))
-    desk.submit("one", picture(1))
-    desk.submit("two", picture(2))
-    while desk.stage.has_work():
-        desk.stage.step()
+    harness = HearStageHarness(think, eyes_of(lines))
+    harness.submit("one", picture(1))
+    harness.submit("two", picture(2))
+    while harness.stage.has_work():
+        harness.stage.step()
     assert lines.read_at == [(0, LINE * number) for number in range(5) for _ in range(2)]
 
 
 def test_nothing_more_is_read_for_a_request_that_was_aborted(think: Path) -> None:
     lines = Lines(*([f"line {number}"] for number in range(10)))
     eyes = eyes_of(lines)
-    desk = Desk(think, eyes)
-    desk.submit("gone", picture())
+    harness = HearStageHarness(think, eyes)
+    harness.submit("gone", picture())
     for _ in range(4):  # finding the lines, and three of them
-        desk.stage.step()
-    assert set(desk.component._underway) == {"gone"}
-    desk.stage.abort("gone")
+        harness.stage.step()
+    assert set(harness.component._underway) == {"gone"}
+    harness.stage.abort("gone")
     assert (lines.searched, len(lines.read_at)) == (1, 3)
-    assert not desk.stage.has_work()
-    assert not desk.component._underway
+    assert not harness.stage.has_work()
+    assert not harness.component._underway
     # Half of a picture's words are no picture's words: it is looked at anew.
-    desk.submit("again", picture())
-    assert prompts(desk.stage.drain())["again"] == desk.tokens(eyes.describe(np.asarray(picture().image)))
+    harness.submit("again", picture())
+    assert prompts(harness.stage.drain())["again"] == harness.tokens(eyes.describe(np.asarray(picture().image)))
     assert lines.read_at[3:13] == [(0, LINE * number) for number in range(10)]
 
 
 def test_a_line_that_breaks_ends_its_own_request(think: Path) -> None:
     lines = Lines(*([f"line {number}"] for number in range(4)))
-    desk = Desk(think, eyes_of(lines))
-    desk.submit("bad", picture(1))
+    harness = HearStageHarness(think, eyes_of(lines))
+    harness.submit("bad", picture(1))
     for _ in range(3):
-        desk.stage.step()
+        harness.stage.step()
     lines.broken_at = (0, 2 * LINE)
-    [chunk] = desk.stage.step()
+    [chunk] = harness.stage.step()
     assert (chunk.request_id, chunk.finish) == ("bad", FinishReason.ERROR)
-    assert not desk.component._underway
+    assert not harness.component._underway
     lines.broken_at = None
-    desk.submit("good", picture(1))
-    assert set(prompts(desk.stage.drain())) == {"good"}
+    harness.submit("good", picture(1))
+    assert set(prompts(harness.stage.drain())) == {"good"}
 
 
 def test_a_picture_that_is_known_is_not_looked_at_again(think: Path) -> None:
     lines = Lines(["once"])
-    desk = Desk(think, eyes_of(lines))
+    harness = HearStageHarness(think, eyes_of(lines))
     for name in ("first", "later"):
-        desk.submit(name, picture())
-        assert desk.tokens('(A picture. The text in it says: "once".)') == prompts(desk.stage.drain())[name]
+        harness.submit(name, picture())
+        assert harness.tokens('(A picture. The text in it says: "once".)') == prompts(harness.stage.drain())[name]
     assert (lines.searched, len(lines.read_at)) == (1, 1)
 
 
@@ -168,16 +168,16 @@ def test_large_pictures_that_are_known_are_not_all_compared_in_one_turn(
     think: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hear, "_LARGE", 100)
-    desk = Desk(think, eyes_of(Lines(["once"])))
+    harness = HearStageHarness(think, eyes_of(Lines(["once"])))
     large = [picture(shade, size=(11, 10)) for shade in range(3)]
-    desk.submit("first", *large)
-    first = prompts(desk.stage.drain())["first"]
+    harness.submit("first", *large)
+    first = prompts(harness.stage.drain())["first"]
     compared: list[int] = []
     key = hear.content_key
     monkeypatch.setattr(hear, "content_key", lambda *given: compared.append(1) or key(*given))
-    desk.submit("later", *large)
+    harness.submit("later", *large)
     for number in range(1, 4):
-        chunks = desk.stage.step()
+        chunks = harness.stage.step()
         assert len(compared) == number
     assert prompts(chunks)["later"] == first
 

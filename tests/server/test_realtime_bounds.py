@@ -190,11 +190,11 @@ class Meeting:
 
     def __call__(self, *args: Any) -> Any:
         self.begun.set()
-        self.met.append(self.go.wait(5))
+        self.met.append(self.go.wait(30))
         return self._real(*args)
 
     async def come(self) -> None:
-        await asyncio.to_thread(self.begun.wait, 5)
+        await asyncio.to_thread(self.begun.wait, 30)
         self.go.set()
 
 

@@ -24,8 +24,7 @@ from omnistage.server.openai.request_models import CompletionRequest
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.route import Answer, Writer
 from omnistage.server.service import Service
-from tests.server.conftest import SERVE_LIMITS, Running, make, serving
-from tests.server.test_stress import Held, until
+from tests.server.harness import SERVE_LIMITS, Held, Running, make, serving, until
 
 PLAIN: dict[str, Any] = {"model": "lm", "max_tokens": 6, "temperature": 0}
 PROMPTS = ["Once upon a time", "There was", "a light at the end"]

@@ -1,0 +1,161 @@
+"""A real HTTP server on a free port, stages that can be held, and connections below HTTP's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import io
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from PIL import Image
+
+from omnistage.core.stage import Stage
+from omnistage.core.types import FinishReason
+from omnistage.models.registry import REGISTRY
+from omnistage.omni import AsyncOmni
+from omnistage.server.http.app import create_app
+from omnistage.server.http.run import server_config
+from omnistage.server.service import Service
+
+SERVE_LIMITS = ("limits.media.allow_paths=false",)
+LONG: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+SMALL_BODY = 4096
+
+
+@dataclass
+class Running:
+    """A server and the address of its API."""
+
+    service: Service
+    url: str
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, **options: object) -> openai.OpenAI:
+        given = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)  # type: ignore[arg-type]
+
+    def async_client(self, **options: object) -> openai.AsyncOpenAI:
+        given = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def serving(service: Service, **options: Any) -> Iterator[Running]:
+    """Run the application in a thread of its own until the block ends."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the command's is
+    listening.bind(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # a slow reader is noticed soon
+    server = uvicorn.Server(server_config(create_app(service, **options)))
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(server.serve(sockets=[listening]))
+        while not server.started:
+            await asyncio.sleep(0)
+        started.set()
+        await task
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", loop)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        loop.close()
+
+
+def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        async def main() -> None:
+            await test(**given)
+
+        asyncio.run(main())
+
+    return run
+
+
+def make(family: str, folder: Path) -> Path:
+    folder.mkdir()
+    tiny = REGISTRY.family(family).tiny
+    assert tiny is not None
+    tiny(folder, seed=0)
+    return folder
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+    """Wait for a condition of another thread; it fails loudly where it never comes true."""
+    pause, give_up = threading.Event(), time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < give_up, f"{what} did not happen within {timeout} s"
+        pause.wait(0.002)
+
+
+class Held:
+    """A stage whose steps wait: requests that are in it stay there for as long as a test needs them to.
+
+    `free` steps go on before the first that waits.
+    """
+
+    def __init__(self, stage: Stage, patch: pytest.MonkeyPatch, free: int = 0) -> None:
+        self.go = threading.Event()
+        self.waits = False
+        """A step has come that waits."""
+        step, steps = stage.step, itertools.count()
+
+        def waiting() -> object:
+            if next(steps) >= free:
+                self.waits = True
+                assert self.go.wait(30)
+            return step()
+
+        patch.setattr(stage, "step", waiting)
+
+
+def raw(server: Running, body: bytes, headers: str = "", path: str = "/v1/completions") -> socket.socket:
+    """A connection on which a request has been sent and nothing was read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=20)
+    length = "" if "transfer-encoding" in headers.lower() else f"Content-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers or length}\r\n"
+    made.sendall(head.encode() + body)
+    return made
+
+
+def status_of(connection: socket.socket) -> int:
+    line = b""
+    while not line.endswith(b"\r\n"):
+        byte = connection.recv(1)
+        assert byte, "the connection ended without an answer"
+        line += byte
+    return int(line.split()[1])
+
+
+def aborted(omni: AsyncOmni) -> int:
+    return omni.stats().finished[FinishReason.ABORT]
+
+
+def data_url(seed: int = 0) -> str:
+    pixels = np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
