@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from omnistage.config.names import graph_of
 from omnistage.config.schema import DiffusionBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
-from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
@@ -174,7 +174,7 @@ def open_ours(case: Any, device: torch.device, dtype: torch.dtype, **budget: Any
         "decode": DecodeStage("decode", case.decoder(case.pipe, device, tiling_pixels=0), given),
     }
     return AsyncOmni.from_parts(
-        PipelineGraph.build(pipeline),
+        graph_of(pipeline),
         stages,
         {"denoise": encode2denoise, "decode": denoise2decode},
         {name: stage.params for name, stage in pipeline.stages.items()},

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from omnistage.config.names import graph_of
 from omnistage.config.schema import ARBudget, CodecBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
-from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.stage import ARStage
@@ -116,7 +116,7 @@ def open_ours(model: Any, options: argparse.Namespace) -> Omni:
     token2wav = CodecStage("token2wav", component, codec)
     stages = {"thinker": thinker, "talker": talker, "token2wav": token2wav}
     return Omni.from_parts(
-        PipelineGraph.build(pipeline),
+        graph_of(pipeline),
         stages,
         {"talker": thinker2talker, "token2wav": talker2token2wav},
         {name: stage.params for name, stage in pipeline.stages.items()},

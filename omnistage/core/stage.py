@@ -26,10 +26,11 @@ class StageStats:
 class Stage(ABC):
     """One node of a pipeline.
 
-    All methods but `check` are called from the stage's own loop, one at a time. A request's life in a stage:
-    `submit` once, `feed` while its input streams, then `step` emits its chunks until one carries `finish` for
-    every answer; after that the stage has forgotten it. A stage ends the requests of a failed step itself, with a
-    chunk that carries the error, and keeps running the others; `step` raising is a defect that ends all of them.
+    All methods but `check`, `check_params` and `stats` are called from the stage's own loop, one at a time. A
+    request's life in a stage: `submit` once, `feed` while its input streams, then `step` emits its chunks until one
+    carries `finish` for every answer; after that the stage has forgotten it. A stage ends the requests of a failed step
+    itself, with a chunk that carries the error, and keeps running the others; `step` raising is a defect that ends all
+    of them.
     """
 
     name: str
@@ -76,7 +77,8 @@ class Stage(ABC):
         return None
 
     @abstractmethod
-    def stats(self) -> StageStats: ...
+    def stats(self) -> StageStats:
+        """Counters as they are now. Called from any thread at any time; it waits for nothing and changes nothing."""
 
     def drain(self) -> list[StageChunk]:
         """Step until nothing is runnable; the chunks of all those steps."""

@@ -84,7 +84,8 @@ class StageLoop(Generic[Owner]):
         self._emit = emit
         self._clock = clock
         self._inbox: deque[_Submit[Owner] | _Feed[Owner] | _Abort[Owner]] = deque()
-        self._stopping = False
+        self.stopping = False
+        """Whether it was told to stop."""
         self._drain = True
         self._resting = False
         self._stats = StageStats()
@@ -99,7 +100,7 @@ class StageLoop(Generic[Owner]):
     def submit(self, stage_input: StageInput, owner: Owner) -> None:
         """Queue a request. Raises `ShutdownError` once the loop is stopping."""
         with self.changed:
-            if self._stopping:
+            if self.stopping:
                 raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
             self._put(_Submit(owner, stage_input))
 
@@ -122,7 +123,7 @@ class StageLoop(Generic[Owner]):
         Requests that are left then (starved ones, or all without `drain`) end with `FinishReason.ABORT`.
         """
         with self.changed:
-            self._stopping = True
+            self.stopping = True
             self._drain = self._drain and drain
             self.changed.notify_all()
         if self._thread is None:
@@ -139,12 +140,19 @@ class StageLoop(Generic[Owner]):
     def wait_resting(self, timeout: float | None = None) -> bool:
         """Wait until every command has been applied and nothing is runnable; whether that came about in time."""
         with self.changed:
-            if self._thread is None or self._stopping:
+            if self._thread is None or self.stopping:
                 return not self._inbox
             return self.changed.wait_for(lambda: self._resting and not self._inbox, timeout)
 
     def stats(self) -> StageStats:
-        """The stage's counters as of its last turn; exact while the loop rests."""
+        """The stage's counters, read now; exact while the loop rests, and the last ones once it has ended."""
+        if not self._ended.is_set():
+            try:
+                self._stats = self.stage.stats()
+            except RuntimeError:  # a container changed its size while it was counted: the last counts will do
+                pass
+            except Exception as error:  # the boundary of a stage: nothing fails because it cannot be counted
+                log_defect(f"stats of stage {self.stage.name!r}", error)
         return self._stats
 
     def step_seconds(self) -> StepSeconds:
@@ -152,23 +160,36 @@ class StageLoop(Generic[Owner]):
 
     def leftovers(self) -> list[str]:
         """What the loop and its stage still hold, in words; only meaningful while the loop rests."""
-        stats = self._stats
+        stats = self.stats()
         held = stats.waiting + stats.running + stats.starved
         name = self.stage.name
-        found = [f"{len(self._inbox)} commands for {name}"] if self._inbox else []
-        found += [f"request {request_id} in the loop of {name}" for request_id in list(self._live)]
-        return found + ([f"{held} requests in stage {name}"] if held else [])
+        left = [f"{len(self._inbox)} commands for {name}"] if self._inbox else []
+        left += [f"request {request_id} in the loop of {name}" for request_id in list(self._live)]
+        return left + ([f"{held} requests in stage {name}"] if held else [])
 
     # --------------------------------------------------------------------------------------- in the loop
 
     def run_pending(self) -> bool:
         """One turn: apply every queued command, then make at most one step. Whether anything was done."""
-        applied = False
-        while (command := self._take()) is not None:
-            self._apply(command)
-            applied = True
-        self._busy = self._turn() or applied
-        return self._busy
+        busy = bool(self._inbox)
+        while self._inbox:  # only this thread takes from it
+            self._apply(self._inbox.popleft())
+        chunks: Sequence[StageChunk] = ()
+        try:
+            if self.stage.has_work():
+                busy = True
+                start = time.perf_counter()
+                chunks = self.stage.step()
+                self._step_timer.add(time.perf_counter() - start)
+        except Exception as error:
+            # The boundary of a stage: its defect ends the requests in it, not the loop.
+            busy = busy or bool(self._live)
+            log_defect(f"a step of stage {self.stage.name!r}", error)
+            self._fail_all(error)
+        for chunk in chunks:
+            self._deliver(chunk)
+        self._busy = busy
+        return busy
 
     def give_to(self, thread: threading.Thread) -> None:
         """From now on a `LoopThread` makes the turns."""
@@ -185,12 +206,12 @@ class StageLoop(Generic[Owner]):
     @property
     def called(self) -> bool:
         """Whether a command or a stop waits; asked with `changed` held."""
-        return bool(self._inbox) or self._stopping
+        return bool(self._inbox) or self.stopping
 
     @property
     def over(self) -> bool:
         """Whether it was stopped and has no more turns to make; asked with `changed` held."""
-        return self._stopping and (not self._drain or not (self._busy or self._inbox))
+        return self.stopping and (not self._drain or not (self._busy or self._inbox))
 
     def rest(self) -> float | None:
         """Nothing is runnable, and the loop will wait, at most so many seconds; called with `changed` held."""
@@ -203,31 +224,6 @@ class StageLoop(Generic[Owner]):
 
     def wake(self) -> None:
         self._resting = False
-
-    def _take(self) -> _Submit[Owner] | _Feed[Owner] | _Abort[Owner] | None:
-        with self.changed:
-            return self._inbox.popleft() if self._inbox else None
-
-    def _turn(self) -> bool:
-        held = bool(self._live)
-        try:
-            self._stats = self.stage.stats()
-            busy = self.stage.has_work()
-            chunks = self._step() if busy else ()
-        except Exception as error:
-            # The boundary of a stage: its defect ends the requests in it, not the loop.
-            log_defect(f"a step of stage {self.stage.name!r}", error)
-            self._fail_all(error)
-            return held
-        for chunk in chunks:
-            self._deliver(chunk)
-        return busy
-
-    def _step(self) -> Sequence[StageChunk]:
-        begun = time.perf_counter()
-        chunks = self.stage.step()
-        self._step_timer.add(time.perf_counter() - begun)
-        return chunks
 
     def _apply(self, command: _Submit[Owner] | _Feed[Owner] | _Abort[Owner]) -> None:
         if isinstance(command, _Submit):
@@ -266,7 +262,11 @@ class StageLoop(Generic[Owner]):
             live.open.discard(chunk.index)
             if not live.open:
                 del self._live[chunk.request_id]
-        self._hand_over(live.owner, chunk)
+        try:
+            self._emit(live.owner, chunk)
+        except Exception as error:
+            # The receiver ends its requests itself; whatever escapes must not end this thread for all others.
+            log_defect(f"routing a chunk of stage {self.stage.name!r}", error)
 
     def _fail_all(self, error: BaseException) -> None:
         for request_id, live in list(self._live.items()):
@@ -274,7 +274,7 @@ class StageLoop(Generic[Owner]):
 
     def _fail(self, owner: Owner, request_id: str, error: OmniError) -> None:
         self._forget(request_id)
-        self._hand_over(owner, self._ending(request_id, FinishReason.ERROR, error))
+        self._emit_end(owner, request_id, FinishReason.ERROR, error)
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -283,30 +283,24 @@ class StageLoop(Generic[Owner]):
         except Exception as error:
             log_defect(f"abort in stage {self.stage.name!r}", error)
 
-    def _hand_over(self, owner: Owner, chunk: StageChunk) -> None:
+    def _emit_end(self, owner: Owner, request_id: str, finish: FinishReason, error: OmniError | None = None) -> None:
+        chunk = StageChunk(request_id, self.stage.name, finish=finish, error=error, time=self._clock())
         try:
             self._emit(owner, chunk)
-        except Exception as error:
-            # The receiver ends its requests itself; whatever escapes must not end this thread for all others.
-            log_defect(f"handing on a chunk of stage {self.stage.name!r}", error)
+        except Exception as failure:  # the same boundary as in `_deliver`
+            log_defect(f"routing the end of a request in stage {self.stage.name!r}", failure)
 
     def close_out(self) -> None:
         """End every request that is left, and the loop."""
-        while (command := self._take()) is not None:
+        while self._inbox:
+            command = self._inbox.popleft()
             if isinstance(command, _Submit):
-                request_id = command.stage_input.info.request_id
-                self._hand_over(command.owner, self._ending(request_id, FinishReason.ABORT))
+                self._emit_end(command.owner, command.stage_input.info.request_id, FinishReason.ABORT)
         for request_id, live in list(self._live.items()):
             self._forget(request_id)
-            self._hand_over(live.owner, self._ending(request_id, FinishReason.ABORT))
-        try:
-            self._stats = self.stage.stats()
-        except Exception as error:
-            log_defect(f"stats of stage {self.stage.name!r}", error)
+            self._emit_end(live.owner, request_id, FinishReason.ABORT)
+        self.stats()  # the last ones: the stage may be closed from now on
         self._ended.set()
-
-    def _ending(self, request_id: str, finish: FinishReason, error: OmniError | None = None) -> StageChunk:
-        return StageChunk(request_id, self.stage.name, finish=finish, error=error, time=self._clock())
 
     def _stage_error(self, what: str, error: BaseException) -> StageError:
         failure = StageError(f"{what} of stage {self.stage.name!r} failed with {type(error).__name__}")
@@ -351,22 +345,22 @@ class LoopThread(Generic[Owner]):
             with self._changed:
                 if not busy:
                     self._rest(open_loops)
-                over = [number for number in open_loops if self._loops[number].over]
-            for number in over:
+                ended = [number for number in open_loops if self._loops[number].stopping and self._loops[number].over]
+            for number in ended:
                 open_loops.remove(number)
                 self._loops[number].close_out()
 
     def _turn(self, open_loops: Sequence[int]) -> bool:
         """A turn of the first loop that has something to do; whether there was one."""
         for number in sorted(open_loops, key=self._seconds.__getitem__):
-            # Time without work is not saved up: who comes back has no claim on more than the others had meanwhile.
+            # Idle time is not saved up: a loop that comes back has no claim on more than the others had meanwhile.
             had = max(self._seconds[number], self._floor)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             busy = self._loops[number].run_pending()
             self._seconds[number] = had
             if busy:
                 self._floor = had
-                self._seconds[number] += time.perf_counter() - begun
+                self._seconds[number] += time.perf_counter() - start
                 return True
         return False
 

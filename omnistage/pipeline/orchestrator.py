@@ -26,7 +26,6 @@ from omnistage.core.errors import (
     QueueFullError,
     ShutdownError,
     StageError,
-    UnsupportedModalityError,
 )
 from omnistage.core.failures import log_defect
 from omnistage.core.family import Bridge
@@ -121,13 +120,6 @@ class Orchestrator:
     def plan(self, request: OmniRequest) -> RequestPlan:
         """Everything that can be said about a request without taking it; raises what is wrong with it."""
         info, entry = request.info, self.graph.entry
-        given = self.graph.outputs
-        if not info.modalities:
-            raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
-        if missing := sorted(info.modalities - given.keys()):
-            raise UnsupportedModalityError(
-                f"this model does not give {', '.join(missing)}; it gives {', '.join(given)}", param="modalities"
-            )
         needed = self.graph.needed(info.modalities)
         params = self._merged(request.params)
         lead = self.graph.lead if self.graph.lead in needed else entry
@@ -242,7 +234,10 @@ class Orchestrator:
             chunk = pending.popleft()
             if not run.record(chunk):
                 return
-            self._emit(run, chunk)
+            with run.emit_lock:
+                item = run.output.add(chunk)
+                if item is not None:
+                    run.sink(item)
             if chunk.error is not None or chunk.finish is FinishReason.ERROR:
                 error = chunk.error or StageError(f"stage {chunk.stage!r} ended with an error that it did not give")
                 self._end(run, FinishReason.ERROR, error)
@@ -295,12 +290,6 @@ class Orchestrator:
                 return
             stage.accept(feed)
             self._loops[target].feed(run.info.request_id, feed, run)
-
-    def _emit(self, run: RequestRun, chunk: StageChunk) -> None:
-        with run.emit_lock:
-            item = run.output.add(chunk)
-            if item is not None:
-                run.sink(item)
 
     # ---------------------------------------------------------------------------------------------- ending
 

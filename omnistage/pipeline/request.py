@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from omnistage.core.errors import (
     BridgeError,
@@ -18,6 +18,7 @@ from omnistage.core.types import (
     ARInput,
     AudioChunk,
     ChatInput,
+    ChunkPayload,
     CodecFrames,
     CodecInput,
     DiffusionInput,
@@ -38,9 +39,6 @@ from omnistage.core.types import (
 )
 from omnistage.pipeline.output import OutputAssembler, Sink
 from omnistage.pipeline.outputs import StageTrace, Trace, Usage
-
-if TYPE_CHECKING:
-    pass
 
 
 class PipelineGraph(Protocol):
@@ -251,23 +249,29 @@ class RequestRun:
 
     def record(self, chunk: StageChunk) -> bool:
         """Note a chunk in the trace. False: the request is over and the chunk must be ignored."""
-        at = self.since_arrival(chunk.time)
+        at = chunk.time - self.info.arrival
+        payload = chunk.payload
         with self.lock:
-            if self.over:
+            if self.reason is not None:
                 return False
             stage = self.stages[chunk.stage]
             trace = stage.trace
-            if trace.started is None and (chunk.payload is not None or chunk.finish is None):
+            if trace.started is None and (payload is not None or chunk.finish is None):
                 trace.started = at
-            if _carries_output(chunk):
+            if isinstance(payload, TokenChunk):
+                carries_output = bool(payload.token_ids or payload.text)
+                trace.tokens += len(payload.token_ids)
+                if chunk.stage == self.lead and chunk.index == 0:
+                    self.cached_tokens += payload.cached_tokens
+            elif isinstance(payload, Progress):
+                carries_output = False
+                trace.tokens = self.steps = payload.step
+            else:
+                carries_output = payload is not None and _carries_output(payload)
+            if carries_output:
                 trace.first_chunk = at if trace.first_chunk is None else trace.first_chunk
                 trace.last_chunk = at
                 trace.chunks += 1
-                trace.tokens += len(chunk.payload.token_ids) if isinstance(chunk.payload, TokenChunk) else 0
-            if isinstance(chunk.payload, TokenChunk) and chunk.stage == self.lead and chunk.index == 0:
-                self.cached_tokens += chunk.payload.cached_tokens
-            if isinstance(chunk.payload, Progress):
-                trace.tokens = self.steps = chunk.payload.step
             if chunk.finish is not None:
                 stage.open_answers.discard(chunk.index)
                 if chunk.index == 0:
@@ -355,15 +359,12 @@ def _drawn(payload: StagePayloadIn) -> str:
     return drawing.prompt if isinstance(drawing, DiffusionInput) else ""
 
 
-def _carries_output(chunk: StageChunk) -> bool:
-    """Whether a chunk holds something made, rather than only hidden rows, progress or an end."""
-    payload = chunk.payload
+def _carries_output(payload: ChunkPayload) -> bool:
+    """Whether a chunk's payload holds something generated, rather than a preview or nothing."""
     if isinstance(payload, AudioChunk):
         return len(payload.samples) > 0
     if isinstance(payload, ImageChunk | VideoChunk | Latents):
         return not payload.preview
-    if isinstance(payload, TokenChunk):
-        return bool(payload.token_ids or payload.text)
     if isinstance(payload, ModuleOutput):
         return bool(payload.arrays or payload.text) or payload.prompt is not None
-    return payload is not None and not isinstance(payload, Progress)
+    return True

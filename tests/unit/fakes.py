@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import Bridge, BridgeResult
+from omnistage.core.graph import Edge, PipelineGraph
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.core.stage import Stage, StageStats
@@ -48,40 +49,20 @@ class FakeClock:
         return self.now
 
 
-@dataclass
-class FakeGraph:
-    """A graph from target → sources. Stages are listed sources first."""
-
-    order: tuple[str, ...]
-    edges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    outputs: Mapping[Modality, str] = field(default_factory=dict)
-
-    @property
-    def entry(self) -> str:
-        return self.order[0]
-
-    @property
-    def lead(self) -> str:
-        return self.outputs.get(Modality.TEXT, self.entry)
-
-    def sources(self, stage: str) -> tuple[str, ...]:
-        return self.edges.get(stage, ())
-
-    def targets(self, stage: str) -> tuple[str, ...]:
-        return tuple(name for name in self.order if stage in self.sources(name))
-
-    def needed(self, modalities: frozenset[Modality]) -> frozenset[str]:
-        found: set[str] = set()
-        pending = [self.outputs[modality] for modality in modalities]
-        while pending:
-            name = pending.pop()
-            found.add(name)
-            pending.extend(self.sources(name))
-        return frozenset(found)
+def make_graph(
+    order: Sequence[str], edges: Mapping[str, tuple[str, ...]], outputs: Mapping[Modality, str]
+) -> PipelineGraph:
+    """A graph from target → sources, the entry first."""
+    gives = {stage: modality for modality, stage in outputs.items()}
+    return PipelineGraph.build(
+        {name: gives.get(name) for name in order},
+        [Edge(sources, target, "test.bridge") for target, sources in edges.items()],
+        order[0],
+    )
 
 
-def linear() -> FakeGraph:
-    return FakeGraph(
+def linear() -> PipelineGraph:
+    return make_graph(
         ("thinker", "talker", "vocoder"),
         {"talker": ("thinker",), "vocoder": ("talker",)},
         {TEXT: "thinker", AUDIO: "vocoder"},
@@ -289,7 +270,7 @@ class Pipeline:
 
     def __init__(
         self,
-        graph: FakeGraph | None = None,
+        graph: PipelineGraph | None = None,
         *,
         bridges: Mapping[str, Bridge] | None = None,
         defaults: Mapping[str, StageParams] | None = None,

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from omnistage.config import LimitsConfig
+from omnistage.config.names import graph_of
 from omnistage.config.schema import PipelineConfig
 from omnistage.core.errors import (
     BridgeError,
@@ -43,7 +44,7 @@ from omnistage.omni import Omni
 from omnistage.pipeline.intake import RequestFactory, RequestOptions
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.request import OmniRequest, RequestRun
-from tests.unit.fakes import AUDIO, TEXT, FakeGraph, FakeStage, Recorder
+from tests.unit.fakes import AUDIO, TEXT, FakeStage, Recorder, make_graph
 
 pytestmark = pytest.mark.timeout(60)
 BUDGET = SimpleNamespace(max_batch=4)
@@ -98,7 +99,7 @@ def think2speak(request: RequestInfo, state: object, chunk: StageChunk) -> Bridg
     return state, [ModuleInput(text=text, final=final)] if text or final else []
 
 
-GRAPH = FakeGraph(
+GRAPH = make_graph(
     ("hear", "think", "speak"), {"think": ("hear",), "speak": ("think",)}, {TEXT: "think", AUDIO: "speak"}
 )
 
@@ -106,7 +107,7 @@ GRAPH = FakeGraph(
 class Starter:
     """hear -> think -> speak, without threads."""
 
-    def __init__(self, bridges: Mapping[str, Bridge] | None = None, graph: FakeGraph = GRAPH) -> None:
+    def __init__(self, bridges: Mapping[str, Bridge] | None = None, graph: PipelineGraph = GRAPH) -> None:
         self.ears, self.mouth = Ears(), Mouth()
         self.think = FakeStage("think")
         self.stages = {
@@ -150,7 +151,7 @@ def pipeline(*, entry_gives: str | None) -> PipelineGraph:
     }
     edges = [{"from": "hear", "to": "think", "bridge": "a.b"}, {"from": "think", "to": "speak", "bridge": "a.b"}]
     config = PipelineConfig.model_validate({"name": "p", "stages": stages, "edges": edges})
-    return PipelineGraph.build(config)
+    return graph_of(config)
 
 
 def test_the_lead_is_the_stage_that_gives_text_else_the_entry() -> None:
@@ -238,7 +239,7 @@ def test_several_answers_are_not_spoken() -> None:
 
 def test_a_request_that_does_not_reach_the_lead_is_led_by_its_entry() -> None:
     """Text is a side branch here: sound alone never runs it."""
-    graph = FakeGraph(
+    graph = make_graph(
         ("hear", "think", "speak"), {"think": ("hear",), "speak": ("hear",)}, {TEXT: "think", AUDIO: "speak"}
     )
 

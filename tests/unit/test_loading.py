@@ -323,7 +323,5 @@ def test_a_float32_deployment_keeps_speech_from_switching_tf32_on(deployment: st
     from omnistage.config import CodecBudget
     from omnistage.models.qwen2_5_omni.load import _precision
 
-    context = SimpleNamespace(
-        model=SimpleNamespace(config=SimpleNamespace(deployment=SimpleNamespace(dtype=deployment)))
-    )
+    context = SimpleNamespace(requested_dtype=deployment)
     assert _precision(context, CodecBudget(precision=asked)) == expected  # type: ignore[arg-type]

@@ -23,12 +23,13 @@ from omnistage.core.errors import (
     StageError,
     UnsupportedModalityError,
 )
+from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OutputChunk
-from tests.unit.fakes import AUDIO, FakeGraph, FakeProcessor, FakeStage, linear, stream_into
+from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(60)
 HELLO = [{"role": "user", "content": "one two three"}]
@@ -37,7 +38,7 @@ HELLO = [{"role": "user", "content": "one two three"}]
 class Rig:
     """Stages, a processor and a door of either kind over them."""
 
-    def __init__(self, graph: FakeGraph | None = None, **deployment: int) -> None:
+    def __init__(self, graph: PipelineGraph | None = None, **deployment: int) -> None:
         self.graph = graph or linear()
         audio = self.graph.outputs.get(AUDIO)
         self.stages = {name: FakeStage(name, audio=name == audio) for name in self.graph.order}
@@ -129,7 +130,7 @@ def test_a_conversation_gives_one_output_and_a_list_gives_a_list(omni: Omni) -> 
 
 
 def test_a_model_without_text_gives_what_it_has_by_default() -> None:
-    graph = FakeGraph(("reader", "voice"), {"voice": ("reader",)}, {AUDIO: "voice"})
+    graph = make_graph(("reader", "voice"), {"voice": ("reader",)}, {AUDIO: "voice"})
     with Rig(graph).omni() as omni:
         assert omni.generate("one")[0].audio is not None
 

@@ -36,7 +36,7 @@ from omnistage.core.types import (
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import OmniRequest, RequestRun
-from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder, stream_into
+from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -102,7 +102,7 @@ def test_audio_alone_runs_the_thinker_and_keeps_its_text_back() -> None:
 
 
 def test_fan_out_gives_a_chunk_to_every_target() -> None:
-    graph = FakeGraph(("a", "b", "c"), {"b": ("a",), "c": ("a", "b")}, {TEXT: "a", AUDIO: "c"})
+    graph = make_graph(("a", "b", "c"), {"b": ("a",), "c": ("a", "b")}, {TEXT: "a", AUDIO: "c"})
     pipeline = Pipeline(graph)
     sink = pipeline.submit(tokens=2)
     pipeline.run()
@@ -113,7 +113,7 @@ def test_fan_out_gives_a_chunk_to_every_target() -> None:
 
 
 def test_fan_in_folds_one_state_over_chunks_tagged_by_stage() -> None:
-    graph = FakeGraph(("a", "b", "c", "d"), {"b": ("a",), "c": ("a",), "d": ("b", "c")}, {TEXT: "a", AUDIO: "d"})
+    graph = make_graph(("a", "b", "c", "d"), {"b": ("a",), "c": ("a",), "d": ("b", "c")}, {TEXT: "a", AUDIO: "d"})
     seen: list[tuple[str, bool]] = []
     inner = stream_into(audio=True, sources=2)
 

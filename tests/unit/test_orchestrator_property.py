@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from omnistage.core.errors import QueueFullError, StageError
 from omnistage.core.family import Bridge, BridgeResult
+from omnistage.core.graph import PipelineGraph
 from omnistage.core.types import FinishReason, Modality, RequestInfo, StageChunk
-from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder, stream_into
+from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(120)
 IDS = ["r0", "r1", "r2", "r3"]
@@ -30,7 +31,7 @@ class Action:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> FakeGraph:
+def graphs(draw: st.DrawFn) -> PipelineGraph:
     names = tuple(f"s{index}" for index in range(draw(st.integers(1, 5))))
     edges = {
         name: tuple(sorted(draw(st.sets(st.sampled_from(names[:index]), min_size=1))))
@@ -43,10 +44,16 @@ def graphs(draw: st.DrawFn) -> FakeGraph:
         # An audio stage gives no tokens, so nothing may follow it.
         audio = outputs[AUDIO]
         edges = {name: tuple(s for s in sources if s != audio) or (names[0],) for name, sources in edges.items()}
-    return FakeGraph(names, edges, outputs)
+    # A stage that leads to no output is not a valid pipeline.
+    live = set(outputs.values())
+    for name in reversed(names):
+        live.update(edges.get(name, ()) if name in live else ())
+    names = tuple(name for name in names if name in live)
+    edges = {name: sources for name, sources in edges.items() if name in live}
+    return make_graph(names, edges, outputs)
 
 
-def actions(graph: FakeGraph) -> st.SearchStrategy[list[Action]]:
+def actions(graph: PipelineGraph) -> st.SearchStrategy[list[Action]]:
     stage = st.integers(0, len(graph.order) - 1)
     modalities = st.sampled_from([(TEXT,), (AUDIO,), (TEXT, AUDIO)] if AUDIO in graph.outputs else [(TEXT,)])
     submit = st.builds(
@@ -73,7 +80,7 @@ def failing(inner: Bridge, doomed: set[tuple[str, str]], target: str) -> Bridge:
     return bridge
 
 
-def make(graph: FakeGraph, doomed: set[tuple[str, str]]) -> Pipeline:
+def make(graph: PipelineGraph, doomed: set[tuple[str, str]]) -> Pipeline:
     bridges = {
         name: failing(
             stream_into(audio=name == graph.outputs.get(AUDIO), sources=len(graph.sources(name))), doomed, name

@@ -13,7 +13,7 @@ from omnistage.core.errors import InternalError, ShutdownError
 from omnistage.core.types import AudioChunk, FinishReason, TokenLogprob, TokenLogprobs
 from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
-from tests.unit.fakes import AUDIO, TEXT, FakeGraph, Pipeline, Recorder
+from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +32,7 @@ class Gate:
 
 
 def test_many_requests_from_many_threads_end_exactly_once() -> None:
-    graph = FakeGraph(("a", "b", "c", "d"), {"b": ("a",), "c": ("a",), "d": ("b", "c")}, {TEXT: "a", AUDIO: "d"})
+    graph = make_graph(("a", "b", "c", "d"), {"b": ("a",), "c": ("a",), "d": ("b", "c")}, {TEXT: "a", AUDIO: "d"})
     pipeline = Pipeline(graph, threads=True, max_inflight=1000)
     sinks: list[Recorder] = []
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from omnistage.core import family as registry_module
+from omnistage.core import registry as registry_module
 from omnistage.core.errors import RegistryError
 from omnistage.core.family import Family
 from omnistage.core.registry import Registry, check_bridge
@@ -144,8 +144,7 @@ def test_families_of_installed_packages_are_found_once(monkeypatch):
         return [SimpleNamespace(name="theirs", load=lambda: loads.append(1) or make_family("theirs"))]
 
     monkeypatch.setattr(registry_module, "entry_points", entry_points)
-    monkeypatch.setattr("omnistage.models.builtin_families", lambda: (make_family("ours"),))
-    registry = Registry()
+    registry = Registry(lambda own: own.register(make_family("ours")))
     assert list(registry.families()) == ["ours", "theirs"]
     assert registry.component("theirs.part") is good_component
     assert len(loads) == 1
@@ -154,6 +153,5 @@ def test_families_of_installed_packages_are_found_once(monkeypatch):
 def test_an_entry_point_that_is_no_family_is_refused(monkeypatch):
     entry = SimpleNamespace(name="theirs", load=lambda: "not a family")
     monkeypatch.setattr(registry_module, "entry_points", lambda *, group: [entry])
-    monkeypatch.setattr("omnistage.models.builtin_families", lambda: ())
     with pytest.raises(RegistryError, match=r"'theirs' of omnistage\.families is not a Family"):
         Registry().families()
