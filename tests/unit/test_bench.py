@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from omnistage.bench import offline as bench
 from omnistage.bench.offline import Result
-from omnistage.bench.offline import offline as bench
 from omnistage.models.causal_lm import tiny as tiny_lm
 
 

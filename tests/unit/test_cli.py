@@ -17,7 +17,6 @@ from omnistage import __version__
 from omnistage.cli import app
 from omnistage.cli.common import progress_bar
 from omnistage.cli.generate import chat_messages
-from omnistage.core import family as registry_module
 from omnistage.core.errors import CapacityError, StageError
 from omnistage.core.family import Family
 from omnistage.core.params import DiffusionParams, SamplingParams
@@ -26,6 +25,7 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.core.verification import VerifyRow
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.image_output import ImageOutput
+from omnistage.models import registry as registry_module
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, StageTrace, Trace, Usage
 
 PIPELINE = """\

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from omnistage_starter.processor import lacking
+from omnistage_starter.processor import missing_part
 
 from omnistage.cli.common import print_error
 from omnistage.core.errors import LimitExceededError, PromptTooLongError
@@ -15,7 +15,7 @@ class Deaf(Processor):
     input_modalities = frozenset({Modality.TEXT})
 
     def unsupported_reason(self, kind: Modality) -> str:
-        return lacking(kind)
+        return missing_part(kind)
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_a_part_that_is_missing_is_named_with_what_brings_it(line, kind, tmp_pat
     omni.processor = Deaf()
     talk, _ = make(omni, tmp_path)
     assert talk.take(line)
-    assert capsys.readouterr().err == f"error: {lacking(kind)}\n"
+    assert capsys.readouterr().err == f"error: {missing_part(kind)}\n"
     assert not omni.asked
 
 
 def test_ears_that_are_missing_need_npm_and_a_pull_whether_npm_is_there_or_not():
-    assert lacking(Modality.AUDIO) == (
+    assert missing_part(Modality.AUDIO) == (
         "this starter does not take audio: it has no ears; with npm installed, run `omnistage pull starter` again, or "
         "send text"
     )

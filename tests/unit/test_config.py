@@ -29,6 +29,7 @@ from omnistage.config import (
     to_yaml,
 )
 from omnistage.config.emit import emit_yaml
+from omnistage.config.names import graph_of
 from omnistage.config.resolve import check
 from omnistage.config.yamlio import load_file, load_text
 from omnistage.core.errors import (
@@ -389,7 +390,7 @@ def diamond() -> PipelineGraph:
         EdgeConfig(source=("start",), to="right", bridge="b2"),
         EdgeConfig(source=("right",), to="pic", bridge="b"),
     )
-    return PipelineGraph.build(PipelineConfig(name="d", stages=stages, edges=edges))
+    return graph_of(PipelineConfig(name="d", stages=stages, edges=edges))
 
 
 def test_the_graph_answers_what_comes_before_and_after():
@@ -473,7 +474,7 @@ def test_a_broken_config_json(content, fix, model, registry):
 
 
 def test_an_enormous_json_file_is_not_read(model, registry, monkeypatch):
-    monkeypatch.setattr("omnistage.config.checkpoint._MAX_JSON_BYTES", 10)
+    monkeypatch.setattr("omnistage.core.checkpoint._MAX_JSON_BYTES", 10)
     with pytest.raises(CheckpointError, match="larger than 10 bytes"):
         resolve(OmniEngineArgs(model=str(model)), registry=registry)
 

@@ -49,7 +49,7 @@ def test_a_key_that_does_not_exist_would_be_found() -> None:
 
 
 def test_every_metric_exists() -> None:
-    source = (ROOT / "omnistage" / "server" / "metrics.py").read_text(encoding="utf-8")
+    source = (ROOT / "omnistage" / "server" / "observe" / "metrics.py").read_text(encoding="utf-8")
     known = set(re.findall(r'"(omnistage_[a-z0-9_]+)"', source))
     named = set(re.findall(r"`(omnistage_[a-z0-9_]+)`", PAGE))
     assert len(named) > 10
