@@ -16,7 +16,7 @@ from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
-from omnistage.media.watch import cutting_fetches
+from omnistage.media.context import abort_fetches_on_exit
 from omnistage.pipeline.batch import Batch, BatchBar
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.intake import (
@@ -194,7 +194,7 @@ class AsyncOmni(_Front):
         """
         request_id = checked_request_id(request_id)
         self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
-        with cutting_fetches():
+        with abort_fetches_on_exit():
             plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
         return OutputStream(self.orchestrator, plan, self._output_buffer)

@@ -15,9 +15,9 @@ import time
 from urllib.parse import urljoin
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.context import current_fetches
 from omnistage.media.hosts import Target, check_target, is_public_address
 from omnistage.media.limits import MediaLimits
-from omnistage.media.watch import current_fetches
 
 _READ_BYTES = 64 * 1024
 _MAX_REDIRECTS = 5

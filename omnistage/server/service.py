@@ -9,14 +9,12 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from fastapi import Request
-
-from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
+from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError, StageError
 from omnistage.core.params import StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
@@ -28,8 +26,8 @@ from omnistage.server.http.errors import CancelledRequestError, ContentFilterErr
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT, DISCONNECTED, FILTERED, Record, ended_by
-from omnistage.server.observe.metrics import Measures
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditRecord, ended_by
+from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
 
 _OWNERS = 10_000
 """Requests whose keys are remembered: more than the engines remember traces of."""
-_GOODBYE_SECONDS = 5.0
-_LISTENERS, _MOST_HEARD = 2, 8
+SESSION_CLOSE_TIMEOUT = 5.0
+TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS = 2, 8
 """Sounds that ears alone write down at a time, and those with the ones that wait for it."""
 K = TypeVar("K")
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -59,12 +57,12 @@ class ServedModel:
     def params_type(self, stage: str) -> type[StageParams]:
         return self.omni.orchestrator.stages[stage].params_type
 
-    def stage_taking(self, kind: type[StageParams]) -> str | None:
+    def stage_for_params(self, kind: type[StageParams]) -> str | None:
         """The first stage that takes parameters of this kind."""
         stages = self.omni.orchestrator.stages
         return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
 
-    def seeded(self, seed: int | None, chosen: Mapping[str, StageParams]) -> dict[str, StageParams]:
+    def with_seed(self, seed: int | None, chosen: Mapping[str, StageParams]) -> dict[str, StageParams]:
         """These parameters, and the seed on every other stage that draws lots: how it is spoken, what is drawn."""
         made = dict(chosen)
         if seed is None:
@@ -74,7 +72,7 @@ class ServedModel:
         for name in self.omni.orchestrator.graph.order:
             kind = stages[name].params_type
             # What draws takes one set of parameters for all of its stages, under the name of the first.
-            if "seed" not in kind.model_fields or (kind.shared and name != self.stage_taking(kind)):
+            if "seed" not in kind.model_fields or (kind.shared and name != self.stage_for_params(kind)):
                 continue
             if name not in made:
                 made[name] = kind.parse({"seed": seed})
@@ -108,9 +106,9 @@ class Service:
         self.keyring = keyring or Keyring()
         self.loading = not self.models
         self.draining = False
-        self.measures = Measures()
+        self.metrics = RequestMetrics()
         self.spoken = SpokenAnswers()
-        self.listeners = Workers(_LISTENERS, _MOST_HEARD, "listening")
+        self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
         self._owners: dict[str, str] = {}
@@ -166,7 +164,7 @@ class Service:
         return holder is None or not self.keyring.required or self._owners.get(request_id) == holder.name
 
     @contextlib.asynccontextmanager
-    async def running(
+    async def run_request(
         self,
         holder: Holder,
         model: ServedModel,
@@ -180,7 +178,7 @@ class Service:
         What fails before the first item raises; later the final item carries it. An abort by someone else is a
         failure whatever was made by then, a passed deadline where nothing was.
         """
-        with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
+        with self._recorded(holder, model.name) as record, self.keyring.admit(holder, model.name):
             tag = _checked_tag(record.tag)
             stream = await self._started(record, holder, model, prompt, params, options, request_id)
             record.requests.append(stream.request_id)
@@ -196,7 +194,7 @@ class Service:
 
     async def _started(
         self,
-        record: Record,
+        record: AuditRecord,
         holder: Holder,
         model: ServedModel,
         prompt: Prompt,
@@ -212,19 +210,19 @@ class Service:
             return await start_filtered(own, model.omni, prompt, params, options, request_id)
         except ContentFilterError as error:
             record.ended = FILTERED
-            self.measures.filtered.labels(model.name, error.where).inc()
+            self.metrics.filtered.labels(model.name, error.where).inc()
             raise
 
     @contextlib.contextmanager
-    def working(self, holder: Holder, model: ServedModel) -> Iterator[RequestFilter | None]:
+    def run_without_stages(self, holder: Holder, model: ServedModel) -> Iterator[RequestFilter | None]:
         """Work for a key's holder that needs no stage and counts as a request; its filter, where there is one."""
-        with self._recorded(holder, model.name) as record, self.keyring.using(holder, model.name):
+        with self._recorded(holder, model.name) as record, self.keyring.admit(holder, model.name):
             own = self._content_filter
             try:
                 yield None if own is None else own.open(FilterContext(holder.name, model.name))
             except ContentFilterError as error:
                 record.ended = FILTERED
-                self.measures.filtered.labels(model.name, error.where).inc()
+                self.metrics.filtered.labels(model.name, error.where).inc()
                 raise
 
     def _traced(self, model: ServedModel, request_id: str) -> None:
@@ -232,19 +230,19 @@ class Service:
         trace = model.omni.trace(request_id)
         if trace is None:
             return
-        self.measures.ran(model.name, trace)
+        self.metrics.observe_trace(model.name, trace)
         if self.tracing is not None:
             self.tracing.stages(model.name, trace)
 
     @contextlib.contextmanager
-    def _recorded(self, holder: Holder, model: str) -> Iterator[Record]:
+    def _recorded(self, holder: Holder, model: str) -> Iterator[AuditRecord]:
         """The record of the HTTP request that this runs for; work that outlives one, or never had one, has its own."""
-        record = CURRENT.get()
+        record = CURRENT_RECORD.get()
         if record is not None and not record.closed:
             record.who, record.model = holder.name, model
             yield record
             return
-        record = Record("background", who=holder.name, model=model)
+        record = AuditRecord("background", who=holder.name, model=model)
         try:
             yield record
         except BaseException as error:
@@ -260,16 +258,16 @@ class Service:
         for session in tuple(self.sessions):
             session.drain()
         models = (model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values())
-        await asyncio.gather(self.listeners.close(timeout), *models)
+        await asyncio.gather(self.transcribe_workers.close(timeout), *models)
         await self.jobs.close()
         if self.sessions:  # they have only to say goodbye
-            await asyncio.wait(tuple(self.sessions.values()), timeout=_GOODBYE_SECONDS)
+            await asyncio.wait(tuple(self.sessions.values()), timeout=SESSION_CLOSE_TIMEOUT)
 
 
 class WatchedStream(OutputStream):
     """A request's stream, measured and recorded on its way to the reader."""
 
-    def __init__(self, inner: OutputStream, record: Record, service: Service, model: str) -> None:
+    def __init__(self, inner: OutputStream, record: AuditRecord, service: Service, model: str) -> None:
         self.request_id = inner.request_id
         self._inner = inner
         self._record = record
@@ -295,15 +293,15 @@ class WatchedStream(OutputStream):
         self._inner.close()
 
     def _measure(self, item: OutputChunk) -> None:
-        measures, seconds = self._service.measures, time.monotonic() - self._record.started
+        metrics, seconds = self._service.metrics, time.monotonic() - self._record.started
         if item.token_ids and self._first_token:
             self._first_token = False
-            measures.first_token.labels(self._model).observe(seconds)
+            metrics.first_token.labels(self._model).observe(seconds)
         if item.audio is not None and self._first_audio:
             self._first_audio = False
-            measures.first_audio.labels(self._model).observe(seconds)
+            metrics.first_audio.labels(self._model).observe(seconds)
         if item.final is not None:
-            measures.answer(self._model, item.final, seconds)
+            metrics.observe_output(self._model, item.final, seconds)
 
     def _broken_off(self, final: OmniRequestOutput) -> OmniError | None:
         """Why an answer is not whole, where nothing in it would say so; None for one that ended by itself.
@@ -334,10 +332,9 @@ def _remember(names: dict[K, str], key: K, name: str) -> None:
         del names[next(iter(names))]
 
 
-async def collect(stream: AsyncIterator[OutputChunk], _request: Request) -> list[OutputChunk]:
-    """All items of a request. A client that leaves meanwhile cancels the task that this runs in."""
-    return [item async for item in stream]
-
-
-def names_of(modalities: Sequence[Modality]) -> list[str]:
-    return [str(modality) for modality in modalities]
+async def final_output(stream: AsyncIterator[OutputChunk]) -> OmniRequestOutput:
+    """Read a request's stream to its end and return the complete result."""
+    async for chunk in stream:
+        if chunk.final is not None:
+            return chunk.final
+    raise StageError("the request ended without a result")

@@ -23,7 +23,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.server.access.keys import Holder, Keyring, digest_of
-from omnistage.server.observe.audit import Record
+from omnistage.server.observe.audit import AuditRecord
 from omnistage.server.service import Service
 from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
 from tests.server.harness import Held, Running, until
@@ -147,13 +147,13 @@ def test_a_refusal_is_shown_and_what_was_asked_can_be_sent_again(page: Page, wat
 
 def test_speech_is_scheduled_without_a_gap(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    count = Record.count
+    count = AuditRecord.count
 
-    def counted(record: Record, item: OutputChunk) -> None:
+    def counted(record: AuditRecord, item: OutputChunk) -> None:
         sent.extend([len(item.audio.samples)] if item.audio is not None else [])
         count(record, item)
 
-    monkeypatch.setattr(Record, "count", counted)
+    monkeypatch.setattr(AuditRecord, "count", counted)
     use(page, "omni", max_tokens=6, temperature=0)
     answer = ask(page, "Say something")
     ended(answer)

@@ -193,9 +193,9 @@ async def test_who_leaves_in_the_middle_of_a_body_may_send_another() -> None:
 
 
 def test_a_holder_of_tokens_who_sends_or_converses_is_not_forgotten() -> None:
-    keyring = Keyring(most_bearers=1)
+    keyring = Keyring(max_token_holders=1)
     ann = Holder("jwt:ann", b"", use=keyring._use_of("jwt:ann"))
-    for busy in (ann.sending(), ann.conversing(None)):
+    for busy in (ann.count_upload(), ann.count_session(None)):
         with busy, pytest.raises(RateLimitError):
             keyring._use_of("jwt:bob")
     assert keyring._use_of("jwt:bob") is not ann.use

@@ -27,7 +27,7 @@ from omnistage.pipeline.orchestrator import OrchestratorStats
 from omnistage.pipeline.request import RequestRun
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.http.connection import Connection, Exchange
-from omnistage.server.observe.audit import AUDIT_LOGGER, Record
+from omnistage.server.observe.audit import AUDIT_LOGGER, AuditRecord
 from omnistage.server.openai.audio import speech, transcriptions
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
@@ -261,7 +261,7 @@ def steps(service: Service) -> int:
 def test_a_storm_leaves_nothing_behind(
     service: Service, expected: Expected, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kinds = (OutputStream, RequestRun, Record, Connection, Session)
+    kinds = (OutputStream, RequestRun, AuditRecord, Connection, Session)
     others = objects_of(*kinds)  # of the process: what an earlier test's failure or fixture still holds is not ours
     with serving(service, max_body_bytes=MAX_BODY, stall_seconds=STALL_SECONDS) as server, caplog.at_level("ERROR"):
         logging.getLogger("uvicorn").addHandler(caplog.handler)  # it hands nothing on

@@ -76,7 +76,7 @@ def test_a_rate_fills_up_again() -> None:
     keyring = Keyring([holder], clock=lambda: now[0])
 
     def use() -> None:
-        with keyring.using(holder, "lm"):
+        with keyring.admit(holder, "lm"):
             pass
 
     use()
@@ -96,13 +96,13 @@ def test_a_holder_that_was_idle_saves_up_no_more_than_its_burst(idle_minutes: fl
     holder = Holder("ann", digest_of(KEY), rate=2)
     keyring = Keyring([holder], clock=lambda: now[0])
     for _ in range(2):
-        with keyring.using(holder, "lm"):
+        with keyring.admit(holder, "lm"):
             pass
     now[0] += 60 * idle_minutes
     for _ in range(2):
-        with keyring.using(holder, "lm"):
+        with keyring.admit(holder, "lm"):
             pass
-    with pytest.raises(RateLimitError) as caught, keyring.using(holder, "lm"):
+    with pytest.raises(RateLimitError) as caught, keyring.admit(holder, "lm"):
         pass
     assert caught.value.retry_after == pytest.approx(30)
 
@@ -112,9 +112,9 @@ def test_less_than_one_a_minute_is_a_rate() -> None:
     holder = Holder("ann", digest_of(KEY), rate=0.5)
     keyring = Keyring([holder], clock=lambda: now[0])
     for _ in range(2):
-        with keyring.using(holder, "lm"):
+        with keyring.admit(holder, "lm"):
             pass
-        with pytest.raises(RateLimitError), keyring.using(holder, "lm"):
+        with pytest.raises(RateLimitError), keyring.admit(holder, "lm"):
             pass
         now[0] += 120
 
@@ -122,11 +122,11 @@ def test_less_than_one_a_minute_is_a_rate() -> None:
 def test_concurrency_is_given_back_whatever_happens() -> None:
     holder = Holder("ann", digest_of(KEY), max_concurrent=1, models=frozenset({"lm"}))
     keyring = Keyring([holder])
-    with keyring.using(holder, "lm"), pytest.raises(RateLimitError), keyring.using(holder, "lm"):
+    with keyring.admit(holder, "lm"), pytest.raises(RateLimitError), keyring.admit(holder, "lm"):
         pass
-    with pytest.raises(ZeroDivisionError), keyring.using(holder, "lm"):
+    with pytest.raises(ZeroDivisionError), keyring.admit(holder, "lm"):
         raise ZeroDivisionError
-    with pytest.raises(PermissionDeniedError), keyring.using(holder, "draw"):
+    with pytest.raises(PermissionDeniedError), keyring.admit(holder, "draw"):
         pass
     assert holder.running == 0
 

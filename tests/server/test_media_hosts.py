@@ -26,11 +26,11 @@ from pydantic import ValidationError
 from omnistage.cli.serve import _media
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch, source
+from omnistage.media.context import abort_fetches_on_exit
 from omnistage.media.hosts import HostRule, is_public_address
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import load_bytes
-from omnistage.media.watch import cutting_fetches
 
 PUBLIC = "93.184.216.34"
 HOST = "media.example.org"
@@ -363,7 +363,7 @@ def test_a_cancelled_request_ends_its_fetch(site: Site, lookup: Lookup) -> None:
     lookup(media_example_org=[HERE])
 
     async def request() -> None:
-        with cutting_fetches():
+        with abort_fetches_on_exit():
             await asyncio.to_thread(load_bytes, f"http://{HOST}:{site.port}/hangs", limits(site))
 
     async def main() -> None:

@@ -16,7 +16,7 @@ from omnistage.core.types import FinishReason
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.pipeline.timing import STEP_BUCKETS, StepTimer
-from omnistage.server.observe.metrics import Measures
+from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.service import Service
 from tests.server.harness import Running, serving
 
@@ -169,11 +169,11 @@ def test_speech_is_measured(fresh: Running) -> None:
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_answers_that_were_cut_short_have_no_real_time_factor(reason: FinishReason) -> None:
-    measures = Measures()
-    measures.answer("m", OmniRequestOutput("r", finish_reason=reason, usage=Usage(audio_seconds=0.25)), 1.5)
+    metrics = RequestMetrics()
+    metrics.observe_output("m", OmniRequestOutput("r", finish_reason=reason, usage=Usage(audio_seconds=0.25)), 1.5)
 
     def read(name: str) -> float | None:
-        return measures.registry.get_sample_value(name, {"model": "m"})
+        return metrics.registry.get_sample_value(name, {"model": "m"})
 
     whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert read("omnistage_real_time_factor_count") == (1 if whole else None)

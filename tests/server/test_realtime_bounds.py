@@ -21,10 +21,10 @@ from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
 from omnistage.server.realtime import config as settings
-from omnistage.server.realtime import events, items, listening, session
+from omnistage.server.realtime import events, input_audio, items, session
 from omnistage.server.realtime.config import Hearing, ServerVad, SessionConfig, for_response, updated
 from omnistage.server.realtime.events import MOST_CHARS, MOST_MARKS, EventError
-from omnistage.server.realtime.listening import InputAudio, Turn
+from omnistage.server.realtime.input_audio import InputAudio, Turn
 from omnistage.server.realtime.session import Limits, Session
 from omnistage.server.service import Service
 from tests.server.realtime_client import RATE, TEXT, said
@@ -41,14 +41,14 @@ class Loud:
 
     def push(self, samples: NDArray[np.float32]) -> list[float]:
         heard = np.concatenate([self._rest, samples])
-        whole = len(heard) // listening.FRAME * listening.FRAME
+        whole = len(heard) // input_audio.FRAME * input_audio.FRAME
         self._rest = heard[whole:]
-        return [float(np.abs(frame).mean() > 0.1) for frame in heard[:whole].reshape(-1, listening.FRAME)]
+        return [float(np.abs(frame).mean() > 0.1) for frame in heard[:whole].reshape(-1, input_audio.FRAME)]
 
 
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "Silero", Loud)
+    monkeypatch.setattr(input_audio, "Silero", Loud)
     monkeypatch.setattr(settings, "check_available", lambda: None)
 
 

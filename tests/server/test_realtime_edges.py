@@ -17,8 +17,8 @@ import websockets.sync.client as sockets
 from websockets.exceptions import InvalidStatus
 
 from omnistage.omni import AsyncOmni
+from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder, Keyring, digest_of
-from omnistage.server.access.origins import is_welcome
 from omnistage.server.realtime import route as realtime
 from omnistage.server.service import Service
 from tests.server.harness import Held, Running, aborted, serving, until
@@ -127,7 +127,7 @@ def test_pages_of_other_origins_do_not_connect(service: Service) -> None:
     ],
 )
 def test_origins_are_compared_by_host_and_port(origin: str, host: str, allowed: tuple[str, ...], may: bool) -> None:
-    assert is_welcome(origin, host, allowed) is may
+    assert origin_allowed(origin, host, allowed) is may
 
 
 def test_sessions_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +462,7 @@ def test_a_defect_is_named_and_ends_nothing(talk: Raw, monkeypatch: pytest.Monke
         talk.send("conversation.item.create", item=said("x"))
         error = talk.recv()["error"]
         assert (error["type"], "secret" in error["message"]) == ("server_error", False)
-        patch.setattr("omnistage.server.realtime.responding.messages_of", broken)
+        patch.setattr("omnistage.server.realtime.response_runner.messages_of", broken)
         talk.send("response.create")
         failed = talk.until("response.done")[-1]["response"]
         assert failed["status"] == "failed"

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.realtime import preview
-from omnistage.server.realtime.answer import Answer
+from omnistage.server.realtime.audio import RATES, FormatName, RateChanger, decode, encode
 from omnistage.server.realtime.config import ServerVad, SessionConfig, for_response, from_preview, updated
 from omnistage.server.realtime.conversation import Conversation, later_half, messages_of
 from omnistage.server.realtime.items import CHARS_A_SECOND, CallResult, Message, Sound, Spoken, Text
-from omnistage.server.realtime.sound import RATES, FormatName, RateChanger, decode, encode
+from omnistage.server.realtime.response_events import Answer
 
 SPEAKS = SessionConfig(output_modalities=("audio",))
 WRITES = SessionConfig()

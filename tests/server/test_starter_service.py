@@ -363,7 +363,7 @@ def test_ears_that_are_slow_keep_nobody_from_a_chat(server: Running, slow: SlowE
 def test_more_sounds_than_may_wait_are_turned_away(server: Running, slow: SlowEars) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as many:
         taken = [many.submit(dictate, server) for _ in range(8)]
-        assert eventually(lambda: server.service.listeners._taken == 8)
+        assert eventually(lambda: server.service.transcribe_workers._taken == 8)
         refused = dictate(server, data=b"no sound")  # not even decoded
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
@@ -421,14 +421,14 @@ def test_a_key_is_in_use_until_the_ears_are_done(starter: AsyncOmni, slow: SlowE
                 assert dictate(server, timeout=str(seconds), headers=headers).status_code == 408
                 if slow.begun_within(0):
                     break
-                assert eventually(lambda: made.listeners._taken == 0)
+                assert eventually(lambda: made.transcribe_workers._taken == 0)
             else:
                 pytest.fail("the ears never began")
-        assert eventually(lambda: not made.listeners._awaited)
+        assert eventually(lambda: not made.transcribe_workers._awaited)
         assert dictate(server, headers=headers).status_code == 429
         slow.go.set()
         assert eventually(lambda: dictate(server, headers=headers).status_code == 200)
-        assert eventually(lambda: made.listeners._taken == 0)
+        assert eventually(lambda: made.transcribe_workers._taken == 0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 30.0])
@@ -438,7 +438,7 @@ def test_a_service_that_stops_lets_ears_finish_while_there_is_time(
     made = service_of(starter)
     with serving(made) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
         asked = [many.submit(dictate, server) for _ in range(3)]  # two are listened to, one waits
-        assert eventually(lambda: made.listeners._taken == 3)
+        assert eventually(lambda: made.transcribe_workers._taken == 3)
         assert slow.begun_within(30)
         made.models = {}  # others use it yet
         stopped = asyncio.run_coroutine_threadsafe(made.drain(seconds), server.loop)
@@ -447,7 +447,7 @@ def test_a_service_that_stops_lets_ears_finish_while_there_is_time(
         stopped.result(30)
         assert {one.result().status_code for one in asked} == {200 if seconds else 503}
         with pytest.raises(ShutdownError):
-            asyncio.run(made.listeners.run(lambda over: None, contextlib.ExitStack()))
+            asyncio.run(made.transcribe_workers.run(lambda over: None, contextlib.ExitStack()))
 
 
 # --------------------------------------------------------------------------------------------------- content filter

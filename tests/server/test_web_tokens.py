@@ -242,31 +242,31 @@ def test_all_tokens_of_a_bearer_share_their_rate_and_keep_their_own_models() -> 
     keyring = Keyring(tokens=TokenVerifier([HS], max_concurrent=1))
     narrow = keyring.authenticate(f"Bearer {token(scope='model:lm')}")
     wide = keyring.authenticate(f"Bearer {token()}")
-    with keyring.using(narrow, "lm"):
-        with pytest.raises(RateLimitError), keyring.using(wide, "lm"):
+    with keyring.admit(narrow, "lm"):
+        with pytest.raises(RateLimitError), keyring.admit(wide, "lm"):
             pass
-        with pytest.raises(PermissionDeniedError), keyring.using(narrow, "draw"):
+        with pytest.raises(PermissionDeniedError), keyring.admit(narrow, "draw"):
             pass
-    with keyring.using(wide, "draw"):
+    with keyring.admit(wide, "draw"):
         pass
 
 
 def test_the_memory_of_bearers_is_bounded() -> None:
     now = [0.0]
-    keyring = Keyring(tokens=TokenVerifier([HS], rate=1), clock=lambda: now[0], most_bearers=2)
+    keyring = Keyring(tokens=TokenVerifier([HS], rate=1), clock=lambda: now[0], max_token_holders=2)
 
     def bearer(name: str) -> Holder:
         return keyring.authenticate(f"Bearer {token(sub=name)}")
 
     first, second = bearer("a"), bearer("b")
-    with keyring.using(first, "lm"):
+    with keyring.admit(first, "lm"):
         bearer("c")  # b goes: a has a request running
         assert bearer("a").running == 1
-        with keyring.using(bearer("c"), "lm"), pytest.raises(RateLimitError, match="too many"):
+        with keyring.admit(bearer("c"), "lm"), pytest.raises(RateLimitError, match="too many"):
             bearer("d")
-    with pytest.raises(RateLimitError), keyring.using(bearer("a"), "lm"):
+    with pytest.raises(RateLimitError), keyring.admit(bearer("a"), "lm"):
         pass  # still remembered: it has had its one
-    with keyring.using(second, "lm"):
+    with keyring.admit(second, "lm"):
         pass
 
 

@@ -15,9 +15,9 @@ pytest.importorskip("onnxruntime")
 
 from omnistage.core.errors import LimitExceededError, MissingDependencyError
 from omnistage.server.realtime import vad
+from omnistage.server.realtime.audio import RateChanger
 from omnistage.server.realtime.config import ServerVad
-from omnistage.server.realtime.listening import InputAudio
-from omnistage.server.realtime.sound import RateChanger
+from omnistage.server.realtime.input_audio import InputAudio
 from omnistage.server.realtime.vad import FRAME, FRAME_MS, RATE, Silero, TurnDetector
 from tests.voice import as_int16, noise, silence, voice
 
@@ -115,7 +115,7 @@ class Scripted(Silero):
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnistage.server.realtime.listening.Silero", Scripted)
+    monkeypatch.setattr("omnistage.server.realtime.input_audio.Silero", Scripted)
 
 
 def loud(seconds: float) -> np.ndarray:

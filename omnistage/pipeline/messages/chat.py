@@ -16,10 +16,10 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Role, TextPart, ToolCall, VideoPart
 from omnistage.core.validation import is_utf8
 from omnistage.media.audio import decode_audio
+from omnistage.media.context import notify_inspector
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
 from omnistage.media.video import MIN_FRAMES, decode_video
-from omnistage.media.watch import show
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -140,7 +140,7 @@ def _finish(part: _Parsed, total: _Total) -> Part:
         decoded = part.decode()
         total.add(decoded)
         if not isinstance(decoded, TextPart):
-            show(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
+            notify_inspector(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
         return decoded
     except InvalidRequestError as error:
         error.param = part.path

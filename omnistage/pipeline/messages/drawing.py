@@ -121,12 +121,12 @@ def _text(prompt: str, limits: MediaLimits) -> str:
 
 def _picture(source: object, limits: MediaLimits, param: str) -> np.ndarray:
     from omnistage.core.errors import OmniError
+    from omnistage.media.context import notify_inspector
     from omnistage.media.image import decode_image
-    from omnistage.media.watch import show
 
     try:
         image = decode_image(source, limits)  # type: ignore[arg-type]
-        show(image)
+        notify_inspector(image)
         return np.asarray(image, dtype=np.uint8)
     except OmniError as error:
         if error.param is not None:

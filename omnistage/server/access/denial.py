@@ -1,4 +1,4 @@
-"""Refusing what comes in, request or WebSocket, in one form."""
+"""One way to refuse HTTP requests and WebSocket handshakes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from omnistage.server.http.errors import response_of
 
 
 async def deny(error: OmniError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error; a WebSocket that is not yet accepted gets the same status and body as a request."""
+    """Answer with an error; a WebSocket that is not accepted yet gets the same status and body as a request."""
     await response_of(error)(scope, receive, send)
     if scope["type"] == "websocket":
-        # uvicorn hears in the loop's next turn that the connection is closed; whoever returns before that is logged
-        # as one that never answered.
+        # uvicorn sees the closed connection in the loop's next iteration; returning before it logs a missing response.
         await asyncio.sleep(0)

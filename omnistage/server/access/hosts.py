@@ -1,13 +1,15 @@
-"""Names by which a service on this machine's own address may be called.
+"""Checks of the `Host` and `Origin` headers, which protect a service without keys from web pages of other sites.
 
-A web page of a stranger can point a name of its own at 127.0.0.1 and is then of one origin with whatever listens
-there: a browser would hand it every answer. The name that it called by gives it away.
+A page can resolve a domain of its own to 127.0.0.1 (DNS rebinding) and is then same-origin with whatever listens
+there; only the `Host` header tells. Starlette's `TrustedHostMiddleware` has no hook for the error body and cannot match
+the loopback network.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,41 +18,52 @@ from omnistage.core.validation import short_repr
 from omnistage.server.access.denial import deny
 from omnistage.server.http.errors import PermissionDeniedError
 
-_OWN_NAMES = frozenset({"localhost"})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach this address."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host.lower() in _OWN_NAMES
+        return host.lower() == "localhost"
 
 
-class LocalNames:
-    """ASGI middleware: refuses whoever calls by a name that is neither this machine's own nor one of `names`."""
+class HostMiddleware:
+    """ASGI middleware: refuses requests whose `Host` is neither a loopback address nor one of `allowed_hosts`."""
 
-    def __init__(self, app: ASGIApp, names: Iterable[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str] = ()) -> None:
         self._app = app
-        self._names = frozenset(name.lower() for name in names)
+        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        called = HTTPConnection(scope).headers.get("host", "")
-        name = _without_port(called)
-        if is_loopback(name) or name in self._names:
+        header = HTTPConnection(scope).headers.get("host", "").lower()
+        # `name:8000` and `[::1]:8000` without the port.
+        name, colon, port = header.rpartition(":")
+        host = name if colon and port.isdecimal() and not name.endswith(":") else header
+        if is_loopback(host) or host in self._allowed_hosts:
             await self._app(scope, receive, send)
             return
         error = PermissionDeniedError(
-            f"the service was called by the name {short_repr(called)}, which is not this machine's; without keys it "
-            "answers to its own names only. Start it with --allow-host NAME, or with keys"
+            f"the host {short_repr(header)} is not allowed: without API keys only localhost is; "
+            "start the server with --allow-host NAME, or with keys"
         )
         await deny(error, scope, receive, send)
 
 
-def _without_port(host: str) -> str:
-    """`name:8000` and `[::1]:8000` without the port, in lower case."""
-    name, colon, port = host.lower().rpartition(":")
-    return name if colon and port.isdecimal() and not name.endswith(":") else host.lower()
+def origin_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:
+    """Whether a page of `origin` may use the service: one that came from `host` itself, or one of the CORS list.
+
+    Browsers send forms and open WebSockets without a preflight request, so CORS alone does not stop them.
+    """
+    if "*" in allowed or origin in allowed:
+        return True
+    try:
+        page, own = urlsplit(origin), urlsplit(f"//{host}")
+        default = _DEFAULT_PORTS.get(page.scheme)
+        return (page.hostname, page.port or default) == (own.hostname, own.port or default) and bool(page.hostname)
+    except ValueError:  # not a valid port
+        return False

@@ -21,7 +21,7 @@ from omnistage.server.http.errors import AuthenticationError, PermissionDeniedEr
 
 KEYS_VARIABLE = "OMNISTAGE_API_KEYS"
 _OPEN = "anonymous"
-MOST_BEARERS = 10_000
+MAX_TOKEN_HOLDERS = 10_000
 """Holders of web tokens whose use is remembered; beyond it, those that have been idle longest are forgotten."""
 
 _SHORTEST = 8
@@ -63,7 +63,7 @@ def digest_of(key: str) -> bytes:
 
 
 @dataclass(slots=True)
-class Use:
+class HolderUsage:
     """What a holder is using now."""
 
     running: int = 0
@@ -91,7 +91,7 @@ class Holder:
     """Requests a minute."""
     max_concurrent: int | None = None
     models: frozenset[str] | None = None
-    use: Use = field(default_factory=Use)
+    use: HolderUsage = field(default_factory=HolderUsage)
     """Shared by all tokens of one holder, while each says for itself what it may use."""
 
     @property
@@ -104,7 +104,7 @@ class Holder:
         return max(self.rate or 0.0, 1.0)
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
+    def count_upload(self) -> Iterator[None]:
         """Count a request while its body is on its way: it does not run yet, but takes memory.
 
         Raises if as many of the holder's are as it may have running; those that run are not counted again.
@@ -122,7 +122,7 @@ class Holder:
             use.sending -= 1
 
     @contextmanager
-    def conversing(self, most: int | None) -> Iterator[None]:
+    def count_session(self, most: int | None) -> Iterator[None]:
         """Count a session of the holder. Raises if it has `most` of them (None: any number) or its `max_concurrent`."""
         use, most = self.use, most if self.max_concurrent is None else self.max_concurrent
         if most is not None and use.sessions >= most:
@@ -145,13 +145,13 @@ class Keyring:
         *,
         tokens: TokenVerifier | None = None,
         clock: Callable[[], float] = time.monotonic,
-        most_bearers: int = MOST_BEARERS,
+        max_token_holders: int = MAX_TOKEN_HOLDERS,
     ) -> None:
         self._holders = list(holders)
         self._tokens = tokens
         self._clock = clock
-        self._most_bearers = most_bearers
-        self._bearers: OrderedDict[str, Use] = OrderedDict()
+        self._max_token_holders = max_token_holders
+        self._bearers: OrderedDict[str, HolderUsage] = OrderedDict()
         self._anonymous = Holder(_OPEN, b"")
 
     @property
@@ -177,12 +177,12 @@ class Keyring:
         use = self._use_of(bearer.name)
         return Holder(bearer.name, b"", bearer.rate, bearer.max_concurrent, bearer.models, use)
 
-    def _use_of(self, name: str) -> Use:
+    def _use_of(self, name: str) -> HolderUsage:
         use = self._bearers.get(name)
         if use is None:
-            if len(self._bearers) >= self._most_bearers:
+            if len(self._bearers) >= self._max_token_holders:
                 self._forget_one()
-            use = self._bearers[name] = Use()
+            use = self._bearers[name] = HolderUsage()
         self._bearers.move_to_end(name)
         return use
 
@@ -193,7 +193,7 @@ class Keyring:
         del self._bearers[idle]
 
     @contextmanager
-    def using(self, holder: Holder, model: str) -> Iterator[None]:
+    def admit(self, holder: Holder, model: str) -> Iterator[None]:
         """Count one request of a holder. Raises if it may not use the model, or not now."""
         if holder.models is not None and model not in holder.models:
             raise PermissionDeniedError(f"this key may not use {model!r}", param="model")

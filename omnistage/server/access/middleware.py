@@ -1,4 +1,4 @@
-"""Who may come in, decided from the headers: no body of a stranger is read, none while nobody could answer it."""
+"""Access control from the headers alone: authenticates before the body is read."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omnistage.core.errors import OmniError
-from omnistage.server.access.origins import is_welcome
+from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.http.errors import PermissionDeniedError, response_of
-from omnistage.server.observe.audit import CURRENT
+from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.service import Service
 
-_GUARDED = "/v1/"
+_PROTECTED_PREFIX = "/v1/"
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-class Gate:
+class AccessMiddleware:
     """ASGI middleware: a key for everything under `/v1/`, 503 for new work while the service loads or drains.
 
-    Without keys, pages of other origins than `origins` and our own may not send anything.
+    Without keys, pages of other origins than `origins` and the service's own may only read.
     """
 
     def __init__(self, app: ASGIApp, service: Service, origins: Sequence[str] = ()) -> None:
@@ -31,28 +29,24 @@ class Gate:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The same text that the router matches, so no spelling of a path gets past one and not the other.
-        if scope["type"] != "http" or not str(scope["path"]).startswith(_GUARDED):
+        # The path as the router matches it: no spelling passes one of the two and not the other.
+        if scope["type"] != "http" or not str(scope["path"]).startswith(_PROTECTED_PREFIX):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, method, keyring = Headers(scope=scope), scope["method"], self._service.keyring
+        origin = headers.get("origin")
         try:
-            self._check_origin(scope["method"], headers)
-            holder = self._service.keyring.authenticate(headers.get("authorization"))
-            record = CURRENT.get()
+            unsafe = origin is not None and method not in _SAFE_METHODS and not keyring.required
+            if unsafe and not origin_allowed(origin or "", headers.get("host", ""), self._origins):
+                raise PermissionDeniedError("requests from this origin are not allowed; allow it with --cors")
+            holder = keyring.authenticate(headers.get("authorization"))
+            record = CURRENT_RECORD.get()
             if record is not None:
                 record.who = holder.name
-            if scope["method"] == "POST":
+            if method == "POST":
                 self._service.check_ready()
         except OmniError as error:
             await response_of(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["holder"] = holder
         await self._app(scope, receive, send)
-
-    def _check_origin(self, method: str, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is None or method in _READING or self._service.keyring.required:
-            return
-        if not is_welcome(origin, headers.get("host", ""), self._origins):
-            raise PermissionDeniedError("pages of this origin may not call; allow it with --cors")

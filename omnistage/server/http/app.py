@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from omnistage import __version__
-from omnistage.server.access.hosts import LocalNames
-from omnistage.server.access.middleware import Gate
+from omnistage.server.access.hosts import HostMiddleware
+from omnistage.server.access.middleware import AccessMiddleware
 from omnistage.server.http import errors
 from omnistage.server.http import openapi as documented
 from omnistage.server.http.body_limits import BodyLimit
@@ -52,15 +52,15 @@ def create_app(
         app.include_router(module.router)
     # From the inside out: a request meets the last of these first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
-    app.add_middleware(Gate, service=service, origins=tuple(cors))
+    app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:
         # Outside of the gate: a browser asks whether it may send a key before it sends it.
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
     if local_names is not None:
-        app.add_middleware(LocalNames, names=local_names)
+        app.add_middleware(HostMiddleware, allowed_hosts=local_names)
     if service.tracing is not None:
         from omnistage.server.observe.tracing import TracedRequests
 
         app.add_middleware(TracedRequests, tracing=service.tracing)
-    app.add_middleware(Exchange, measures=service.measures, stall_seconds=stall_seconds)
+    app.add_middleware(Exchange, metrics=service.metrics, stall_seconds=stall_seconds)
     return app

@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, response_of
-from omnistage.server.observe.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
-from omnistage.server.observe.metrics import Measures
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
+from omnistage.server.observe.metrics import RequestMetrics
 
 _PIECE = 64 * 2**10
 """Bytes handed to the connection at once: after each it may make us wait, so that a large answer is not all copied."""
@@ -118,33 +118,33 @@ class Exchange:
     `stall_seconds` is cut off. Nothing that fails inside gets out of here.
     """
 
-    def __init__(self, app: ASGIApp, measures: Measures, stall_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, stall_seconds: float) -> None:
         self._app = app
-        self._measures = measures
+        self._metrics = metrics
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(scope["method"], _address(scope))
+        record = AuditRecord(scope["method"], _address(scope))
         headers = dict(scope["headers"])
         tag = headers.get(b"x-client-request-id")
         record.tag = None if tag is None else tag.decode("latin-1")
-        token = CURRENT.set(record)
+        token = CURRENT_RECORD.set(record)
         # Whoever stands before us may go by the other of the two lengths, and take the rest for a request of its own.
         twice = b"content-length" in headers and b"transfer-encoding" in headers
         try:
             await self._run(scope, receive, send, record, _refuse_twice if twice else self._app)
         finally:
-            CURRENT.reset(token)
+            CURRENT_RECORD.reset(token)
             # The pattern of the route, not the path, and known methods: the client's text has no end of names.
             pattern = getattr(scope.get("route"), "path", None)
             record.endpoint = f"{method_of(scope)} {pattern}" if pattern is not None else "unknown"
             if str(scope["path"]).startswith("/v1/"):
-                self._measures.answered(record, record.close())
+                self._metrics.observe_response(record, record.close())
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, record: Record, app: ASGIApp) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, record: AuditRecord, app: ASGIApp) -> None:
         state = _State()
         body_read = asyncio.Event()
 
@@ -178,7 +178,7 @@ class Exchange:
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
             await self._failed(error, scope, receive, guarded, record, state)
 
-    def _guarded(self, send: Send, record: Record, state: _State) -> Send:
+    def _guarded(self, send: Send, record: AuditRecord, state: _State) -> Send:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state.started = True
@@ -199,7 +199,7 @@ class Exchange:
 
         return guarded
 
-    async def _timed(self, send: Send, message: Message, record: Record) -> None:
+    async def _timed(self, send: Send, message: Message, record: AuditRecord) -> None:
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await send(message)
@@ -209,7 +209,7 @@ class Exchange:
             raise StalledError("the client does not read") from None
 
     async def _failed(
-        self, error: BaseException, scope: Scope, receive: Receive, send: Send, record: Record, state: _State
+        self, error: BaseException, scope: Scope, receive: Receive, send: Send, record: AuditRecord, state: _State
     ) -> None:
         """Answer what no handler has answered; a stream that has begun can only be broken off."""
         record.ended = "error"

@@ -19,7 +19,7 @@ from omnistage.core.errors import ConfigError, InternalError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.server.http.app import create_app
 from omnistage.server.http.connection import Connection
-from omnistage.server.service import Service, names_of
+from omnistage.server.service import Service
 
 _WRITING_SECONDS = 5
 _KEEP_ALIVE_SECONDS = 75
@@ -132,6 +132,6 @@ def _announce(service: Service, listening: socket.socket) -> None:
     err().print(f"ready: http://{shown}:{port}/v1", style="bold green")
     for model in service.models.values():
         taken = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
-        err().print(f"  {model.name}: {taken} in; {', '.join(names_of(model.modalities))} out", markup=False)
+        err().print(f"  {model.name}: {taken} in; {', '.join(model.modalities)} out", markup=False)
     if not service.keyring.required:
         err().print("  no API key is asked for; set one with --api-key", style="yellow")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, TokenLogprobs
 from omnistage.media.audio_output import AudioOutput
-from omnistage.media.watch import inspecting
+from omnistage.media.context import inspect_media
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
@@ -22,7 +22,7 @@ from omnistage.server.moderation.filters import AnswerText, PromptText, Redact, 
 from omnistage.server.openai.audio.capabilities import read_text
 
 if TYPE_CHECKING:
-    from omnistage.media.watch import Decoded
+    from omnistage.media.context import Decoded
 
 _MEDIA_KEYS = frozenset(("image", "images", "mask"))
 """Of the mapping form of a prompt: they are seen when they are decoded."""
@@ -55,7 +55,7 @@ async def start_filtered(
         await _check_said(own, said)
     elif unseen:
         options = replace(options, modalities=[*asked, Modality.TEXT])
-    with inspecting(inspect):
+    with inspect_media(inspect):
         stream = await omni.start(prompt, params, options, request_id)
     gives_text = not unseen and (Modality.TEXT in asked or (not asked and Modality.TEXT in omni.modalities))
     return FilteredStream(stream, own, omni, gives_text=gives_text)

@@ -17,7 +17,7 @@ from omnistage.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from omnistage.core.types import AudioChunk, ImageChunk, VideoChunk
-    from omnistage.media.watch import Decoded
+    from omnistage.media.context import Decoded
 
 GROUP = "omnistage.filters"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")

@@ -24,7 +24,7 @@ _log = logging.getLogger(AUDIT_LOGGER)
 
 
 @dataclass(slots=True)
-class Record:
+class AuditRecord:
     """One request to the service, filled in as it goes on. Streams of one request add up."""
 
     endpoint: str
@@ -87,7 +87,7 @@ class Record:
         return json.dumps(values, separators=(",", ":"))
 
 
-CURRENT: ContextVar[Record | None] = ContextVar("omnistage_record", default=None)
+CURRENT_RECORD: ContextVar[AuditRecord | None] = ContextVar("omnistage_record", default=None)
 """The request that this task works for."""
 
 

@@ -26,7 +26,7 @@ from omnistage.core.stage import StageStats
 from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OmniRequestOutput, Trace
 from omnistage.pipeline.timing import STEP_BUCKETS, StepSeconds
-from omnistage.server.observe.audit import Record
+from omnistage.server.observe.audit import AuditRecord
 
 if TYPE_CHECKING:
     from omnistage.server.service import Service
@@ -38,7 +38,7 @@ _STAGE = ("model", "stage")
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Measures:
+class RequestMetrics:
     """What is seen of requests from outside, as it happens."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Measures:
     def _count(self, name: str, text: str, labels: Sequence[str] = ("model",)) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def answered(self, record: Record, seconds: float) -> None:
+    def observe_response(self, record: AuditRecord, seconds: float) -> None:
         """Count a request to the service that is over."""
         status = record.status or 500
         self._request.labels(record.endpoint).observe(seconds)
@@ -90,7 +90,7 @@ class Measures:
         if status >= 400:
             self._errors.labels(str(status)).inc()
 
-    def answer(self, model: str, final: OmniRequestOutput, seconds: float) -> None:
+    def observe_output(self, model: str, final: OmniRequestOutput, seconds: float) -> None:
         """Count what a request has made that was read to its end."""
         usage = final.usage
         self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
@@ -105,7 +105,7 @@ class Measures:
         if final.finish_reason is FinishReason.CONTENT_FILTER:
             self.filtered.labels(model, "output").inc()
 
-    def ran(self, model: str, trace: Trace) -> None:
+    def observe_trace(self, model: str, trace: Trace) -> None:
         """Count how long a request that is over waited for each stage."""
         for name, stage in trace.stages.items():
             if stage.queue is not None:
@@ -226,4 +226,4 @@ def render(service: Service) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Collector(service))
     ProcessCollector(registry=registry)
-    return generate_latest(registry) + generate_latest(service.measures.registry)
+    return generate_latest(registry) + generate_latest(service.metrics.registry)

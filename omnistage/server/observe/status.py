@@ -16,7 +16,7 @@ from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.http.openapi import answers
 from omnistage.server.openai.response_models import Cancelled, ModelCard, ModelList, Readiness, TraceAnswer
-from omnistage.server.service import ServedModel, Service, names_of
+from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
 
@@ -48,7 +48,7 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "omnistage",
-        "modalities": {"input": taken, "output": names_of(model.modalities)},
+        "modalities": {"input": taken, "output": list(model.modalities)},
         "voices": list(model.omni.processor.voices()),
         "stages": list(model.omni.orchestrator.graph.order),
         "defaults": _defaults(model),
@@ -60,7 +60,7 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
     found = {}
     kinds: tuple[tuple[str, type[StageParams]], ...] = (("sampling", SamplingParams), ("drawing", DiffusionParams))
     for name, kind in kinds:
-        stage = model.stage_taking(kind)
+        stage = model.stage_for_params(kind)
         if stage is not None:
             params = model.omni.orchestrator.default_params(stage)
             found[name] = params.model_dump(mode="json", exclude_none=True)

@@ -16,7 +16,7 @@ from omnistage import __version__
 from omnistage.core.errors import ConfigError, MissingDependencyError
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.http.connection import method_of
-from omnistage.server.observe.audit import CURRENT, Record
+from omnistage.server.observe.audit import CURRENT_RECORD, AuditRecord
 
 try:
     from opentelemetry import context as otel_context
@@ -63,7 +63,7 @@ class Tracing:
         context = self.parent({key: headers[key] for key in ("traceparent", "tracestate") if key in headers})
         return self._tracer.start_span(method_of(scope), context, SpanKind.SERVER, attributes)
 
-    def answered(self, span: otel.Span, scope: Scope, status: int | None, record: Record | None) -> None:
+    def answered(self, span: otel.Span, scope: Scope, status: int | None, record: AuditRecord | None) -> None:
         """Say how a request ended, and end its span."""
         route = getattr(scope.get("route"), "path", None)
         if route is not None:
@@ -115,7 +115,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-def _generated(record: Record, route: str | None) -> dict[str, AttributeValue]:
+def _generated(record: AuditRecord, route: str | None) -> dict[str, AttributeValue]:
     """GenAI's attributes of what was made."""
     operation = _OPERATIONS.get(route or "", "generate_content")
     values: dict[str, AttributeValue] = {
@@ -164,7 +164,7 @@ class TracedRequests:
             await self._app(scope, receive, noted)
         finally:
             otel_context.detach(token)
-            self._tracing.answered(span, scope, status if complete else None, CURRENT.get())
+            self._tracing.answered(span, scope, status if complete else None, CURRENT_RECORD.get())
 
 
 def start_tracing(endpoint: str | None) -> Tracing:

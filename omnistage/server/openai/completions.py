@@ -19,7 +19,7 @@ from omnistage.core.types import Modality, OmniTokensPrompt, TokenLogprobs
 from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
-from omnistage.server.access.keys import Holder, Use
+from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import body_of
 from omnistage.server.http.openapi import answers
@@ -67,11 +67,11 @@ async def _running(
     """All prompts at once. To the key they are the one request that they came in, whatever their number."""
     params = _params(body, model)
     options = RequestOptions(["text"], None, body.priority, body.timeout)
-    uncounted = replace(holder, rate=None, max_concurrent=None, use=Use())
+    uncounted = replace(holder, rate=None, max_concurrent=None, use=HolderUsage())
     async with AsyncExitStack() as stack:
         streams = []
         for place, prompt in enumerate(prompts):
-            one = service.running(uncounted if place else holder, model, prompt, params, options)
+            one = service.run_request(uncounted if place else holder, model, prompt, params, options)
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
             streams.append(await stack.enter_async_context(renamed(one, {"prompt": name, "prompt_token_ids": name})))
         yield streams
@@ -130,7 +130,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 def _params(body: CompletionRequest, model: ServedModel) -> dict[str, StageParams]:
     sampling = body.sampling()
-    stage = model.stage_taking(SamplingParams)
+    stage = model.stage_for_params(SamplingParams)
     if stage is None or "text" not in model.modalities:
         raise InvalidRequestError("this model gives no text; use the images or videos endpoint", param="model")
     return {} if sampling is None else {stage: sampling}
@@ -138,7 +138,7 @@ def _params(body: CompletionRequest, model: ServedModel) -> dict[str, StageParam
 
 def _answers_each(body: CompletionRequest, model: ServedModel) -> int:
     """How many answers each prompt gets: as the request says, or else the model's own configuration."""
-    stage = model.stage_taking(SamplingParams)
+    stage = model.stage_for_params(SamplingParams)
     own = model.omni.orchestrator.default_params(stage) if stage is not None else None
     return body.n or (own.n if isinstance(own, SamplingParams) else 1)
 

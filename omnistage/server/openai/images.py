@@ -16,7 +16,6 @@ from pydantic import Field
 
 from omnistage.core.errors import (
     DeadlineExceededError,
-    InternalError,
     InvalidRequestError,
     OmniError,
     StageError,
@@ -35,7 +34,7 @@ from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.files import CONTENT_TYPES
 from omnistage.server.openai.request_models import ImageRequest
 from omnistage.server.openai.response_models import PictureEvent, Pictures
-from omnistage.server.service import ServedModel, Service, collect
+from omnistage.server.service import ServedModel, Service, final_output
 
 router = APIRouter()
 
@@ -124,7 +123,7 @@ async def _draw(
     holder = caller(request)
     try:
         options = RequestOptions(["image"], None, body.priority, body.timeout)
-        running = service.running(holder, model, prompt, _params(body, model), options)
+        running = service.run_request(holder, model, prompt, _params(body, model), options)
         if body.stream:
 
             async def items() -> AsyncIterator[bytes]:
@@ -136,11 +135,9 @@ async def _draw(
 
             return await stream_response(items())
         async with running as stream:
-            final = (await collect(stream, request))[-1].final
+            final = await final_output(stream)
     except OmniError as error:
         raise renamed(error, _FIELDS) from error
-    if final is None:
-        raise InternalError("a request ended without its last item")
     if (failed := _failure(final)) is not None:
         raise failed
     pictures = await asyncio.to_thread(_pictures, final, body, model, service, request)
@@ -156,7 +153,7 @@ async def _draw(
 
 
 def _params(body: ImageRequest, model: ServedModel) -> dict[str, StageParams]:
-    stage = model.stage_taking(DiffusionParams)
+    stage = model.stage_for_params(DiffusionParams)
     if stage is None:
         raise UnsupportedModalityError("this model draws in conversations only; use chat completions", param="model")
     asked = body.drawing()

@@ -20,9 +20,9 @@ from omnistage.core.validation import short_repr
 from omnistage.server.openai.audio import transcriber as dictation
 from omnistage.server.openai.responses.tools import FlatTool
 from omnistage.server.openai.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
-from omnistage.server.realtime.sound import RATES, FormatName
+from omnistage.server.realtime.audio import RATES, FormatName
+from omnistage.server.realtime.base import Fields, Ignored, first_problem
 from omnistage.server.realtime.vad import available, check_available
-from omnistage.server.realtime.wire import Fields, Ignored, first_problem
 from omnistage.server.service import ServedModel
 
 MAX_INSTRUCTIONS = 200_000
@@ -148,7 +148,7 @@ class ResponseConfig(Fields):
             "max_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
         given = {name: value for name, value in values.items() if value is not None}
-        stage = model.stage_taking(SamplingParams)
+        stage = model.stage_for_params(SamplingParams)
         return {stage: SamplingParams.parse(given)} if given and stage is not None else {}
 
     def tool_fields(self) -> ToolFields:

@@ -11,7 +11,7 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniE
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.base import check_readable
-from omnistage.server.realtime.wire import Fields, first_problem
+from omnistage.server.realtime.base import Fields, first_problem
 
 _MOST_ID = 512
 LARGE_CHARS = 2**16

@@ -14,9 +14,9 @@ from pydantic import FailFast, Field, ValidationError
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.core.validation import is_utf8, short_repr
+from omnistage.server.realtime.audio import RATES, base64_seconds, decode, from_base64
+from omnistage.server.realtime.base import Fields, first_problem
 from omnistage.server.realtime.config import Hearing
-from omnistage.server.realtime.sound import RATES, base64_seconds, decode, from_base64
-from omnistage.server.realtime.wire import Fields, first_problem
 
 Role = Literal["system", "user", "assistant"]
 MAX_PARTS = 64

@@ -18,14 +18,14 @@ from starlette.types import Message
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.failures import log_defect
 from omnistage.server.access.denial import deny
+from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder
-from omnistage.server.access.origins import is_welcome
 from omnistage.server.http.connection import cut
 from omnistage.server.http.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
-from omnistage.server.observe.audit import CURRENT, DISCONNECTED, SLOW_READER, Record
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
 from omnistage.server.realtime import preview
-from omnistage.server.realtime.answer import Event
 from omnistage.server.realtime.events import GoneError
+from omnistage.server.realtime.response_events import Event
 from omnistage.server.realtime.session import Limits, Session, chosen_model
 from omnistage.server.service import ServedModel, Service
 
@@ -57,7 +57,7 @@ async def realtime(websocket: WebSocket) -> None:
     with _recorded(websocket, ENDPOINT) as record, contextlib.ExitStack() as counted:
         try:
             holder, model = _admitted(websocket, service, options, record)
-            counted.enter_context(holder.conversing(_share(service, options)))
+            counted.enter_context(holder.count_session(_share(service, options)))
         except OmniError as error:
             record.status = error.status
             await deny(error, websocket.scope, websocket.receive, websocket.send)
@@ -79,29 +79,29 @@ async def nowhere(websocket: WebSocket) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(websocket: WebSocket, endpoint: str) -> Iterator[Record]:
+def _recorded(websocket: WebSocket, endpoint: str) -> Iterator[AuditRecord]:
     """The record of a connection, which is written and counted when the connection has ended."""
-    record = Record(endpoint, websocket.client.host if websocket.client is not None else None)
-    CURRENT.set(record)
+    record = AuditRecord(endpoint, websocket.client.host if websocket.client is not None else None)
+    CURRENT_RECORD.set(record)
     try:
         yield record
     finally:
         if str(websocket.scope["path"]).startswith("/v1/"):  # as of requests
             service: Service = websocket.app.state.service
-            service.measures.answered(record, record.close())
+            service.metrics.observe_response(record, record.close())
 
 
 # ----------------------------------------------------------------------------------------------------- who comes in
 
 
 def _admitted(
-    websocket: WebSocket, service: Service, options: Options, record: Record
+    websocket: WebSocket, service: Service, options: Options, record: AuditRecord
 ) -> tuple[Holder, ServedModel | None]:
     """Whose key this is, and the model that it asks for. Raises what is answered instead of a socket."""
     holder = service.keyring.authenticate(_authorization(websocket))
     record.who = holder.name
     origin = websocket.headers.get("origin")
-    if origin is not None and not is_welcome(origin, websocket.headers.get("host", ""), options.origins):
+    if origin is not None and not origin_allowed(origin, websocket.headers.get("host", ""), options.origins):
         raise PermissionDeniedError("pages of this origin may not connect; allow it with --cors")
     service.check_ready()
     if len(service.sessions) >= options.max_sessions:
@@ -130,7 +130,7 @@ def _authorization(websocket: WebSocket) -> str | None:
 class _Socket:
     """The connection, one message at a time. It keeps nothing back: who reads slowly slows down who sends."""
 
-    def __init__(self, websocket: WebSocket, options: Options, record: Record) -> None:
+    def __init__(self, websocket: WebSocket, options: Options, record: AuditRecord) -> None:
         self._websocket = websocket
         self._stall_seconds = options.stall_seconds
         self.record = record

@@ -21,7 +21,7 @@ from omnistage.media.image import decode_image
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.realtime import events
-from omnistage.server.realtime.answer import Answer, Event
+from omnistage.server.realtime.audio import base64_seconds, decode, from_base64
 from omnistage.server.realtime.config import (
     SessionConfig,
     check_config,
@@ -32,10 +32,10 @@ from omnistage.server.realtime.config import (
     updated,
 )
 from omnistage.server.realtime.conversation import Conversation
+from omnistage.server.realtime.input_audio import InputAudio, Turn
 from omnistage.server.realtime.items import Item, Message, Picture, Sound, new_id, parse_item
-from omnistage.server.realtime.listening import InputAudio, Turn
-from omnistage.server.realtime.responding import ResponseRun
-from omnistage.server.realtime.sound import base64_seconds, decode, from_base64
+from omnistage.server.realtime.response_events import Answer, Event
+from omnistage.server.realtime.response_runner import ResponseRun
 from omnistage.server.service import ServedModel, Service
 
 Send = Callable[[Event], Awaitable[None]]

@@ -54,7 +54,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
         raise UnsupportedModalityError("this model does not speak; use one that gives audio", param="model")
     options = RequestOptions(["audio"], body.voice_name, 0, body.timeout)
     messages = _messages(body, model)
-    running = service.running(holder, model, messages, model.seeded(body.seed, {}), options)
+    running = service.run_request(holder, model, messages, model.with_seed(body.seed, {}), options)
     reads = isinstance(model.omni.processor, SpeechReader)
     if body.stream_format == "sse":
         return await stream_response(_events(running, body.response_format, reads=reads))

@@ -12,15 +12,15 @@ from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, Un
 from omnistage.core.family import AudioLimits, OptionalInputs, Transcriber
 from omnistage.core.types import Modality
 from omnistage.media.audio import decode_audio
+from omnistage.media.context import inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
-from omnistage.media.watch import inspecting, show
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.moderation.filters import AnswerText, PromptText, Redact, Refuse, RequestFilter
 from omnistage.server.service import ServedModel, Service
 
 if TYPE_CHECKING:
-    from omnistage.media.watch import Decoded
+    from omnistage.media.context import Decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +53,21 @@ async def dictated(
         raise InvalidRequestError("must be a number of seconds above 0", param="timeout")
     limits = _limits(model)
     with contextlib.ExitStack() as held:
-        own = held.enter_context(service.working(holder, model))
+        own = held.enter_context(service.run_without_stages(holder, model))
 
         def inspect(media: Decoded) -> None:
             if own is not None and isinstance(own.check_media(media), Refuse | Redact):
                 raise ContentFilterError("the content filter refuses this; send another", param="file")
 
         def work(over: threading.Event) -> Dictation:
-            with inspecting(inspect):
+            with inspect_media(inspect):
                 clip = decode_audio(data, limits, ears.audio_sample_rate)
-                show(clip)
+                notify_inspector(clip)
             return Dictation(ears.transcribe(clip, over.is_set), clip.seconds)
 
         try:
             async with asyncio.timeout(timeout):
-                made = await service.listeners.run(work, held)
+                made = await service.transcribe_workers.run(work, held)
         except TimeoutError as error:
             raise DeadlineExceededError(
                 "the time was over before all was written down; allow more", param="timeout"

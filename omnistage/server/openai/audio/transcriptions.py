@@ -15,7 +15,6 @@ from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     OmniError,
-    StageError,
     UnsupportedModalityError,
 )
 from omnistage.core.family import Transcriber
@@ -33,7 +32,7 @@ from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import Transcription, TranscriptionEvent
 from omnistage.server.openai.tools import renamed
-from omnistage.server.service import ServedModel, collect
+from omnistage.server.service import ServedModel, final_output
 
 router = APIRouter()
 _ASK = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
@@ -141,12 +140,12 @@ async def transcriptions(
     if isinstance(processor, Transcriber):
         form.check_ears()
         return await _dictation(form, await dictated(service, holder, served, processor, data, form.timeout))
-    stage = served.stage_taking(SamplingParams)
+    stage = served.stage_for_params(SamplingParams)
     if stage is None:
         raise UnsupportedModalityError("this model does not write; use one that gives text", param="model")
     content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.question()}]
     running = renamed(
-        service.running(
+        service.run_request(
             holder,
             served,
             [{"role": "user", "content": content}],
@@ -165,9 +164,7 @@ async def transcriptions(
 
         return await stream_response(items())
     async with running as answers:
-        final = (await collect(answers, request))[-1].final
-    if final is None:
-        raise StageError("no answer came")
+        final = await final_output(answers)
     if (failed := _failure(final)) is not None:
         raise failed
     text = final.text.strip()

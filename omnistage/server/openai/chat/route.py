@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
@@ -17,7 +17,7 @@ from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import StreamWriter, finish_of, usage_of, whole
 from omnistage.server.openai.response_models import ChatChunk, ChatCompletion
 from omnistage.server.openai.tools import renamed
-from omnistage.server.service import ServedModel, collect
+from omnistage.server.service import ServedModel, final_output
 
 __all__ = ["finish_of", "router", "usage_of"]
 
@@ -40,7 +40,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         toolbox.specs() if toolbox is not None else (),
     )
     messages = service.spoken.recalled(holder.name, body.messages)
-    running = renamed(service.running(holder, model, messages, _params(body, model), options), body.error_paths())
+    running = renamed(service.run_request(holder, model, messages, _params(body, model), options), body.error_paths())
 
     def keep(audio_id: str, transcript: str) -> int:
         return service.spoken.keep(holder.name, audio_id, transcript)
@@ -57,9 +57,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
         return await stream_response(items())
     async with running as stream:
-        final = (await collect(stream, request))[-1].final
-        if final is None or final.error is not None:
-            raise final.error if final is not None and final.error is not None else StageError("no answer came")
+        final = await final_output(stream)
+        if final.error is not None:
+            raise final.error
     return JSONResponse(whole(_answer_id(stream.request_id), body, final, keep))
 
 
@@ -84,17 +84,17 @@ def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
     chosen: dict[str, StageParams] = {}
     sampling = body.sampling()
     if sampling is not None:
-        stage = model.stage_taking(SamplingParams)
+        stage = model.stage_for_params(SamplingParams)
         if stage is None:
             of_text = {*SamplingParams.model_fields, "max_completion_tokens", "response_format", "tools"}
             given = body.model_dump(include=of_text, exclude_none=True)
             raise InvalidRequestError("this model draws and samples no text; leave it out", param=next(iter(given)))
         chosen[stage] = sampling
     if body.drawing is not None:
-        stage = model.stage_taking(DiffusionParams)
+        stage = model.stage_for_params(DiffusionParams)
         if stage is None:
             raise InvalidRequestError("this model does not draw; leave it out", param="drawing")
         chosen[stage] = body.drawing
     if body.tools and "text" not in model.modalities:
         raise InvalidRequestError("this model gives no text and calls no tools; leave them out", param="tools")
-    return model.seeded(body.seed, chosen)
+    return model.with_seed(body.seed, chosen)

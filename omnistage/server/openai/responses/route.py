@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from omnistage.core.errors import InvalidRequestError, OmniError, StageError
+from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import FinishReason
 from omnistage.pipeline.intake import RequestOptions
@@ -26,7 +26,7 @@ from omnistage.server.openai.response_models import ResponseEvent, ResponseObjec
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.tools import ToolOutput, whole_output
 from omnistage.server.openai.tools import as_known, renamed
-from omnistage.server.service import ServedModel, collect
+from omnistage.server.service import ServedModel, final_output
 
 router = APIRouter()
 _CUT_SHORT = {
@@ -52,7 +52,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         body.timeout,
         tools=toolbox.specs() if toolbox is not None else (),
     )
-    running = renamed(service.running(holder, model, body.messages(), _params(body, model), options), body.path)
+    running = renamed(service.run_request(holder, model, body.messages(), _params(body, model), options), body.path)
     if body.stream:
 
         async def items() -> AsyncIterator[bytes]:
@@ -65,18 +65,18 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await stream_response(items())
     async with running as stream:
         answer = Answer(stream.request_id, body)
-        final = (await collect(stream, request))[-1].final
-        if final is None or final.error is not None:
-            raise final.error if final is not None and final.error is not None else StageError("no answer came")
+        final = await final_output(stream)
+        if final.error is not None:
+            raise final.error
     return JSONResponse(answer.ended(final))
 
 
 def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
-    stage = model.stage_taking(SamplingParams)
+    stage = model.stage_for_params(SamplingParams)
     if stage is None or "text" not in model.modalities:
         raise InvalidRequestError("this model gives no text; use the images or videos endpoint", param="model")
     sampling = body.sampling()
-    return model.seeded(body.seed, {} if sampling is None else {stage: sampling})
+    return model.with_seed(body.seed, {} if sampling is None else {stage: sampling})
 
 
 class Answer:

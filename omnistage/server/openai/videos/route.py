@@ -23,7 +23,7 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import NotFoundError, RangeError, announced, response_of
 from omnistage.server.http.openapi import answers
-from omnistage.server.observe.audit import CURRENT
+from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.openai.images import renamed
 from omnistage.server.openai.request_models import Finite, Size, WireModel
 from omnistage.server.openai.response_models import DeletedVideo, ErrorBody, Video, VideoList
@@ -121,7 +121,7 @@ async def create_video(request: Request) -> Response:
         async with AsyncExitStack() as stack:
             params = _params(body, model)
             with _own_record():
-                stream = await stack.enter_async_context(service.running(holder, model, prompt, params, options))
+                stream = await stack.enter_async_context(service.run_request(holder, model, prompt, params, options))
             job = new_job(_owner(holder), model.name, body.prompt, body.size or "auto", _seconds(body))
             await service.jobs.start(job, stream, stack)
     except OmniError as error:
@@ -211,11 +211,11 @@ class _VideoFile(FileResponse):
 @contextmanager
 def _own_record() -> Iterator[None]:
     """The job outlives this HTTP request, so it is audited by itself, when it ends."""
-    token = CURRENT.set(None)
+    token = CURRENT_RECORD.set(None)
     try:
         yield
     finally:
-        CURRENT.reset(token)
+        CURRENT_RECORD.reset(token)
 
 
 async def _job(video_id: str, request: Request) -> Job:
@@ -232,7 +232,7 @@ def _owner(holder: Holder) -> str:
 
 
 def _params(body: VideoRequest, model: ServedModel) -> dict[str, StageParams]:
-    stage = model.stage_taking(DiffusionParams)
+    stage = model.stage_for_params(DiffusionParams)
     if stage is None:
         raise UnsupportedModalityError("this model makes no videos; use one that does", param="model")
     return {stage: body.drawing(_native_fps(model))}

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.core.errors import LimitExceededError
+from omnistage.server.realtime.audio import RATES, FormatName, RateChanger
 from omnistage.server.realtime.config import ServerVad
-from omnistage.server.realtime.sound import RATES, FormatName, RateChanger
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 
 _BYTES = 2

@@ -14,10 +14,10 @@ from omnistage.core.types import Modality
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.tools import CallReader
+from omnistage.server.realtime.audio import RATES, RateChanger, encode
 from omnistage.server.realtime.config import SessionConfig
 from omnistage.server.realtime.conversation import Conversation
 from omnistage.server.realtime.items import Call, Item, Message, Spoken, Text, new_id
-from omnistage.server.realtime.sound import RATES, RateChanger, encode
 
 Event = dict[str, Any]
 Status = Literal["completed", "cancelled", "incomplete", "failed"]

@@ -16,11 +16,11 @@ from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import CLIENT_CLOSED
-from omnistage.server.observe.audit import CURRENT, DISCONNECTED, Record
-from omnistage.server.realtime.answer import Answer, CancelReason, Event, Reason
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, AuditRecord
 from omnistage.server.realtime.conversation import later_half, messages_of
 from omnistage.server.realtime.events import GoneError
 from omnistage.server.realtime.items import Item
+from omnistage.server.realtime.response_events import Answer, CancelReason, Event, Reason
 from omnistage.server.service import ServedModel, Service
 
 ENDPOINT = "WS /v1/realtime response"
@@ -51,7 +51,7 @@ class ResponseRun:
         self._model = model
         self._items = list(items)
         self._send = send
-        self._record = Record(ENDPOINT, client, who=holder.name, model=model.name, status=200)
+        self._record = AuditRecord(ENDPOINT, client, who=holder.name, model=model.name, status=200)
         self._request_id = f"req-{answer.id.removeprefix('resp_')}"
         self._unsent: deque[Event] = deque()
         self._work = asyncio.ensure_future(self._generate())
@@ -86,7 +86,7 @@ class ResponseRun:
             record.status, record.ended = 500, "error"
             await self._failed(InternalError("a defect"))
         finally:
-            self._service.measures.answered(record, record.close())
+            self._service.metrics.observe_response(record, record.close())
 
     async def _finished_work(self) -> OmniRequestOutput | None:
         """The engine's last item; None where the work was stopped on our own word."""
@@ -100,7 +100,7 @@ class ResponseRun:
 
     async def _generate(self) -> OmniRequestOutput | None:
         """Run the request to its end; what the model cannot hold of the conversation's beginning is left out."""
-        CURRENT.set(self._record)
+        CURRENT_RECORD.set(self._record)
         items = self._items
         while True:
             try:
@@ -123,7 +123,7 @@ class ResponseRun:
         )
         messages = messages_of(items, config.instructions)
         params = config.params(self._model)
-        running = self._service.running(self._holder, self._model, messages, params, options, self._request_id)
+        running = self._service.run_request(self._holder, self._model, messages, params, options, self._request_id)
         try:
             async with running as stream:
                 return await self._read(stream)

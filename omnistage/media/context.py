@@ -60,7 +60,7 @@ def current_fetches() -> Fetches:
 
 
 @contextmanager
-def cutting_fetches() -> Iterator[None]:
+def abort_fetches_on_exit() -> Iterator[None]:
     """Fetches that the block starts, in whatever thread, end with it: a cancelled request waits for no host."""
     fetches = Fetches()
     token = _FETCHES.set(fetches)
@@ -72,7 +72,7 @@ def cutting_fetches() -> Iterator[None]:
 
 
 @contextmanager
-def inspecting(inspector: Inspector | None) -> Iterator[None]:
+def inspect_media(inspector: Inspector | None) -> Iterator[None]:
     """Show every picture, sound and video that is decoded for the block to `inspector`, which may raise."""
     token = _INSPECTOR.set(inspector)
     try:
@@ -81,7 +81,7 @@ def inspecting(inspector: Inspector | None) -> Iterator[None]:
         _INSPECTOR.reset(token)
 
 
-def show(decoded: Decoded) -> None:
+def notify_inspector(decoded: Decoded) -> None:
     """Called where an item has been decoded."""
     inspector = _INSPECTOR.get()
     if inspector is not None:
