@@ -120,7 +120,7 @@ class OutputStream(AsyncIterator[OutputChunk]):
     """The items of one running request, for one reader. Closing it aborts the request if it still runs."""
 
     def __init__(self, orchestrator: Orchestrator, plan: RequestPlan, limit: int) -> None:
-        self.request_id = plan.info.request_id
+        self.request_id = plan.request.info.request_id
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self._done = False
@@ -325,7 +325,7 @@ class Omni(_Front):
             if final.error is not None:
                 raise final.error
         finally:
-            self.abort(plan.info.request_id)
+            self.abort(plan.request.info.request_id)
 
     def _run_all(
         self,
@@ -338,9 +338,9 @@ class Omni(_Front):
     ) -> list[OmniRequestOutput]:
         each = _one_each(params, len(prompts))
         plans = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             try:
-                plans.append(self._plan(prompt, own, options))
+                plans.append(self._plan(prompt, prompt_params, options))
             except InvalidRequestError as error:
                 if not raising and error.param is not None and error.param.startswith("messages"):
                     error.param = f"conversations[{index}].{error.param}"
@@ -361,7 +361,7 @@ class Omni(_Front):
         except BaseException:
             # Most of all Ctrl-C: nothing of this call may run on unseen.
             for plan in plans:
-                self.abort(plan.info.request_id)
+                self.abort(plan.request.info.request_id)
             raise
         return [output for output in batch.outputs if output is not None]
 
@@ -371,9 +371,9 @@ class Omni(_Front):
             while self._try_start(plan, batch.sink(index)) is None:
                 bar.refresh()
         except OmniError as error:
-            output = OmniRequestOutput(plan.info.request_id, finish_reason=FinishReason.ERROR, error=error)
+            output = OmniRequestOutput(plan.request.info.request_id, finish_reason=FinishReason.ERROR, error=error)
             if isinstance(error, DeadlineExceededError):
-                output = OmniRequestOutput(plan.info.request_id, finish_reason=FinishReason.DEADLINE)
+                output = OmniRequestOutput(plan.request.info.request_id, finish_reason=FinishReason.DEADLINE)
             batch.put(index, output)
 
     def _try_start(self, plan: RequestPlan, sink: Sink) -> RequestRun | None:
@@ -406,14 +406,16 @@ def _known_id(request_id: object) -> str:
     return request_id
 
 
-def _prompts(given: object) -> list[Prompt]:
+def _prompts(prompts: object) -> list[Prompt]:
     """The prompts of a batch. Raises `InvalidRequestError` for what is neither a prompt nor several."""
     try:
-        items = None if isinstance(given, bytes | bytearray | memoryview) else iter(given)  # type: ignore[call-overload]
+        items = None if isinstance(prompts, bytes | bytearray | memoryview) else iter(prompts)  # type: ignore[call-overload]
     except TypeError:
         items = None
     if items is None:
-        raise InvalidRequestError(f"must be a prompt or a list of prompts, got {type(given).__name__}", param="prompts")
+        raise InvalidRequestError(
+            f"must be a prompt or a list of prompts, got {type(prompts).__name__}", param="prompts"
+        )
     return list(items)
 
 

@@ -31,11 +31,11 @@ def _check_registered(kind: str, name: str, known: list[str], path: str) -> None
     if not _REGISTRY_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} looks like an import path or a file; code is never imported from a configuration, "
-            f"so register the {kind} and give its registry name; {did_you_mean(name, known, most=3)}",
+            f"so register the {kind} and give its registry name; {did_you_mean(name, known, limit=3)}",
             param=path,
         )
     if name not in known:
-        near = did_you_mean(name, known, most=3)
+        near = did_you_mean(name, known, limit=3)
         raise ConfigError(
             f"unknown {kind} {name!r} (a registry name; import paths are never followed); {near}", param=path
         )

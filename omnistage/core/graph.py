@@ -17,10 +17,10 @@ RESERVED_NAMES = frozenset({"pipeline", "deployment", "limits"})
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
-    """`did you mean X?` where something is near, `most` of them at most, else the list of what is known."""
+def did_you_mean(name: str, known: Iterable[str], *, limit: int = 1) -> str:
+    """`did you mean X?` where something is near, `limit` of them at most, else the list of what is known."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=most, cutoff=0.6)
+    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"known: {', '.join(names) or 'none'}"
@@ -72,7 +72,7 @@ class PipelineGraph:
         _check_reachable(pipeline, incoming, entry)
         outputs = _find_outputs(pipeline)
         graph = cls(order, entry, MappingProxyType(outputs), MappingProxyType(incoming))
-        live = graph._ancestors(outputs.values())
+        live = graph.ancestors(outputs.values())
         for name in reversed(order):  # the end of a dead branch is where to fix it
             if name not in live:
                 raise ConfigError(
@@ -110,18 +110,18 @@ class PipelineGraph:
             raise UnsupportedModalityError(
                 f"this model does not give {', '.join(unknown)}; it gives {gives}", param="modalities"
             )
-        return self._ancestors(self.outputs[modality] for modality in modalities)
+        return self.ancestors(self.outputs[modality] for modality in modalities)
 
-    def _ancestors(self, stages: Iterable[str]) -> frozenset[str]:
+    def ancestors(self, stages: Iterable[str]) -> frozenset[str]:
         """`stages` and everything upstream of them."""
-        found: set[str] = set()
+        reached: set[str] = set()
         pending = list(stages)
         while pending:
             name = pending.pop()
-            if name not in found:
-                found.add(name)
+            if name not in reached:
+                reached.add(name)
                 pending.extend(self.sources(name))
-        return frozenset(found)
+        return frozenset(reached)
 
 
 def _check_stage_names(pipeline: _Plan) -> None:

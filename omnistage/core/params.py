@@ -91,11 +91,11 @@ class SamplingParams(StageParams):
 
     @field_validator("min_tokens")
     @classmethod
-    def _within_max_tokens(cls, least: int, info: ValidationInfo) -> int:
-        most = info.data.get("max_tokens", least)
-        if least > most:
-            raise ValueError(f"min_tokens ({least}) must not exceed max_tokens ({most})")
-        return least
+    def _within_max_tokens(cls, min_tokens: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens", min_tokens)
+        if min_tokens > max_tokens:
+            raise ValueError(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})")
+        return min_tokens
 
     @field_validator("stop")
     @classmethod

@@ -20,7 +20,7 @@ from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
-from omnistage.pipeline.request import OmniRequest
+from omnistage.pipeline.request import OmniRequest, count_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -84,34 +84,33 @@ class RequestFactory:
             arrival=arrival,
         )
         stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
-        most = self._limits.max_prompt_tokens
-        request = OmniRequest(info, self._payload(prompt, options, stage_params), stage_params, most)
-        if request.prompt_tokens == 0 and _must_have_tokens(request.payload):
+        max_tokens = self._limits.max_prompt_tokens
+        payload = self._payload(prompt, options, stage_params)
+        tokens = count_tokens(payload)
+        if tokens == 0 and _must_have_tokens(payload):
             raise InvalidRequestError("is empty; give at least one token", param="prompt")
-        if most is not None and request.prompt_tokens > most:
-            raise PromptTooLongError(
-                f"has {request.prompt_tokens} tokens, over the limit of {most}; shorten it", param="prompt"
-            )
-        return request
+        if max_tokens is not None and tokens > max_tokens:
+            raise PromptTooLongError(f"has {tokens} tokens, over the limit of {max_tokens}; shorten it", param="prompt")
+        return OmniRequest(info, payload, stage_params, max_tokens)
 
     def _modalities(self, names: Sequence[str] | None) -> frozenset[Modality]:
-        given = self._graph.outputs
+        outputs = self._graph.outputs
         if names is None:
-            return frozenset({Modality.TEXT}) if Modality.TEXT in given else frozenset(given)
+            return frozenset({Modality.TEXT}) if Modality.TEXT in outputs else frozenset(outputs)
         if not isinstance(names, str | list | tuple | set | frozenset):
             raise InvalidRequestError(
-                f"must be a list of {', '.join(given)}, got {type(names).__name__}", param="modalities"
+                f"must be a list of {', '.join(outputs)}, got {type(names).__name__}", param="modalities"
             )
-        asked = (names,) if isinstance(names, str) else tuple(names)
-        if not asked:
+        requested = (names,) if isinstance(names, str) else tuple(names)
+        if not requested:
             raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
-        for name in asked:
-            if not isinstance(name, str) or name not in given:
+        for name in requested:
+            if not isinstance(name, str) or name not in outputs:
                 shown = str(name) if isinstance(name, Modality) else name
                 raise UnsupportedModalityError(
-                    f"this model does not give {short_repr(shown)}; it gives {', '.join(given)}", param="modalities"
+                    f"this model does not give {short_repr(shown)}; it gives {', '.join(outputs)}", param="modalities"
                 )
-        return frozenset(Modality(name) for name in asked)
+        return frozenset(map(Modality, requested))
 
     def _deadline(self, arrival: float, timeout: float | None) -> float | None:
         if timeout is None:
@@ -134,20 +133,20 @@ class RequestFactory:
         known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
         raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
 
-    def _params(self, given: ParamsLike) -> dict[str, StageParams]:
-        if given is None:
+    def _params(self, params: ParamsLike) -> dict[str, StageParams]:
+        if params is None:
             return {}
-        if isinstance(given, StageParams):
-            takers = [name for name, kind in self._params_types.items() if isinstance(given, kind)]
+        if isinstance(params, StageParams):
+            takers = [name for name, kind in self._params_types.items() if isinstance(params, kind)]
             # Those that a whole request shares need no stage's name: any stage that takes them will do.
-            shared = given.shared and takers
-            return {takers[0] if shared else self._graph.lead: given}
-        if not isinstance(given, Mapping):
+            shared = params.shared and takers
+            return {takers[0] if shared else self._graph.lead: params}
+        if not isinstance(params, Mapping):
             raise InvalidRequestError(
-                f"must be SamplingParams or a mapping from stage to parameters, got {type(given).__name__}",
+                f"must be SamplingParams or a mapping from stage to parameters, got {type(params).__name__}",
                 param="sampling_params",
             )
-        return {name: self._stage_params(name, value) for name, value in given.items()}
+        return {name: self._stage_params(name, value) for name, value in params.items()}
 
     def _stage_params(self, name: str, value: object) -> StageParams:
         path = f"sampling_params.{name[:SHOWN_CHARS] if isinstance(name, str) else short_repr(name)}"
@@ -191,15 +190,17 @@ class RequestFactory:
         from omnistage.pipeline.messages.drawing import parse_drawing
 
         parsed = parse_drawing(prompt, self._limits.media)
-        asked = DiffusionParams()
-        for part in (*self._defaults.values(), *params.values()):
-            asked = asked.merged(part) if isinstance(part, DiffusionParams) else asked
-        return processor.draw(parsed.prompt, parsed.images, parsed.mask, asked)
+        merged = DiffusionParams()
+        for stage_params in (*self._defaults.values(), *params.values()):
+            merged = merged.merged(stage_params) if isinstance(stage_params, DiffusionParams) else merged
+        return processor.draw(parsed.prompt, parsed.images, parsed.mask, merged)
 
     def _text(self, processor: InputProcessor, prompt: str) -> StagePayloadIn:
-        most = self._limits.media.max_text_chars
-        if len(prompt) > most:
-            raise LimitExceededError(f"{len(prompt)} characters exceed the limit of {most}; shorten it", param="prompt")
+        limit = self._limits.media.max_text_chars
+        if len(prompt) > limit:
+            raise LimitExceededError(
+                f"{len(prompt)} characters exceed the limit of {limit}; shorten it", param="prompt"
+            )
         return processor.text(prompt)
 
     def _mapping(self, processor: InputProcessor, prompt: Mapping[str, object]) -> StagePayloadIn:
@@ -209,16 +210,16 @@ class RequestFactory:
                 f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(known)}. Media go into chat messages",
                 param="prompt",
             )
-        given = {key: value for key, value in prompt.items() if value is not None}
-        text = given.get("prompt")
-        if isinstance(text, str) and len(given) == 1:
+        values = {key: value for key, value in prompt.items() if value is not None}
+        text = values.get("prompt")
+        if isinstance(text, str) and len(values) == 1:
             return self._text(processor, text)
-        if text is not None or not given:
+        if text is not None or not values:
             raise InvalidRequestError(
                 "give either prompt, a string, or prompt_token_ids and prompt_embeds", param="prompt"
             )
         return processor.tokens(
-            OmniTokensPrompt(_token_ids(given.get("prompt_token_ids", ())), _embeds(given.get("prompt_embeds")))
+            OmniTokensPrompt(_token_ids(values.get("prompt_token_ids", ())), _embeds(values.get("prompt_embeds")))
         )
 
     def _check_media(self, messages: Sequence[ChatMessage]) -> None:
@@ -226,12 +227,13 @@ class RequestFactory:
 
         kinds = {ImagePart: Modality.IMAGE, AudioPart: Modality.AUDIO, VideoPart: Modality.VIDEO}
         present = {kinds[type(part)] for message in messages for part in message.parts if type(part) in kinds}
-        taken = self._processor.input_modalities
-        if refused := sorted(present - taken):
+        supported = self._processor.input_modalities
+        if refused := sorted(present - supported):
             if isinstance(self._processor, OptionalInputs):
                 raise UnsupportedModalityError(self._processor.unsupported_reason(refused[0]), param="messages")
             raise UnsupportedModalityError(
-                f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(taken))}", param="messages"
+                f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(supported))}",
+                param="messages",
             )
 
 
@@ -242,14 +244,10 @@ def _must_have_tokens(payload: StagePayloadIn) -> bool:
     )
 
 
-def new_request_id() -> str:
-    return f"req-{uuid.uuid4().hex}"
-
-
 def checked_request_id(value: object) -> str:
     """A caller's request id, or a new one for None. Raises `InvalidRequestError`."""
     if value is None:
-        return new_request_id()
+        return f"req-{uuid.uuid4().hex}"
     if not isinstance(value, str) or not value or not is_utf8(value):
         raise InvalidRequestError(f"must be text, and not empty; got {short_repr(value)}", param="request_id")
     return value

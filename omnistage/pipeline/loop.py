@@ -102,20 +102,19 @@ class StageLoop(Generic[Owner]):
         with self.changed:
             if self.stopping:
                 raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
-            self._put(_Submit(owner, stage_input))
+            self._inbox.append(_Submit(owner, stage_input))
+            self.changed.notify_all()
 
     def feed(self, request_id: str, feed: StageFeed, owner: Owner) -> None:
         with self.changed:
-            self._put(_Feed(owner, request_id, feed))
+            self._inbox.append(_Feed(owner, request_id, feed))
+            self.changed.notify_all()
 
     def abort(self, request_id: str, owner: Owner) -> None:
         """Forget the request before the next step; nothing more is emitted for it after that."""
         with self.changed:
-            self._put(_Abort(owner, request_id))
-
-    def _put(self, command: _Submit[Owner] | _Feed[Owner] | _Abort[Owner]) -> None:
-        self._inbox.append(command)
-        self.changed.notify_all()
+            self._inbox.append(_Abort(owner, request_id))
+            self.changed.notify_all()
 
     def stop(self, drain: bool = True) -> None:
         """End the loop: with `drain` once nothing is runnable, else after the step that is running now.
@@ -226,30 +225,28 @@ class StageLoop(Generic[Owner]):
         self._resting = False
 
     def _apply(self, command: _Submit[Owner] | _Feed[Owner] | _Abort[Owner]) -> None:
+        """Make a call on behalf of one request; if it raises, only that request ends."""
         if isinstance(command, _Submit):
             request_id = command.stage_input.info.request_id
             self._live[request_id] = _Live(command.owner, set(range(answers(command.stage_input.params))))
-            self._guard(command.owner, request_id, "submit", lambda: self.stage.submit(command.stage_input))
-            return
-        live = self._live.get(command.request_id)
-        if live is None or live.owner is not command.owner:
-            return  # it has ended here; whoever sent this could not know yet
-        if isinstance(command, _Feed):
-            self._guard(
-                command.owner, command.request_id, "feed", lambda: self.stage.feed(command.request_id, command.feed)
-            )
         else:
-            self._forget(command.request_id)
-
-    def _guard(self, owner: Owner, request_id: str, what: str, call: Callable[[], None]) -> None:
-        """Make a call on behalf of one request; if it raises, only that request ends."""
+            request_id = command.request_id
+            live = self._live.get(request_id)
+            if live is None or live.owner is not command.owner:
+                return  # it has ended here; the sender could not know yet
         try:
-            call()
+            if isinstance(command, _Submit):
+                self.stage.submit(command.stage_input)
+            elif isinstance(command, _Feed):
+                self.stage.feed(request_id, command.feed)
+            else:
+                self._forget(request_id)
         except OmniError as error:
-            self._fail(owner, request_id, error)
+            self._fail(command.owner, request_id, error)
         except Exception as error:
-            log_defect(f"{what} to stage {self.stage.name!r}", error)
-            self._fail(owner, request_id, self._stage_error(what, error))
+            call = "submit" if isinstance(command, _Submit) else "feed"
+            log_defect(f"{call} to stage {self.stage.name!r}", error)
+            self._fail(command.owner, request_id, self._stage_error(call, error))
 
     def _deliver(self, chunk: StageChunk) -> None:
         live = self._live.get(chunk.request_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from omnistage.core.errors import (
@@ -22,7 +22,6 @@ from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
     OmniError,
-    PromptTooLongError,
     QueueFullError,
     ShutdownError,
     StageError,
@@ -32,12 +31,13 @@ from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
+from omnistage.core.types import FinishReason, Modality, StageChunk, StageFeed, StageInput, StagePayloadIn
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.loop import StageLoop, answers, loop_threads, sharing
-from omnistage.pipeline.output import Sink, final_chunk
+from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
-from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun, count_tokens, spread
+from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun, spread
+from omnistage.pipeline.routing import call_bridge, check_length, internal_error
 from omnistage.pipeline.timing import StepSeconds
 
 _RECENT_FINISHES = 64
@@ -83,8 +83,8 @@ class Orchestrator:
         self.model = model
         self._bridges = bridges
         self._types = {name: stages[name].params_type for name in graph.order}
-        own = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
-        self._defaults = spread(own, self._types)
+        params = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
+        self._defaults = spread(params, self._types)
         self._clock = clock
         self._threads = threads
         self._room = threading.Condition()  # its lock guards everything from here to the loops
@@ -124,7 +124,7 @@ class Orchestrator:
         params = self._merged(request.params)
         lead = self.graph.lead if self.graph.lead in needed else entry
         count = answers(params[lead])
-        if count > 1 and needed != _up_to(self.graph, lead):
+        if count > 1 and needed != self.graph.ancestors([lead]):
             raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
         order = tuple(name for name in self.graph.order if name in needed)
         for name in order:
@@ -153,12 +153,12 @@ class Orchestrator:
                 raise InvalidRequestError(
                     f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
                 )
-        given = spread(overrides, self._types)
-        return {name: default.merged(given.get(name)) for name, default in self._defaults.items()}
+        params = spread(overrides, self._types)
+        return {name: default.merged(params.get(name)) for name, default in self._defaults.items()}
 
     def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
-        info, now = plan.info, self._clock()
+        info, now = plan.request.info, self._clock()
         if info.deadline is not None and now >= info.deadline:
             raise DeadlineExceededError("the deadline passed before the request could be admitted; allow more time")
         run = RequestRun(plan, self.graph, sink, self.model)
@@ -166,7 +166,7 @@ class Orchestrator:
             self._check_room(info.request_id)
             self._runs[info.request_id] = run
             self._admitted += 1
-            run.trace.admitted = run.since_arrival(now)
+            run.trace.admitted = now - info.arrival
         with run.lock:
             if info.deadline is not None and not run.over:
                 run.timer = self._timer.add(info.deadline, run)
@@ -187,7 +187,7 @@ class Orchestrator:
             self._rejected += 1
             wait = self._retry_after()
             raise QueueFullError(
-                f"{self.max_inflight} requests are in flight, the most that are taken; try again in {wait:.1f} s",
+                f"{self.max_inflight} requests are in flight, the maximum; try again in {wait:.1f} s",
                 retry_after=wait,
             )
 
@@ -215,7 +215,7 @@ class Orchestrator:
                 return
             if name == run.lead:
                 run.note_prompt(payload)
-            stage.begin(payload, run.since_arrival(self._clock()))
+            stage.begin(payload, self._clock() - run.info.arrival)
             self._loops[name].submit(stage_input, run)
 
     def _on_chunk(self, run: RequestRun, chunk: StageChunk) -> None:
@@ -226,7 +226,7 @@ class Orchestrator:
             self._end(run, FinishReason.ERROR, error)
         except Exception as error:
             log_defect("routing a chunk", error)
-            self._end(run, FinishReason.ERROR, _wrapped("routing a chunk", error))
+            self._end(run, FinishReason.ERROR, internal_error("routing a chunk", error))
 
     def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
         pending = deque([chunk])
@@ -270,13 +270,13 @@ class Orchestrator:
         with stage.fold_lock:
             if run.over or stage.phase is Phase.ENDED:
                 return
-            stage.state, inputs = _call_bridge(self._bridges[target], run, stage.state, chunk, target)
+            stage.state, inputs = call_bridge(self._bridges[target], run, stage.state, chunk, target)
             for value in inputs:
                 if stage.phase is Phase.WAITING:
                     if not isinstance(value, StagePayloadIn):
                         raise BridgeError(f"the bridge into {target!r} must start it before it gives it more input")
                     if target == run.lead:
-                        _check_length(value, run.plan.request.max_prompt_tokens)
+                        check_length(value, run.plan.request.max_prompt_tokens)
                     self._launch(run, target, value)
                 elif isinstance(value, StageFeed):
                     self._feed(run, target, value)
@@ -325,35 +325,29 @@ class Orchestrator:
             del self._runs[request_id]
             self._finished[reason] += 1
             self._finish_times.append(now)
-            self._remember(run.trace)
+            self._history.pop(request_id, None)
+            self._history[request_id] = run.trace
+            while len(self._history) > self._trace_history:
+                self._history.popitem(last=False)
             self._room.notify_all()
         self._emit_final(run, reason, error)
         return True
 
     def _emit_final(self, run: RequestRun, reason: FinishReason, error: OmniError | None) -> None:
         with run.emit_lock:
-            item = self._final(run, reason, error)
+            try:
+                item = run.output.final(reason, error, run.usage(), run.trace)
+            except Exception as failure:
+                # Every request must end: one whose output cannot be put together ends without it.
+                log_defect("assembling an output", failure)
+                output = OmniRequestOutput(run.info.request_id, finish_reason=FinishReason.ERROR, trace=run.trace)
+                output.error = error or internal_error("assembling the output", failure)
+                item = OutputChunk(run.info.request_id, Modality.TEXT, final=output)
             try:
                 run.sink(item)
             except Exception as failure:
                 # The boundary of a consumer: it is gone or broken, and its request is over anyway.
                 log_defect("the consumer of a request's last item", failure)
-
-    def _final(self, run: RequestRun, reason: FinishReason, error: OmniError | None) -> OutputChunk:
-        try:
-            return run.output.final(reason, error, run.usage(), run.trace)
-        except Exception as failure:
-            # Every request must end: one whose output cannot be put together ends without it.
-            log_defect("assembling an output", failure)
-            output = OmniRequestOutput(run.info.request_id, finish_reason=FinishReason.ERROR, trace=run.trace)
-            output.error = error or _wrapped("assembling the output", failure)
-            return final_chunk(output)
-
-    def _remember(self, trace: Trace) -> None:
-        self._history.pop(trace.request_id, None)
-        self._history[trace.request_id] = trace
-        while len(self._history) > self._trace_history:
-            self._history.popitem(last=False)
 
     # ------------------------------------------------------------------------------------------ inspection
 
@@ -380,14 +374,14 @@ class Orchestrator:
     def check_idle(self, timeout: float = 10.0) -> None:
         """Raise `InternalError` unless nothing is left anywhere: no request, deadline, command or stage state."""
         restless = [name for name, loop in self._loops.items() if not loop.wait_resting(timeout)]
-        found = [f"loop of {name} not at rest" for name in restless]
+        left = [f"loop of {name} not at rest" for name in restless]
         with self._room:
-            found += [f"request {request_id}" for request_id in self._runs]
-        found += [f"{len(self._timer)} deadlines"] if len(self._timer) else []
+            left += [f"request {request_id}" for request_id in self._runs]
+        left += [f"{len(self._timer)} deadlines"] if len(self._timer) else []
         for loop in self._loops.values():
-            found += loop.leftovers()
-        if found:
-            raise InternalError(f"not idle: {'; '.join(found)}")
+            left += loop.leftovers()
+        if left:
+            raise InternalError(f"not idle: {'; '.join(left)}")
 
     # ------------------------------------------------------------------------------------ driving, stopping
 
@@ -432,45 +426,6 @@ class Orchestrator:
             self._closed_stages = True
         for name in stopped:  # a stage that is stuck in a step cannot be closed safely
             self.stages[name].close()
-
-
-def _call_bridge(
-    bridge: Bridge, run: RequestRun, state: object, chunk: StageChunk, target: str
-) -> tuple[object, Sequence[StagePayloadIn | StageFeed]]:
-    """One step of a bridge's fold; whatever goes wrong in it is a `BridgeError`."""
-    try:
-        result = bridge(run.info, state, chunk)
-    except OmniError as error:
-        raise BridgeError(f"the bridge into {target!r} failed: {error}") from error
-    except Exception as error:
-        log_defect(f"the bridge into {target!r}", error)
-        raise BridgeError(f"the bridge into {target!r} failed with {type(error).__name__}") from error
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list | tuple):
-        raise BridgeError(f"the bridge into {target!r} must return (state, a list of inputs)")
-    for value in result[1]:
-        if not isinstance(value, StagePayloadIn | StageFeed):
-            raise BridgeError(f"the bridge into {target!r} gave a {type(value).__name__}, which is no stage input")
-    return result
-
-
-def _up_to(graph: PipelineGraph, stage: str) -> set[str]:
-    """A stage and everything upstream of it."""
-    found = {stage}
-    for name in reversed(graph.order):
-        if any(target in found for target in graph.targets(name)):
-            found.add(name)
-    return found
-
-
-def _check_length(payload: StagePayloadIn, most: int | None) -> None:
-    if most is not None and (tokens := count_tokens(payload)) > most:
-        raise PromptTooLongError(f"has {tokens} tokens, over the limit of {most}; shorten it", param="prompt")
-
-
-def _wrapped(what: str, error: BaseException) -> InternalError:
-    failure = InternalError(f"{what} failed with {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
 
 
 def _check_parts(graph: PipelineGraph, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:

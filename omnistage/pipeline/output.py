@@ -47,8 +47,9 @@ class OutputAssembler:
         self.metadata = metadata or {}
         self._request_id = request_id
         self._modalities = modalities
-        self._has_text = Modality.TEXT in modalities.values()
-        self._answers = [CompletionOutput(index) for index in range(answers if self._has_text else 0)]
+        has_text = Modality.TEXT in modalities.values()
+        self._main_modality = Modality.TEXT if has_text else next(iter(modalities.values()), Modality.TEXT)
+        self._answers = [CompletionOutput(index) for index in range(answers if has_text else 0)]
         self._text: list[list[str]] = [[] for _ in self._answers]
         self._audio: list[AudioChunk] = []
         self._pictures: dict[int, ImageChunk] = {}
@@ -61,7 +62,7 @@ class OutputAssembler:
         payload = chunk.payload
         if isinstance(payload, Progress) and not self.closed:
             # Of interest whatever stage it is of: the one that draws is seldom the one that gives the picture.
-            return OutputChunk(self._request_id, self._main_modality(), progress=payload)
+            return OutputChunk(self._request_id, self._main_modality, progress=payload)
         if modality is None or self.closed:
             return None
         item = OutputChunk(self._request_id, modality, chunk.index, finish_reason=chunk.finish)
@@ -99,7 +100,7 @@ class OutputAssembler:
         output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
         if self._pictures or self._videos:
             self._add_pictures(output)
-        return final_chunk(output, self._main_modality())
+        return OutputChunk(self._request_id, self._main_modality, final=output)
 
     def _add_pictures(self, output: OmniRequestOutput) -> None:
         from omnistage.media.audio_output import AudioOutput
@@ -128,13 +129,6 @@ class OutputAssembler:
 
         samples = np.concatenate([piece.samples for piece in self._audio])
         return AudioOutput(samples, self._audio[0].sample_rate)
-
-    def _main_modality(self) -> Modality:
-        return Modality.TEXT if self._has_text else next(iter(self._modalities.values()))
-
-
-def final_chunk(output: OmniRequestOutput, modality: Modality = Modality.TEXT) -> OutputChunk:
-    return OutputChunk(output.request_id, modality, final=output)
 
 
 class OutputBuffer:
@@ -180,7 +174,7 @@ class OutputBuffer:
 def _joined(items: list[OutputChunk]) -> list[OutputChunk]:
     """One item per stream, each stream in its own order, streams in the order of their first items.
 
-    Text comes first: whoever reads it must not hear it said before.
+    Text comes first: a reader must not hear a sentence before it can be read.
     """
     streams: dict[tuple[Modality, int], list[OutputChunk]] = {}
     for item in items:

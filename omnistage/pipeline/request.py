@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
-from typing import Protocol
 
 from omnistage.core.errors import (
     BridgeError,
     OmniError,
 )
+from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import (
     ARInput,
@@ -41,41 +41,6 @@ from omnistage.pipeline.output import OutputAssembler, Sink
 from omnistage.pipeline.outputs import StageTrace, Trace, Usage
 
 
-class PipelineGraph(Protocol):
-    """What the orchestrator reads of a pipeline's graph."""
-
-    @property
-    def entry(self) -> str:
-        """The stage that takes the prompt."""
-        ...
-
-    @property
-    def lead(self) -> str:
-        """The stage that gives text, else the entry.
-
-        Parameters given without a stage's name, `n`, the finish reason and the token counts are this stage's.
-        """
-        ...
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Every stage, sources before targets."""
-        ...
-
-    @property
-    def outputs(self) -> Mapping[Modality, str]:
-        """The stage that gives each modality."""
-        ...
-
-    def sources(self, stage: str) -> tuple[str, ...]: ...
-
-    def targets(self, stage: str) -> tuple[str, ...]: ...
-
-    def needed(self, modalities: frozenset[Modality]) -> frozenset[str]:
-        """The stages that must run to give these modalities."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OmniRequest:
     """What the orchestrator takes: the entry stage's input, and what the request sets on each stage."""
@@ -85,11 +50,6 @@ class OmniRequest:
     params: Mapping[str, StageParams] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     """Of the lead stage; for a prompt that is made only on the way to it."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """As far as they are known before anything has run."""
-        return count_tokens(self.payload)
 
 
 def count_tokens(payload: StagePayloadIn) -> int:
@@ -121,19 +81,15 @@ class RequestPlan:
     """The graph's lead stage, or its entry where this request does not reach it."""
     answers: int = 1
 
-    @property
-    def info(self) -> RequestInfo:
-        return self.request.info
 
-
-def spread(given: Mapping[str, StageParams], types: Mapping[str, type[StageParams]]) -> dict[str, StageParams]:
+def spread(params: Mapping[str, StageParams], types: Mapping[str, type[StageParams]]) -> dict[str, StageParams]:
     """Parameters by stage, those of a shared type made one set for all stages that take it."""
-    result = dict(given)
+    result = dict(params)
     for kind in {kind for kind in types.values() if kind.shared}:
-        parts = [part for name in types if isinstance(part := given.get(name), kind)]
-        if parts:
-            one = reduce(lambda merged, part: merged.merged(part), parts)
-            result.update({name: one for name, taken in types.items() if taken is kind})
+        sets = [each for name in types if isinstance(each := params.get(name), kind)]
+        if sets:
+            merged = reduce(lambda left, right: left.merged(right), sets)
+            result.update({name: merged for name, taken in types.items() if taken is kind})
     return result
 
 
@@ -205,17 +161,18 @@ class RequestRun:
 
     def __init__(self, plan: RequestPlan, graph: PipelineGraph, sink: Sink, model: str = "") -> None:
         self.plan = plan
-        self.info = plan.info
+        self.info = plan.request.info
         self.sink = sink
         self.lock = threading.Lock()
         self.emit_lock = threading.RLock()  # a sink may abort its own request
+        self.over = False
         self.reason: FinishReason | None = None
         self.error: OmniError | None = None
         self.timer: int | None = None
         self.steps = 0
         """Denoising steps done."""
         self.cached_tokens = 0
-        self.trace = Trace(plan.info.request_id, plan.info.arrival)
+        self.trace = Trace(plan.request.info.request_id, plan.request.info.arrival)
         self.lead = plan.lead
         self.prompt_tokens = 0
         self.prompt_media: dict[Modality, int] = {}
@@ -223,8 +180,10 @@ class RequestRun:
             self.note_prompt(plan.request.payload)
         self.stages = {name: self._stage_run(name, graph) for name in plan.stages}
         self.trace.stages = {name: stage.trace for name, stage in self.stages.items()}
-        asked = {stage: modality for modality, stage in graph.outputs.items() if modality in plan.info.modalities}
-        self.output = OutputAssembler(plan.info.request_id, asked, plan.answers, _metadata(plan, model))
+        requested = {
+            stage: modality for modality, stage in graph.outputs.items() if modality in plan.request.info.modalities
+        }
+        self.output = OutputAssembler(plan.request.info.request_id, requested, plan.answers, _metadata(plan, model))
 
     def _stage_run(self, name: str, graph: PipelineGraph) -> StageRun:
         needed = set(self.plan.stages)
@@ -240,19 +199,12 @@ class RequestRun:
         """Count the prompt: the lead stage's own first input."""
         self.prompt_tokens, self.prompt_media = count_tokens(payload), count_media(payload)
 
-    @property
-    def over(self) -> bool:
-        return self.reason is not None
-
-    def since_arrival(self, time: float) -> float:
-        return time - self.info.arrival
-
     def record(self, chunk: StageChunk) -> bool:
         """Note a chunk in the trace. False: the request is over and the chunk must be ignored."""
         at = chunk.time - self.info.arrival
         payload = chunk.payload
         with self.lock:
-            if self.reason is not None:
+            if self.over:
                 return False
             stage = self.stages[chunk.stage]
             trace = stage.trace
@@ -313,8 +265,8 @@ class RequestRun:
         with self.lock:
             if self.over:
                 return None
-            self.reason, self.error = reason, error
-            self.trace.finished = self.since_arrival(now)
+            self.reason, self.error, self.over = reason, error, True
+            self.trace.finished = now - self.info.arrival
             running = [stage for stage in self.stages.values() if stage.phase is Phase.RUNNING]
             for stage in running:
                 stage.trace.finish = stage.reason if not stage.open_answers else reason
@@ -339,21 +291,21 @@ class RequestRun:
 
 
 def _metadata(plan: RequestPlan, model: str) -> dict[str, object]:
-    """What a picture says about its making; empty for a request that makes none."""
+    """What a picture's metadata say about its generation; empty for a request without pictures."""
     params = next((p for p in plan.params.values() if isinstance(p, DiffusionParams)), None)
     if params is None:
         return {}
     values = {name: value for name, value in params.model_dump().items() if value is not None and name != "seed"}
-    return {"model": model, "prompt": _drawn(plan.request.payload), "parameters": values}
+    return {"model": model, "prompt": _drawing_prompt(plan.request.payload), "parameters": values}
 
 
-def _drawn(payload: StagePayloadIn) -> str:
-    """The words that a picture was asked for with, where there are any."""
+def _drawing_prompt(payload: StagePayloadIn) -> str:
+    """The prompt of a picture, where there is one."""
     if isinstance(payload, ChatInput):
         from omnistage.core.messages import TextPart
 
-        asked = [message.parts for message in payload.messages if message.role == "user"]
-        words = [part.text for part in asked[-1] if isinstance(part, TextPart)] if asked else []
+        user = [message.parts for message in payload.messages if message.role == "user"]
+        words = [part.text for part in user[-1] if isinstance(part, TextPart)] if user else []
         return payload.prompt if payload.prompt is not None else "\n".join(words)
     drawing = payload.drawing if isinstance(payload, ARInput) else payload
     return drawing.prompt if isinstance(drawing, DiffusionInput) else ""

@@ -43,7 +43,7 @@ from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
 from omnistage.omni import Omni
 from omnistage.pipeline.intake import RequestFactory, RequestOptions
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.request import OmniRequest, RequestRun
+from omnistage.pipeline.request import OmniRequest, RequestRun, count_tokens
 from tests.unit.fakes import AUDIO, TEXT, FakeStage, Recorder, make_graph
 
 pytestmark = pytest.mark.timeout(60)
@@ -372,7 +372,7 @@ def test_tokens_are_counted_at_the_door_and_words_on_the_way() -> None:
     with pytest.raises(PromptTooLongError, match="has 3 tokens, over the limit of 2"):
         intake(max_prompt_tokens=2).build(OmniTokensPrompt((1, 2, 3)), None, RequestOptions())
     request = intake(max_prompt_tokens=2).build([{"role": "user", "content": "a b c"}], None, RequestOptions())
-    assert (request.prompt_tokens, request.max_prompt_tokens) == (0, 2)
+    assert (count_tokens(request.payload), request.max_prompt_tokens) == (0, 2)
 
 
 def test_the_whole_way_through_a_door() -> None:

@@ -35,7 +35,7 @@ from omnistage.core.types import (
 )
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OutputChunk
-from omnistage.pipeline.request import OmniRequest, RequestRun
+from omnistage.pipeline.request import RequestRun, count_tokens
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(60)
@@ -624,8 +624,8 @@ def test_check_idle_names_what_is_left() -> None:
 
 
 def test_prompt_tokens_of_other_payloads() -> None:
-    assert OmniRequest(RequestInfo("r"), ARInput((1, 2), embeds=np.zeros((5, 3)))).prompt_tokens == 5  # type: ignore[arg-type]
-    assert OmniRequest(RequestInfo("r"), CodecInput((1, 2, 3))).prompt_tokens == 3
+    assert count_tokens(ARInput((1, 2), embeds=np.zeros((5, 3)))) == 5  # type: ignore[arg-type]
+    assert count_tokens(CodecInput((1, 2, 3))) == 3
 
 
 def test_shutdown_drains_then_refuses() -> None:

@@ -28,8 +28,8 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_MOST_NAME = 256
-_MOST_LEVELS = 64
+MAX_NAME_CHARS = 256
+MAX_ARGUMENT_DEPTH = 64
 """Of a call's arguments: beyond them they are text, so that nothing has to follow them down."""
 _DETAILS = ("auto", "low", "high", "original")
 _LOW_DETAIL = (512, 512)
@@ -108,17 +108,17 @@ def parse_messages(
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts(parsed, limits)
     total = _Total(limits)
-    made = []
+    messages_out = []
     called: dict[str, str] = {}
     for head, parts in parsed:
         called.update({call.id: call.name for call in head.tool_calls if call.id is not None})
         name = head.name or called.get(head.tool_call_id or "")
-        made.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
-    return made
+        messages_out.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
+    return messages_out
 
 
 def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: MediaLimits) -> None:
-    parts = [part for _, own in parsed for part in own]
+    parts = [part for _, message_parts in parsed for part in message_parts]
     items = sum(isinstance(part, _Pending) for part in parts)
     if items > limits.max_items:
         raise LimitExceededError(
@@ -199,7 +199,7 @@ def _parse_call(call: object, path: str) -> ToolCall:
 
 def _is_deep(value: object) -> bool:
     level: list[object] = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(MAX_ARGUMENT_DEPTH):
         nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
         level = [child for children in nested for child in children]
         if not level:
@@ -208,8 +208,8 @@ def _is_deep(value: object) -> bool:
 
 
 def _short_text(value: object, path: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not is_utf8(value) or len(value) > _MOST_NAME):
-        raise InvalidRequestError(f"must be text of at most {_MOST_NAME} characters", param=path)
+    if value is not None and (not isinstance(value, str) or not is_utf8(value) or len(value) > MAX_NAME_CHARS):
+        raise InvalidRequestError(f"must be text of at most {MAX_NAME_CHARS} characters", param=path)
     return value or None
 
 
@@ -355,12 +355,12 @@ def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path:
     return _Pending(source_path, decode)
 
 
-def _frame_count(part: Mapping[str, Any], key: str, least: int, path: str) -> int | None:
+def _frame_count(part: Mapping[str, Any], key: str, minimum: int, path: str) -> int | None:
     value = part.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidRequestError(f"must be a whole number of at least {least}", param=f"{path}.{key}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidRequestError(f"must be a whole number of at least {minimum}", param=f"{path}.{key}")
     return value
 
 

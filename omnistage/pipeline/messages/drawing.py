@@ -95,10 +95,10 @@ def _from_chat(messages: object, limits: MediaLimits) -> Drawing:
     from omnistage.pipeline.messages.chat import parse_messages
 
     parsed = parse_messages(messages, limits)  # type: ignore[arg-type]
-    asked = [message for message in parsed if message.role == "user"]
-    if not asked:
+    user = [message for message in parsed if message.role == "user"]
+    if not user:
         raise InvalidRequestError("has no user message; say in one what to draw", param="messages")
-    parts = asked[-1].parts
+    parts = user[-1].parts
     if other := [type(part).__name__ for part in parts if not isinstance(part, TextPart | ImagePart)]:
         kind = other[0].removesuffix("Part").lower()
         raise InvalidRequestError(f"this model takes text and pictures, not {kind}", param="messages")
