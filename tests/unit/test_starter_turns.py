@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 pytest.importorskip("onnxruntime", reason="text is read by ONNX Runtime")
 
 from omnistage_starter import hear, seeing
-from omnistage_starter.parts.manifest import BUNDLES
+from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import Store
 from omnistage_starter.reading import MAX_BOXES, Box, Reader, in_rows, whole
 from omnistage_starter.seeing import LABELLER, READER, Observer
@@ -233,7 +233,7 @@ def test_whole_and_by_turns_give_the_same_sentence() -> None:
 
 @pytest.mark.slow
 def test_the_real_eyes_read_a_dense_page_by_turns() -> None:
-    folder = Store.of(BUNDLES["starter"]).root / "see"
+    folder = Store.of(STARTER).root / "see"
     if not all((folder / name).is_file() for name in (*LABELLER, *READER)):
         pytest.skip("the starter's eyes are not here: `omnistage pull starter` gets them")
     eyes = Observer(folder)

@@ -1,1 +1,1 @@
-"""Real weights that ordinary package registries carry: which they are, where they are kept, how they get there."""
+"""Real weights from ordinary package registries: the manifest, the store, fetching, conversion."""

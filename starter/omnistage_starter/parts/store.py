@@ -1,4 +1,4 @@
-"""Where parts are kept, and whether they are there."""
+"""The folder that parts are kept in, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnistage_starter.parts.manifest import Bundle, InstalledPart, Part
+from omnistage_starter.parts.manifest import InstalledPart, Manifest, Part
 
 HOME_VARIABLE = "OMNISTAGE_HOME"
-"""A folder for what is fetched; default: the user's cache."""
-_PIECE = 2**20
-_STALE_SECONDS = 3600.0  # longer than any fetch may take
+"""Environment variable: the folder for fetched weights; default: the user's cache."""
+_READ_BYTES = 2**20
+_STALE_SECONDS = 3600.0  # longer than the timeout of a fetch
 PARTIAL = ".partial-"
-"""How the names of folders begin in which something is being made."""
+"""Prefix of folders and files that are still being written."""
 
 
 def home() -> Path:
-    """The folder of everything that was fetched."""
-    given = os.environ.get(HOME_VARIABLE)
-    if given:
-        return Path(given).expanduser()
+    """The folder of all fetched weights."""
+    path = os.environ.get(HOME_VARIABLE)
+    if path:
+        return Path(path).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "omnistage"
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -35,14 +35,14 @@ def home() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The folder of one bundle: a folder for each role, and one with the parts' licences."""
+    """The folder of one bundle, with a folder for each role and one for licences."""
 
-    bundle: Bundle
+    manifest: Manifest
     root: Path
 
     @classmethod
-    def of(cls, bundle: Bundle) -> Store:
-        return cls(bundle, home() / bundle.name)
+    def of(cls, manifest: Manifest) -> Store:
+        return cls(manifest, home() / manifest.name)
 
     def folder(self, part: Part) -> Path:
         return self.root / part.role
@@ -53,61 +53,63 @@ class Store:
     def _receipt(self, part: Part) -> Path:
         return self.licences(part) / "part.json"
 
-    def sign(self, part: Part, names: Iterable[str]) -> None:
-        """Say that a part is complete, and of which files: the last thing written, so what was interrupted has none."""
+    def write_receipt(self, part: Part, names: Iterable[str]) -> None:
+        """Record that a part is complete, with its files; written last, so an interrupted fetch leaves no record."""
         folder = self.folder(part)
-        said = {
+        receipt = {
             "package": part.package,
             "version": part.version,
             "licence": part.licence,
             "files": {name: sha256_of(folder / name) for name in sorted(names)},
         }
-        self._receipt(part).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        self._receipt(part).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
 
     def files(self, part: Part) -> dict[str, str] | None:
-        """The part's files and their hashes; None where it was not fetched whole, or in another version."""
+        """The part's files and their hashes; None where it is incomplete, or of another version."""
         try:
-            said = json.loads(self._receipt(part).read_text(encoding="utf-8"))
+            receipt = json.loads(self._receipt(part).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(said, dict) or (said.get("package"), said.get("version")) != (part.package, part.version):
+        if not isinstance(receipt, dict):
             return None
-        files = said.get("files")
+        if (receipt.get("package"), receipt.get("version")) != (part.package, part.version):
+            return None
+        files = receipt.get("files")
         return {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else None
 
     def has(self, part: Part) -> bool:
-        """Whether the part was fetched whole and its files are still there."""
+        """Whether the part was fetched completely and its files still exist."""
         files = self.files(part)
         return files is not None and all((self.folder(part) / name).is_file() for name in files)
 
     def damaged(self, part: Part) -> list[str]:
-        """Files whose content is not what it was."""
+        """Files that are missing or whose content changed."""
         folder = self.folder(part)
         files = (self.files(part) or {}).items()
-        return [name for name, known in files if not (folder / name).is_file() or sha256_of(folder / name) != known]
+        return [name for name, digest in files if not (folder / name).is_file() or sha256_of(folder / name) != digest]
 
     def missing(self) -> list[Part]:
-        """Parts to fetch that are not there, and without which the bundle is nothing."""
-        return [part for part in self.bundle.required if not self.has(part)]
+        """Required parts that are not here."""
+        return [part for part in self.manifest.required if not self.has(part)]
 
     def configure(self) -> bool:
-        """Make the folder a model's once all required parts are there, if it is not; whether it is one now."""
-        if not self.bundle.architecture or self.missing():
+        """Write config.json once all required parts are here; returns whether the folder is a model now."""
+        if not self.manifest.architecture or self.missing():
             return False
         path = self.root / "config.json"
-        wanted = {"architectures": [self.bundle.architecture], "model_type": self.bundle.model_type}
+        config = {"architectures": [self.manifest.architecture], "model_type": self.manifest.model_type}
         try:
-            if json.loads(path.read_text(encoding="utf-8")) == wanted:
+            if json.loads(path.read_text(encoding="utf-8")) == config:
                 return True
         except (OSError, ValueError):
-            pass  # not there, or broken off: written below
+            pass  # missing or truncated: written below
         scratch = path.with_name(f"{PARTIAL}config.json")
-        scratch.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         os.replace(scratch, path)
         return True
 
     def sweep(self) -> None:
-        """Remove what fetches left behind that were killed long ago."""
+        """Remove folders of fetches that were killed."""
         for path in self.root.glob(f"{PARTIAL}*"):
             if path.is_dir() and time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
@@ -119,6 +121,6 @@ class Store:
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
     return digest.hexdigest()
