@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from omnistage.engines.ar.few_rows import FewRowsLinear, quicken
+from omnistage.engines.ar.cpu_kernels import WeightFirstLinear, apply_cpu_kernels
 
 _SHAPES = ((576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 1536), (1536, 576))
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63, 64, 96, 128)
@@ -35,8 +35,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     plain, quick = layers_of_a_model(), layers_of_a_model()
     for layer in quick:
-        quicken(layer)
-    if not isinstance(quick[0], FewRowsLinear):
+        apply_cpu_kernels(layer)
+    if not isinstance(quick[0], WeightFirstLinear):
         raise SystemExit("this torch has no MKL, so layers are left as they are")
     table = Table(title=f"{options.threads} threads, torch {torch.__version__}")
     for heading in ("rows", "plain, ms", "ours, ms", "times as fast"):

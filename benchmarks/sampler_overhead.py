@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from omnistage.core.params import SamplingParams
-from omnistage.engines.ar.sampler import Sampler
+from omnistage.engines.ar.sampling.sampler import Sampler
 
 CASES: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},

@@ -50,9 +50,9 @@ TARGETS = {
     "scheduler": (Target("omnistage.engines.ar.scheduler", ("tests/unit/test_scheduler.py",)),),
     "pool": (Target("omnistage.engines.ar.block_pool", ("tests/unit/test_block_pool.py",)),),
     "sampler": (
-        Target("omnistage.engines.ar.sampler", ("tests/unit/test_sampler.py",)),
-        Target("omnistage.engines.ar.logits", ("tests/unit/test_sampler.py",)),
-        Target("omnistage.engines.ar.draw", ("tests/unit/test_sampler.py",)),
+        Target("omnistage.engines.ar.sampling.sampler", ("tests/unit/test_sampler.py",)),
+        Target("omnistage.engines.ar.sampling.processors", ("tests/unit/test_sampler.py",)),
+        Target("omnistage.engines.ar.sampling.selection", ("tests/unit/test_sampler.py",)),
     ),
     "keys": (Target("omnistage.server.keys", ("tests/unit/test_keyring.py",)),),
     "limits": (

@@ -13,42 +13,43 @@ import torch
 
 _lock = threading.Lock()
 _held = 0
-_usual = 1
+_default = 1
 
 
 @contextmanager
-def alone() -> Iterator[int]:
-    """Until the end torch uses no other threads in this one, so that none are left behind; gives the usual number.
+def single_threaded() -> Iterator[int]:
+    """Within the block torch computes in this thread only, so that no idle OpenMP team is left behind.
 
-    Several threads may be in here at a time: what is usual is what the first of them found.
+    Gives the number of threads that torch had before. Several threads may be in here at a time: the number is what
+    the first of them saw.
     """
-    global _held, _usual
+    global _held, _default
     with _lock:
         if _held == 0:
-            _usual = torch.get_num_threads()
+            _default = torch.get_num_threads()
         _held += 1
-        usual = _usual
+        default = _default
         torch.set_num_threads(1)
     try:
-        yield usual
+        yield default
     finally:
         with _lock:
             _held -= 1
-            torch.set_num_threads(usual)
+            torch.set_num_threads(default)
 
 
-def use(threads: int) -> None:
-    """Have torch use so many threads in this one, whatever other threads are about."""
+def set_threads(threads: int) -> None:
+    """Set how many threads torch uses for what this thread computes."""
     with _lock:
         torch.set_num_threads(threads)
 
 
-def compute_alone() -> None:
-    """Have torch use no other threads in this one from now on: what computes a little beside others needs none."""
+def set_single_threaded() -> None:
+    """Have torch compute in this thread only, from now on."""
     with _lock:
-        usual = _usual if _held else torch.get_num_threads()
+        default = _default if _held else torch.get_num_threads()
         torch.set_num_threads(1)
         # It also set what new threads begin with; a thread that ends at once puts that back.
-        restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
+        restoring = threading.Thread(target=torch.set_num_threads, args=(default,))
         restoring.start()
         restoring.join()

@@ -122,15 +122,15 @@ def build_stage(
     )
     if device.type != "cpu":
         return _engine_stage(name, stage_cfg, load_component(context, registry=registry))
-    from omnistage.engines.threads import alone, compute_alone, use
+    from omnistage.engines.threads import set_single_threaded, set_threads, single_threaded
 
-    with alone() as threads:  # whoever loads a model shall not slow it down ever after
+    with single_threaded() as threads:  # loading a model leaves no idle OpenMP team behind
         stage = _engine_stage(name, stage_cfg, load_component(context, registry=registry))
     if stage.uses_torch:
         stage.cpu_threads = threads
-        stage.enter_thread = partial(use, threads)
+        stage.enter_thread = partial(set_threads, threads)
     else:
-        stage.enter_thread = compute_alone
+        stage.enter_thread = set_single_threaded
     return stage
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.core.errors import CheckpointError, LimitExceededError, MediaError, MissingDependencyError
-from omnistage.engines.codec.onnx_refs import check_external_files
+from omnistage.engines.codec.onnx_external_data import check_external_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnistage.engines.diffusion.line import Line
+from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.diffusion.scheduler import DiffusionScheduler, LaneKey
 
 
@@ -42,7 +42,7 @@ def names(batch: tuple[LaneKey, ...]) -> list[str]:
     return [lane.request_id for lane in batch]
 
 
-@pytest.mark.parametrize("module", ["scheduler", "line"])
+@pytest.mark.parametrize("module", ["scheduler", "request_queue"])
 def test_it_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import omnistage.engines.diffusion.{module}"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -398,52 +398,52 @@ def test_lanes_that_never_agree_take_turns_one_by_one(count: int, ageing: int) -
         )
 
 
-# --------------------------------------------------------------------------------------------------- a line
+# --------------------------------------------------------------------------------------------------- a queue
 
 
-def whole(line: Line[str], most: int = 1) -> list[str]:
+def whole(queue: RequestQueue[str], most: int = 1) -> list[str]:
     taken = []
-    while batch := line.take(most, lambda item: item[0]):
+    while batch := queue.take(most, lambda item: item[0]):
         taken.append("".join(item[1] for _, item in batch))
     return taken
 
 
 def test_a_line_is_first_come_first_served_within_a_priority() -> None:
-    line: Line[str] = Line(100)
+    queue: RequestQueue[str] = RequestQueue(100)
     for request, item, priority in (("r", "x1", 1), ("s", "x2", 0), ("t", "x3", 0), ("u", "x4", -1)):
-        line.put(request, item, priority)
-    assert whole(line) == ["4", "2", "3", "1"]
-    assert len(line) == 0
-    assert line.take(1, lambda item: item) == []
+        queue.put(request, item, priority)
+    assert whole(queue) == ["4", "2", "3", "1"]
+    assert len(queue) == 0
+    assert queue.take(1, lambda item: item) == []
 
 
 def test_a_line_gives_what_agrees_with_the_most_urgent() -> None:
-    line: Line[str] = Line(100)
+    queue: RequestQueue[str] = RequestQueue(100)
     for item in ("x1", "y2", "x3", "x4", "y5"):
-        line.put(item, item, 0)
-    assert whole(line, most=2) == ["13", "25", "4"]
+        queue.put(item, item, 0)
+    assert whole(queue, most=2) == ["13", "25", "4"]
 
 
 def test_being_passed_over_is_worth_a_priority_level() -> None:
-    line: Line[str] = Line(3)
-    line.put("calm", "x-", 2)
+    queue: RequestQueue[str] = RequestQueue(3)
+    queue.put("calm", "x-", 2)
     taken = []
     for _ in range(8):
-        line.put("urgent", "y+", 0)
-        taken += [request_id for request_id, _ in line.take(1, lambda item: item)]
+        queue.put("urgent", "y+", 0)
+        taken += [request_id for request_id, _ in queue.take(1, lambda item: item)]
     assert taken == ["urgent"] * 6 + ["calm", "urgent"]
 
 
 def test_a_line_forgets_a_request_or_some_of_its_items() -> None:
-    line: Line[str] = Line(3)
+    queue: RequestQueue[str] = RequestQueue(3)
     for request, item in (("r", "x1"), ("r", "x2"), ("s", "x3"), ("r", "y4")):
-        line.put(request, item, 0)
-    assert line.drop("r", lambda item: item[0] == "x") == 2
-    assert line.drop("s", lambda item: item[0] == "y") == 0
-    assert "r" in line
-    line.remove("r")
-    assert "r" not in line
-    assert line.take(9, lambda item: 0) == [("s", "x3")]
+        queue.put(request, item, 0)
+    assert queue.drop("r", lambda item: item[0] == "x") == 2
+    assert queue.drop("s", lambda item: item[0] == "y") == 0
+    assert "r" in queue
+    queue.remove("r")
+    assert "r" not in queue
+    assert queue.take(9, lambda item: 0) == [("s", "x3")]
 
 
 @settings(max_examples=100, deadline=None)
@@ -455,11 +455,11 @@ def test_a_line_forgets_a_request_or_some_of_its_items() -> None:
 def test_a_line_gives_each_item_once_in_batches_that_agree(
     items: list[tuple[int, int]], most: int, ageing: int
 ) -> None:
-    line: Line[tuple[int, int]] = Line(ageing)
+    queue: RequestQueue[tuple[int, int]] = RequestQueue(ageing)
     for number, (group, priority) in enumerate(items):
-        line.put(str(number), (number, group), priority)
+        queue.put(str(number), (number, group), priority)
     taken: list[int] = []
-    while batch := line.take(most, lambda item: item[1]):
+    while batch := queue.take(most, lambda item: item[1]):
         assert len(batch) <= most
         assert len({group for _, (_, group) in batch}) == 1
         taken += [number for _, (number, _) in batch]

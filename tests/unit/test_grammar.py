@@ -25,8 +25,8 @@ from omnistage.core.errors import (
     StageError,
 )
 from omnistage.core.params import SamplingParams, StructuredOutput
-from omnistage.engines.ar import grammar
-from omnistage.engines.ar.sampler import Sampler
+from omnistage.engines.ar.sampling import grammar
+from omnistage.engines.ar.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 SCHEMA: dict[str, object] = {

@@ -229,15 +229,15 @@ def elsewhere(function: Callable[[], object]) -> int:
 
 @pytest.mark.usefixtures("three")
 def test_computing_alone_is_for_one_thread_only() -> None:
-    assert elsewhere(threads.compute_alone) == 1
+    assert elsewhere(threads.set_single_threaded) == 1
     assert elsewhere(lambda: None) == 3
     assert torch.get_num_threads() == 3
-    assert elsewhere(lambda: threads.use(2)) == 2
+    assert elsewhere(lambda: threads.set_threads(2)) == 2
 
 
 @pytest.mark.usefixtures("three")
 def test_being_alone_ends() -> None:
-    with threads.alone() as usual:
+    with threads.single_threaded() as usual:
         assert (usual, torch.get_num_threads()) == (3, 1)
         # Whoever comes to it meanwhile finds what is usual all the same.
         assert elsewhere(beside := _Beside()) == 3
@@ -250,7 +250,7 @@ class _Beside:
     usual = 0
 
     def __call__(self) -> None:
-        with threads.alone() as self.usual:
+        with threads.single_threaded() as self.usual:
             pass
 
 
@@ -261,7 +261,7 @@ def test_threads_that_are_made_alone_at_one_time_leave_others_as_they_are() -> N
 
         def enter(ready: threading.Barrier = ready) -> None:
             ready.wait()
-            threads.compute_alone()
+            threads.set_single_threaded()
 
         entering = [threading.Thread(target=enter) for _ in range(4)]
         for thread in entering:

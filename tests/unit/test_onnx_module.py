@@ -39,7 +39,7 @@ from omnistage.core.types import (
 )
 from omnistage.engines.codec import Job, ModuleStage
 from omnistage.engines.codec.onnx import BRIDGES, COMPONENTS, OnnxComponent, OnnxModule
-from omnistage.engines.codec.onnx_refs import check_external_files, external_files
+from omnistage.engines.codec.onnx_external_data import check_external_files, external_files
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts

@@ -24,9 +24,9 @@ from transformers.generation.logits_process import (
 
 from omnistage.core.errors import InternalError, InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams
-from omnistage.engines.ar.draw import UNCOVERED, DrawRows
-from omnistage.engines.ar.logits import mix, uniform
-from omnistage.engines.ar.sampler import Sampled, Sampler
+from omnistage.engines.ar.sampling.processors import mix, uniform
+from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
+from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -166,7 +166,7 @@ def test_the_filtered_distribution_is_that_of_transformers(vocab: int, monkeypat
         if len(order) < 50:
             trials.append((1 - 2**-53, order[-1]))
         for u, token in trials:
-            monkeypatch.setattr("omnistage.engines.ar.sampler.uniform", lambda stream, step, u=u: u)
+            monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step, u=u: u)
             assert one(logits, p, prompt, eos=[7]) == token, (p, u)
 
 
@@ -177,7 +177,7 @@ def expected_gap(middles: list[float], i: int) -> float:
 def test_top_k_keeps_every_tie_of_the_kth_value(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((4000,), -5.0)
     logits[[10, 20, 30, 40]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("omnistage.engines.ar.sampler.uniform", lambda stream, step: 0.999)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step: 0.999)
     assert one(logits, params(top_k=2)) == 40
 
 
@@ -276,13 +276,13 @@ def test_both_paths_of_every_draw_agree() -> None:
     shapes = [params(**{"temperature": 1.0, **shape}) for shape in SHAPES if shape.get("temperature") != 0.0]
     for dtype in (torch.float32, torch.bfloat16):
         x = (torch.randn(len(shapes), 9000) * 2.5).to(dtype).float()
-        draw = DrawRows(shapes, 9000, CPU)
+        selector = TokenSelector(shapes, 9000, CPU)
         for _ in range(25):
             u = torch.rand(len(shapes), dtype=torch.float64).tolist()
-            whole = draw.draw(x, u, attempt=2)
+            whole = selector.select(x, u, attempt=2)
             assert min(whole) >= 0
-            device = [draw.draw_gathered(draw.gather(x, attempt).numpy(), u) for attempt in range(3)]
-            for found in (draw.draw(x, u), draw.draw(x, u, attempt=1), *device):
+            device = [selector.select_gathered(selector.gather(x, attempt).numpy(), u) for attempt in range(3)]
+            for found in (selector.select(x, u), selector.select(x, u, attempt=1), *device):
                 assert all(token in (UNCOVERED, right) for token, right in zip(found, whole, strict=True))
             assert device[2] == whole
 
@@ -290,7 +290,7 @@ def test_both_paths_of_every_draw_agree() -> None:
 def test_few_candidates_settle_a_peaked_row() -> None:
     x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
     for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
-        assert DrawRows([params(**shape)], 32000, CPU).draw(x, [0.5])[0] >= 0
+        assert TokenSelector([params(**shape)], 32000, CPU).select(x, [0.5])[0] >= 0
 
 
 def test_requests_without_a_seed_differ() -> None:

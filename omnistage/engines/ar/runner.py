@@ -21,7 +21,7 @@ from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedC
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
 from omnistage.engines.ar.rows import SequenceRows
-from omnistage.engines.ar.sampler import Sampled, Sampler
+from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.byte_cache import ByteCache
 

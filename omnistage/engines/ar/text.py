@@ -1,8 +1,9 @@
-"""From token ids to text as they come: incremental detokenisation and stop strings."""
+"""From token ids to text: incremental detokenisation, stop strings, the bytes of a single token."""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _CONTEXT_TOKENS = 8
 """Prompt tokens that the decoder sees before the output: enough for a leading space and an unfinished character."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
 
 
 class _StopString:
@@ -76,19 +79,16 @@ class TokenBytes:
         return cls._known[tokenizer]
 
     def get(self, token_id: int, skip_special: bool) -> bytes:
-        found = self._table[skip_special].get(token_id)
-        if found is None:
-            found = self._table[skip_special][token_id] = self._look_up(token_id, skip_special)
-        return found
-
-    def _look_up(self, token_id: int, skip_special: bool) -> bytes:
-        token = self._backend.id_to_token(token_id)
-        if token is None or (skip_special and token_id in self._special):
-            return b""
-        try:
-            return bytes(_BYTES[character] for character in token)
-        except KeyError:  # an added token, which stands for its own text
-            return token.encode()
+        table = self._table[skip_special]
+        if token_id not in table:
+            token = self._backend.id_to_token(token_id)
+            if token is None or (skip_special and token_id in self._special):
+                token = ""
+            try:
+                table[token_id] = bytes(_BYTES[character] for character in token)
+            except KeyError:  # an added token, which stands for its own text
+                table[token_id] = token.encode()
+        return table[token_id]
 
 
 def _byte_characters() -> dict[str, int]:
@@ -144,7 +144,11 @@ class TextStream:
         if self.stopped or self._finished:
             return ""
         self._pushed += 1
-        return self._release(self._decode(token_id))
+        if self._bytes is not None:
+            text = self._utf8.decode(self._bytes.get(token_id, self._skip_special))
+        else:
+            text = self._decode(token_id)
+        return self._release(text) if self._stops and text else text
 
     def finish(self) -> str:
         """The text that was held back; an incomplete character comes out as U+FFFD. Later calls return ''."""
@@ -155,14 +159,12 @@ class TextStream:
             left = self._utf8.decode(b"", final=True)
         else:
             left = self._remainder() if self._pending else ""
-        text = self._release(left)
+        text = self._release(left) if self._stops and left else left
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
 
     def _decode(self, token_id: int) -> str:
-        if self._bytes is not None:
-            return self._utf8.decode(self._bytes.get(token_id, self._skip_special))
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -191,8 +193,7 @@ class TextStream:
         return self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special)
 
     def _release(self, text: str) -> str:
-        if not self._stops or not text:
-            return text
+        """What of the new text cannot become a stop string."""
         text, start = self._held + text, len(self._held)
         may_stop = self._pushed >= self._min_tokens
         for end in range(start + 1, len(text) + 1):
@@ -211,3 +212,24 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     if not isinstance(backend, Tokenizer):
         raise ConfigError(f"text output needs a fast tokenizer, but this model has a {type(tokenizer).__name__}")
     return backend
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """What `token` adds to a text, as UTF-8; it need not be whole characters.
+
+    Decoding a token by itself loses a leading space with some tokenizers, and what is part of a character with all.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        table = TokenBytes.of(tokenizer)
+        if table is not None:
+            return table.get(token, skip_special=False)
+        piece = backend.id_to_token(token) or ""
+        if token in tokenizer.added_tokens_decoder:
+            return piece.encode()  # it stands for its own text
+        if (byte := _BYTE_TOKEN.fullmatch(piece)) is not None:
+            return bytes([int(byte[1], 16)])
+        if _SPACE in piece:
+            return piece.replace(_SPACE, " ").encode()
+    decoded = tokenizer.decode([token])
+    return (decoded if isinstance(decoded, str) else "".join(decoded)).encode()

@@ -21,7 +21,7 @@ from omnistage.core.errors import (
 from omnistage.core.params import CodecParams
 from omnistage.core.types import AudioChunk, ModuleInput, ModuleOutput, RequestInfo, StageChunk
 from omnistage.engines.codec.module import Job, ModuleComponent, ModulePayload
-from omnistage.engines.codec.onnx_refs import check_external_files
+from omnistage.engines.codec.onnx_external_data import check_external_files
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -35,7 +35,7 @@ _DTYPES = {
     "tensor(double)": "float64",
     **{f"tensor({name})": name for size in (8, 16, 32, 64) for name in (f"int{size}", f"uint{size}")},
 }
-_LONGEST_REASON = 200
+_MAX_REASON = 200
 
 
 class OnnxModule:
@@ -98,7 +98,7 @@ class OnnxModule:
         outputs = dict(zip(self.outputs, results, strict=True))
         for name, spec in self.outputs.items():
             if (problem := spec.problem(outputs[name], sizes)) is not None:
-                raise StageError(f"output {name} of {self.path.name} {problem}; mend its declaration")
+                raise StageError(f"output {name} of {self.path.name} {problem}; correct its declaration")
         return outputs
 
 
@@ -123,7 +123,7 @@ def _session(path: Path, threads: int | None) -> onnxruntime.InferenceSession:
     except MemoryError:
         raise
     except Exception as error:  # ONNX Runtime's errors have no base of their own
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise CheckpointError(f"{path} cannot be loaded by ONNX Runtime; fetch it again ({reason})") from error
 
 
@@ -149,7 +149,7 @@ def _check_declared(
         own = shown({name: _described(node) for name, node in there.items()})
         raise CheckpointError(
             f"{kind} {wrong[0]!r} of {path} is not as declared: declared are {shown(declared)}, "
-            f"the file has {own}; mend the declaration or use another file"
+            f"the file has {own}; correct the declaration or use another file"
         )
 
 

@@ -2,7 +2,7 @@
 
 The hooks keep what they reuse on themselves, as if there were one request in the world. Here every lane and branch
 has states of its own, which are put into the hooks for its forward and taken out behind it; between forwards the
-hooks hold nothing. What is known of the inside of those hooks is in `_slots`, `_enter` and `_Part.put`.
+hooks hold nothing. What is known of the inside of those hooks is in `_slots`, `_enter` and `_HookedTransformer.put`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepCache:
 
     def __init__(self, kind: _Kind, numbers: Sequence[Number], transformers: Sequence[nn.Module]) -> None:
         self.kind = kind
-        self._parts = [_Part(transformer) for transformer in transformers]
+        self._parts = [_HookedTransformer(transformer) for transformer in transformers]
         for part in self._parts:
             kind.apply(part, numbers)
             part.slots = _slots(part.transformer)
@@ -58,16 +58,18 @@ class StepCache:
     @classmethod
     def open(cls, spec: str, denoiser: Denoiser) -> Self:
         """The cache that `spec` names (like `first_block:0.1`), applied to the denoiser's transformers."""
-        kind, numbers = _parsed(spec)
+        kind, numbers = _parse(spec)
         for transformer in denoiser.transformers:
             if _slots(transformer):
                 raise ConfigError(f"{type(transformer).__name__} has a cache already; use one", param="cache")
-            reason = kind.misfit(transformer)
+            reason = kind.incompatible_reason(transformer)
             if reason is not None:
-                fitting = [other.example for other in KINDS.values() if other.misfit(transformer) is None]
+                compatible = [
+                    other.example for other in KINDS.values() if other.incompatible_reason(transformer) is None
+                ]
                 raise ConfigError(
                     f"{kind.name} does not fit {type(transformer).__name__}: {reason}; caches for this model: "
-                    + (", ".join(fitting) or "none, leave it out"),
+                    + (", ".join(compatible) or "none, leave it out"),
                     param="cache",
                 )
         return cls(kind, numbers, denoiser.transformers)
@@ -128,7 +130,7 @@ class _Slot:
     fresh: Callable[[], Any]
 
 
-class _Part:
+class _HookedTransformer:
     """One transformer with its hooks."""
 
     def __init__(self, transformer: nn.Module) -> None:
@@ -162,7 +164,7 @@ class _Part:
 
 
 @contextmanager
-def _enter(part: _Part, row: Row) -> Iterator[None]:
+def _enter(part: _HookedTransformer, row: Row) -> Iterator[None]:
     """The context that hooks with named states ask for; they are empty again behind it."""
     mixin = _of("models.cache_utils").CacheMixin
     try:
@@ -180,16 +182,16 @@ def _slots(transformer: nn.Module) -> list[_Slot]:
     Neither can be told apart by request from outside, nor forgotten one by one, so both are swapped whole.
     """
     manager_class = _of("hooks.hooks").StateManager
-    found: dict[int, _Slot] = {}
+    slots: dict[int, _Slot] = {}
     for module in transformer.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook in registry.hooks.values() if registry is not None else ():
             manager = getattr(hook, "state_manager", None)
             if isinstance(manager, manager_class):
-                found[id(manager)] = _Slot(manager, "_state_cache", dict)
+                slots[id(manager)] = _Slot(manager, "_state_cache", dict)
             elif hasattr(hook, "state"):
-                found[id(hook)] = _Slot(hook, "state", type(hook.state))
-    return list(found.values())
+                slots[id(hook)] = _Slot(hook, "state", type(hook.state))
+    return list(slots.values())
 
 
 # ----------------------------------------------------------------------------------------- what a model has
@@ -274,23 +276,23 @@ class _Kind:
     """The numbers behind the name; a whole one takes whole numbers only."""
     limits: tuple[tuple[Number, Number], ...]
     meanings: tuple[str, ...]
-    misfit: Callable[[nn.Module], str | None]
+    incompatible_reason: Callable[[nn.Module], str | None]
     """Why it cannot be applied to a transformer, if so."""
-    apply: Callable[[_Part, Sequence[Number]], None]
+    apply: Callable[[_HookedTransformer, Sequence[Number]], None]
 
     @property
     def example(self) -> str:
         return f"{self.name}:{self.defaults[0]}"
 
 
-def _first_block(part: _Part, numbers: Sequence[Number]) -> None:
+def _first_block(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """The other blocks are skipped where the first one changes its input about as it did last."""
     hooks = _of("hooks")
     config = hooks.FirstBlockCacheConfig(threshold=float(numbers[0]))
     hooks.apply_first_block_cache(_alike_blocks(part.transformer), config)
 
 
-def _taylorseer(part: _Part, numbers: Sequence[Number]) -> None:
+def _taylorseer(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """Between full steps the last projection's output is extrapolated and no block runs.
 
     This is diffusers' lite mode with the blocks by name. Its other mode keeps the output of every attention, which
@@ -309,13 +311,13 @@ def _taylorseer(part: _Part, numbers: Sequence[Number]) -> None:
     hooks.apply_taylorseer_cache(part.transformer, config)
 
 
-def _magnitude(part: _Part, numbers: Sequence[Number]) -> None:
+def _magnitude(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """All blocks are skipped while the error that known magnitude ratios let expect stays below the threshold."""
     part.mag = _Mag(float(numbers[0]))
     _of("hooks").apply_mag_cache(_alike_blocks(part.transformer), part.mag.config)
 
 
-def _faster(part: _Part, numbers: Sequence[Number]) -> None:
+def _faster(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """Self-attention is extrapolated from its last two outputs but every so many steps.
 
     FasterCache's other half, guessing the unguided branch, needs both branches in one batch, side by side. Here they
@@ -332,7 +334,7 @@ def _faster(part: _Part, numbers: Sequence[Number]) -> None:
     hooks.apply_faster_cache(part.transformer, config)
 
 
-def _pyramid(part: _Part, numbers: Sequence[Number]) -> None:
+def _pyramid(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """Attention of every sort is computed every so many steps and reused in between, but for the first and last."""
     hooks, every = _of("hooks"), int(numbers[0])
     config = hooks.PyramidAttentionBroadcastConfig(
@@ -348,7 +350,7 @@ class _Mag:
     """MagCache's configuration, which is for one number of steps, set to that of the lane that runs."""
 
     def __init__(self, threshold: float) -> None:
-        self.config = self._made(threshold, 1)
+        self.config = self._config_for(threshold, 1)
         self._ratios: dict[int, Tensor] = {}
 
     def set_steps(self, lane: Lane) -> None:
@@ -358,12 +360,12 @@ class _Mag:
         """
         whole = max(len(getattr(lane.scheduler, "timesteps", ())), lane.steps)
         if whole not in self._ratios:
-            self._ratios[whole] = self._made(self.config.threshold, whole).mag_ratios
+            self._ratios[whole] = self._config_for(self.config.threshold, whole).mag_ratios
         self.config.num_inference_steps = lane.steps
         self.config.mag_ratios = self._ratios[whole][whole - lane.steps :]
 
     @staticmethod
-    def _made(threshold: float, steps: int) -> Any:
+    def _config_for(threshold: float, steps: int) -> Any:
         module = _of("hooks.mag_cache")
         return module.MagCacheConfig(threshold=threshold, num_inference_steps=steps, mag_ratios=module.FLUX_MAG_RATIOS)
 
@@ -382,18 +384,18 @@ KINDS = {
 }
 
 
-def _parsed(spec: str) -> tuple[_Kind, list[Number]]:
+def _parse(spec: str) -> tuple[_Kind, list[Number]]:
     """A kind and all its numbers; those that are left out are the defaults."""
-    name, *given = spec.split(":")
+    name, *values = spec.split(":")
     kind = KINDS.get(name.strip())
     if kind is None:
         known = ", ".join(k.example for k in KINDS.values())
         raise ConfigError(f"there is no cache {short_repr(name)}; known: {known}", param="cache")
-    if len(given) > len(kind.defaults):
+    if len(values) > len(kind.defaults):
         usage = ":".join((kind.name, *kind.meanings))
         raise ConfigError(f"{short_repr(spec)} has too many numbers; write {usage}", param="cache")
     numbers = list(kind.defaults)
-    for index, text in enumerate(given):
+    for index, text in enumerate(values):
         low, high = kind.limits[index]
         whole = isinstance(kind.defaults[index], int)
         try:

@@ -25,7 +25,7 @@ from omnistage.core.types import (
     VideoChunk,
 )
 from omnistage.engines.diffusion.component import LatentDecoder
-from omnistage.engines.diffusion.line import Line
+from omnistage.engines.diffusion.request_queue import RequestQueue
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class DecodeStage(Stage):
         self.name = name
         self.decoder = decoder
         self._max_batch = budget.max_batch
-        self._line: Line[Latents] = Line(budget.ageing_steps)
+        self._queue: RequestQueue[Latents] = RequestQueue(budget.ageing_steps)
         self._requests: dict[str, _Request] = {}
         self._steps = 0
         self._decoded = 0
@@ -78,10 +78,10 @@ class DecodeStage(Stage):
 
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
-        self._line.remove(request_id)
+        self._queue.remove(request_id)
 
     def step(self) -> list[StageChunk]:
-        taken = self._line.take(self._max_batch, self._group)
+        taken = self._queue.take(self._max_batch, self._group)
         self._steps += 1
         chunks: list[StageChunk] = []
         for request_id, _ in taken:
@@ -95,7 +95,7 @@ class DecodeStage(Stage):
         return chunks
 
     def has_work(self) -> bool:
-        return len(self._line) > 0
+        return len(self._queue) > 0
 
     def stats(self) -> StageStats:
         running = sum(request.started for request in self._requests.values())
@@ -114,11 +114,11 @@ class DecodeStage(Stage):
 
     def _put(self, request_id: str, latents: Latents) -> None:
         request = self._requests[request_id]
-        overtaken = self._line.drop(request_id, lambda old: old.preview and old.index == latents.index)
+        overtaken = self._queue.drop(request_id, lambda old: old.preview and old.index == latents.index)
         request.left += 1 - overtaken
         request.complete = request.complete or latents.final
         # Pictures that are done go before previews of others.
-        self._line.put(request_id, latents, request.priority + (1 if latents.preview else 0))
+        self._queue.put(request_id, latents, request.priority + (1 if latents.preview else 0))
 
     def _group(self, latents: Latents) -> object:
         size = (latents.width, latents.height, latents.num_frames)

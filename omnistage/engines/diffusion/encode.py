@@ -16,7 +16,7 @@ from omnistage.core.stage import Stage, StageStats
 from omnistage.core.types import Condition, DiffusionInput, FinishReason, StageChunk, StageFeed, StageInput
 from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
-from omnistage.engines.diffusion.line import Line
+from omnistage.engines.diffusion.request_queue import RequestQueue
 
 
 class PromptCache(ByteCache[Tensors]):
@@ -65,7 +65,7 @@ class EncodeStage(Stage):
         self.name = name
         self.encoder = encoder
         self.cache = PromptCache(budget.prompt_cache)
-        self._line: Line[_Item] = Line(budget.ageing_steps)
+        self._queue: RequestQueue[_Item] = RequestQueue(budget.ageing_steps)
         self._max_batch = budget.max_batch
         self._steps = 0
         self._encoded = 0
@@ -78,23 +78,23 @@ class EncodeStage(Stage):
         self.check(stage_input)
         params, payload = self._typed(stage_input)
         info = stage_input.info
-        if info.request_id in self._line:
+        if info.request_id in self._queue:
             raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
         jobs = self.encoder.jobs(payload, params)
         order = tuple(job_key(job) for job in jobs)
-        self._line.put(
+        self._queue.put(
             info.request_id, _Item(payload, params, dict(zip(order, jobs, strict=True)), order), info.priority
         )
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
-        if request_id in self._line:
+        if request_id in self._queue:
             raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
 
     def abort(self, request_id: str) -> None:
-        self._line.remove(request_id)
+        self._queue.remove(request_id)
 
     def step(self) -> list[StageChunk]:
-        taken = self._line.take(self._max_batch, lambda item: item.options)
+        taken = self._queue.take(self._max_batch, lambda item: item.options)
         self._steps += 1
         chunks = [StageChunk(request_id, self.name) for request_id, _ in taken]
         with torch.inference_mode():
@@ -106,12 +106,12 @@ class EncodeStage(Stage):
         return chunks
 
     def has_work(self) -> bool:
-        return len(self._line) > 0
+        return len(self._queue) > 0
 
     def stats(self) -> StageStats:
         cache = self.cache
         return StageStats(
-            waiting=len(self._line),
+            waiting=len(self._queue),
             steps=self._steps,
             tokens=self._encoded,
             extra={"cache_hits": cache.hits, "cache_misses": cache.misses, "cache_bytes": cache.bytes},

@@ -29,7 +29,7 @@ from omnistage.core.types import (
     StageInput,
     VideoChunk,
 )
-from omnistage.engines.diffusion.line import Line
+from omnistage.engines.diffusion.request_queue import RequestQueue
 
 OnStep = Callable[[int, int], None]
 """Called behind every denoising step with how many are done, of how many. What it raises must not be caught."""
@@ -145,7 +145,7 @@ class WholeStage(Stage):
                 )
         self.name = name
         self.component = component
-        self._line: Line[_Request] = Line(budget.ageing_steps)
+        self._queue: RequestQueue[_Request] = RequestQueue(budget.ageing_steps)
         self._current: tuple[str, _Request] | None = None
         self._run: _Run | None = None
         self._steps = 0
@@ -164,25 +164,25 @@ class WholeStage(Stage):
         if info.request_id in self:
             raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
         seed = secrets.randbits(31) if params.seed is None else params.seed
-        self._line.put(info.request_id, _Request(payload, params, seed), info.priority)
+        self._queue.put(info.request_id, _Request(payload, params, seed), info.priority)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if request_id in self:
             raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
 
     def abort(self, request_id: str) -> None:
-        self._line.remove(request_id)
+        self._queue.remove(request_id)
         if self._current is not None and self._current[0] == request_id:
             self._forget()
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._line or (self._current is not None and self._current[0] == request_id)
+        return request_id in self._queue or (self._current is not None and self._current[0] == request_id)
 
     # ------------------------------------------------------------------------------------------- stepping
 
     def step(self) -> list[StageChunk]:
         if self._current is None:
-            taken = self._line.take(1, lambda request: None)
+            taken = self._queue.take(1, lambda request: None)
             if not taken:
                 return []
             self._current = taken[0]
@@ -201,11 +201,11 @@ class WholeStage(Stage):
         return [*chunks, self._progress(request_id, request, run.at)]
 
     def has_work(self) -> bool:
-        return self._current is not None or len(self._line) > 0
+        return self._current is not None or len(self._queue) > 0
 
     def stats(self) -> StageStats:
         running = int(self._current is not None)
-        return StageStats(waiting=len(self._line), running=running, steps=self._steps, tokens=self._moved)
+        return StageStats(waiting=len(self._queue), running=running, steps=self._steps, tokens=self._moved)
 
     def close(self) -> None:
         self._forget()

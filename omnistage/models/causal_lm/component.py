@@ -14,7 +14,7 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.few_rows import quicken
+from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.loading import (
@@ -61,7 +61,7 @@ class CausalLM(ARComponent):
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         expected = _stock_logits(model, self.spec.vocab_size)
         use_paged_attention(self.decoder)
-        quicken(self.model)
+        apply_cpu_kernels(self.model)
         self._check_same(expected)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.few_rows import quicken
+from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models.glm_image.layout import generated_positions
@@ -55,7 +55,7 @@ class Prior(ARComponent):
         self.suppress_token_ids = tuple(range(codes, self.spec.vocab_size))
         self._image_token = int(config.image_token_id)
         use_paged_attention(self.decoder)
-        quicken(self.model)
+        apply_cpu_kernels(self.model)
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         del info

@@ -12,7 +12,7 @@ from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.few_rows import quicken
+from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
 
@@ -46,7 +46,7 @@ class Thinker(ARComponent):
         )
         self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
         use_paged_attention(self.decoder)
-        quicken(self.model)
+        apply_cpu_kernels(self.model)
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
@@ -117,7 +117,7 @@ class Talker(ARComponent):
             *(i for i in range(num_codes, self.spec.vocab_size) if i not in self.eos_token_ids),
         )
         use_paged_attention(self.decoder)
-        quicken(self.model)
+        apply_cpu_kernels(self.model)
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         """Thinker rows `[p + 1]` → prompt rows `[p + 2]`: prompt, the speaker's beginning, first reply token."""

@@ -1,6 +1,7 @@
-"""Processors: what changes a request's logits before the draw. And its random numbers.
+"""Processors: what changes a request's logits before a token is selected. And its random numbers.
 
-Everything works on many rows at once, and no row's result depends on the others. The draw itself is in `draw.py`.
+Everything works on many rows at once, and no row's result depends on the others. Selection is in
+`selection.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from omnistage.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from omnistage.engines.ar.grammar import GrammarState
+    from omnistage.engines.ar.sampling.grammar import GrammarState
 
 Array: TypeAlias = Any
 """numpy's on the host, where small operations cost a fraction of torch's; torch's on a device. The code is one: what
@@ -75,7 +76,7 @@ class RowState:
 
     @property
     def processed(self) -> bool:
-        """Something changes this row's logits before the draw."""
+        """Something changes this row's logits before selection."""
         static = (self.seen, self.counts, self.bias_ids, self.allowed, self.suppressed, self.grammar)
         return self.holds_stops or any(part is not None for part in static)
 
@@ -220,7 +221,7 @@ class Processors:
         grammars = [s.grammar for s in states if s.grammar is not None]
         self._grammar = None
         if grammars:
-            from omnistage.engines.ar.grammar import GrammarMask
+            from omnistage.engines.ar.sampling.grammar import GrammarMask
 
             self._grammar = GrammarMask(grammars, device)
 

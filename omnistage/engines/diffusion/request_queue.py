@@ -1,4 +1,4 @@
-"""A line of work items by urgency, for the stages that run each item once. Pure Python."""
+"""A queue of work items by urgency, for the stages that run each item once. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Waiting(Generic[T]):
     age: int = 0
 
 
-class Line(Generic[T]):
+class RequestQueue(Generic[T]):
     """First come, first served within a priority; being passed over often enough is worth a priority level."""
 
     def __init__(self, ageing_steps: int) -> None:
@@ -46,13 +46,13 @@ class Line(Generic[T]):
         self._waiting = kept
         return dropped
 
-    def take(self, most: int, group: Callable[[T], Hashable]) -> list[tuple[str, T]]:
-        """The most urgent item and those that agree with it in `group`, at most `most`."""
+    def take(self, max_items: int, group: Callable[[T], Hashable]) -> list[tuple[str, T]]:
+        """The most urgent item and those that agree with it in `group`, at most `max_items`."""
         ranked = sorted(self._waiting, key=lambda e: (e.priority - e.age // self._ageing_steps, e.turn))
         if not ranked:
             return []
         wanted = group(ranked[0].item)
-        taken = [entry for entry in ranked if group(entry.item) == wanted][:most]
+        taken = [entry for entry in ranked if group(entry.item) == wanted][:max_items]
         chosen = {id(entry) for entry in taken}
         self._waiting = [entry for entry in self._waiting if id(entry) not in chosen]
         for entry in self._waiting:

@@ -25,7 +25,7 @@ _FIELDS: dict[str, dict[int, str]] = {
     "sparse": {1: _TENSOR, 2: _TENSOR},
     _TENSOR: {13: _ENTRY},
 }
-_DEEPEST = 200
+_MAX_DEPTH = 200
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MALFORMED = "it is not a readable ONNX file"
 
@@ -58,8 +58,8 @@ def _locations(data: mmap.mmap, path: Path) -> Iterator[str]:
     pending = [("model", 0, len(data), 0)]
     while pending:
         kind, start, end, depth = pending.pop()
-        if depth > _DEEPEST:
-            raise CheckpointError(f"{path} is nested deeper than {_DEEPEST}; {_MALFORMED}")
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"{path} is nested deeper than {_MAX_DEPTH}; {_MALFORMED}")
         if kind == _ENTRY:
             values = {field.number: data[field.start : field.end] for field in _fields(data, start, end)}
             if values.get(1) == b"location":

@@ -1,7 +1,7 @@
 """The batched sampler: which rows need what, the state of each request, logprobs and errors.
 
-The arithmetic is in `logits.py` and `draw.py`. A batch of the same requests in the same order reuses its plan: index
-tensors and stacked counts, built once. Rows without processors never pay for rows with them.
+The arithmetic is in `processors.py` and `selection.py`. A batch of the same requests in the same order reuses its plan:
+index tensors and stacked counts, built once. Rows without processors never pay for rows with them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from omnistage.core.errors import InternalError, InvalidRequestError, OmniError,
 from omnistage.core.params import SamplingParams
 from omnistage.core.record import record
 from omnistage.core.types import TokenLogprob, TokenLogprobs
-from omnistage.engines.ar.draw import FAILED, UNCOVERED, DrawRows, argmax_host, argmax_rows, top_rows
-from omnistage.engines.ar.logits import Arrays, Ints, Processors, RowState, mix, uniform
-from omnistage.engines.ar.spelling import spelling
+from omnistage.engines.ar.sampling.processors import Arrays, Ints, Processors, RowState, mix, uniform
+from omnistage.engines.ar.sampling.selection import FAILED, UNCOVERED, TokenSelector, argmax_host, argmax_rows, top_rows
+from omnistage.engines.ar.text import token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from omnistage.engines.ar.grammar import GrammarCompiler
+    from omnistage.engines.ar.sampling.grammar import GrammarCompiler
 
 
 @record
@@ -48,16 +48,16 @@ class _Part:
         self.states = [batch[row] for row in rows]
         self.index = None if rows == list(range(len(batch))) else torch.tensor(rows, device=device)
         self.processors = Processors(self.states, vocab_size, device) if processed else None
-        self._drawn = [i for i, state in enumerate(self.states) if not state.params.greedy]
+        self._random = [i for i, state in enumerate(self.states) if not state.params.greedy]
         self._device = device
         self._vocab_size = vocab_size
-        self._draw: DrawRows | None = None
-        self._draw_index: Tensor | None = None
+        self._selector: TokenSelector | None = None
+        self._random_index: Tensor | None = None
         self._copy: Tensor | None = None
-        if self._drawn:
-            self._draw = DrawRows([self.states[i].params for i in self._drawn], vocab_size, device)
-            if len(self._drawn) < len(self.rows):
-                self._draw_index = torch.tensor(self._drawn, device=device)
+        if self._random:
+            self._selector = TokenSelector([self.states[i].params for i in self._random], vocab_size, device)
+            if len(self._random) < len(self.rows):
+                self._random_index = torch.tensor(self._random, device=device)
 
     def prepare(self, logits: Tensor) -> Tensor:
         """This part's logits after its processors; the batch's own are left as they are."""
@@ -76,45 +76,45 @@ class _Part:
         states = self.states
         return [uniform(states[i].stream, states[i].step) for i in local]
 
-    def _drawn_of(self, x: Tensor) -> Tensor:
-        return (x if self._draw_index is None else x.index_select(0, self._draw_index)).float()
+    def _random_rows_of(self, x: Tensor) -> Tensor:
+        return (x if self._random_index is None else x.index_select(0, self._random_index)).float()
 
     def pick(self, x: Tensor) -> list[int]:
         """An id for each row, or `FAILED` or `UNCOVERED`, from logits on the host."""
-        if self._draw is None:
+        if self._selector is None:
             return argmax_host(x)
-        drawn = self._draw.draw(self._drawn_of(x), self._uniforms(self._drawn))
-        return drawn if self._draw_index is None else self._merged(argmax_host(x), drawn)
+        chosen = self._selector.select(self._random_rows_of(x), self._uniforms(self._random))
+        return chosen if self._random_index is None else self._merged(argmax_host(x), chosen)
 
     def gather(self, x: Tensor) -> Tensor:
         """What `pick_gathered` needs of logits on a device: int32 `[N]` there."""
         found = []
-        if self._draw is None or self._draw_index is not None:
+        if self._selector is None or self._random_index is not None:
             found.append(argmax_rows(x).to(torch.int32))
-        if self._draw is not None:
-            found.append(self._draw.gather(self._drawn_of(x)).view(-1))
+        if self._selector is not None:
+            found.append(self._selector.gather(self._random_rows_of(x)).view(-1))
         return torch.cat(found)
 
     def pick_gathered(self, gathered: npt.NDArray[np.int32]) -> list[int]:
         """`pick`, from the host's copy of what `gather` gave."""
-        if self._draw is None:
+        if self._selector is None:
             greedy: list[int] = gathered.tolist()
             return greedy
-        split = 0 if self._draw_index is None else len(self.rows)
-        candidates = gathered[split:].reshape(len(self._drawn), -1)
-        drawn = self._draw.draw_gathered(candidates, self._uniforms(self._drawn))
-        return self._merged(gathered[:split].tolist(), drawn) if split else drawn
+        split = 0 if self._random_index is None else len(self.rows)
+        candidates = gathered[split:].reshape(len(self._random), -1)
+        chosen = self._selector.select_gathered(candidates, self._uniforms(self._random))
+        return self._merged(gathered[:split].tolist(), chosen) if split else chosen
 
-    def _merged(self, greedy: list[int], drawn: list[int]) -> list[int]:
-        for i, token in zip(self._drawn, drawn, strict=True):
+    def _merged(self, greedy: list[int], chosen: list[int]) -> list[int]:
+        for i, token in zip(self._random, chosen, strict=True):
             greedy[i] = token
         return greedy
 
     def pick_again(self, x: Tensor, local: Sequence[int], attempt: int) -> list[int]:
         """Ids of rows that were left `UNCOVERED`, from more of their logits."""
         rows = x[torch.tensor(local, device=self._device)].float()
-        draw = DrawRows([self.states[i].params for i in local], self._vocab_size, self._device)
-        return draw.draw(rows, self._uniforms(local), attempt=attempt)
+        selector = TokenSelector([self.states[i].params for i in local], self._vocab_size, self._device)
+        return selector.select(rows, self._uniforms(local), attempt=attempt)
 
 
 class _Plan:
@@ -210,7 +210,7 @@ class Sampler:
     def _grammars(self) -> GrammarCompiler:
         if self._tokenizer is None:
             raise InvalidRequestError("this stage gives no text, so it cannot be constrained", param="structured")
-        from omnistage.engines.ar.grammar import compiler_for
+        from omnistage.engines.ar.sampling.grammar import compiler_for
 
         return compiler_for(self._tokenizer, self._vocab_size, self._eos)
 
@@ -272,7 +272,7 @@ class Sampler:
         attempt = 0
         while UNCOVERED in tokens:
             attempt += 1
-            self._settle(plan, prepared, tokens, attempt)
+            self._select_again(plan, prepared, tokens, attempt)
         logprobs: list[float] = []
         if plan.records or plan.logprob_rows:
             ids = self._uploaded(tokens)
@@ -311,8 +311,8 @@ class Sampler:
         return tokens
 
     @staticmethod
-    def _settle(plan: _Plan, prepared: Sequence[Tensor], tokens: list[int], attempt: int) -> None:
-        """Fill in, in `tokens`, the rows whose likeliest tokens did not decide the draw."""
+    def _select_again(plan: _Plan, prepared: Sequence[Tensor], tokens: list[int], attempt: int) -> None:
+        """Fill in, in `tokens`, the rows whose likeliest tokens did not settle it."""
         for part, x in zip(plan.parts, prepared, strict=True):
             local = [i for i, row in enumerate(part.rows) if tokens[row] == UNCOVERED]
             if local:
@@ -373,7 +373,7 @@ class Sampler:
             return "", b""
         found = self._texts.get(token)
         if found is None:
-            own = spelling(self._tokenizer, token)
+            own = token_bytes(self._tokenizer, token)
             found = self._texts[token] = (own.decode(errors="replace"), own)
         return found
 

@@ -1,4 +1,4 @@
-"""The draw: temperature, top-k, top-p and min-p over each row's likeliest tokens, and the pick of one of them.
+"""Selection: temperature, top-k, top-p and min-p over each row's likeliest tokens, and the choice of one of them.
 
 Only the search for those tokens, and sums over the whole vocabulary, happen where the logits are. All else is numpy on
 small host arrays: each operation costs a microsecond or two, where a torch operation costs several and lets another
@@ -26,11 +26,11 @@ from omnistage.core.params import SamplingParams
 FAILED = -1
 """In place of a token id: the row held NaN, an infinity, or nothing that may be sampled."""
 UNCOVERED = -2
-"""In place of a token id: the likeliest tokens did not settle the draw; draw again with the next `attempt`."""
+"""In place of a token id: the likeliest tokens did not settle it; select again with the next `attempt`."""
 
 MAX_FAST_TOP_K = 1024
 MIN_TEMPERATURE = 1e-6
-"""Smaller temperatures count as this one: below it logits overflow, and the draw is greedy in any case."""
+"""Smaller temperatures count as this one: below it logits overflow, and the choice is greedy in any case."""
 
 _WEIGHT_SCALE = float(2**30)
 """Weight of the likeliest token. Rarer than 2^-30 of it rounds to never; `[V]` weights fit int32, sums int64."""
@@ -42,7 +42,7 @@ _DEVICE_MARGIN = 16
 _COLUMNS = 512
 _SHORT = 1024
 """Rows up to this long are worth turning into lists, which are faster to search."""
-_LEAST = np.finfo(np.float32).min
+_MIN_FINITE = np.finfo(np.float32).min
 _LOWEST = np.float32(-np.inf)
 
 Floats = npt.NDArray[np.float32]
@@ -67,7 +67,7 @@ class Candidates:
     shares: Floats | None = None
     """`[R, K]`, where a device computed them: probabilities as shares of the likeliest token's."""
     masses: Ints | None = None
-    """`[R, 1]`, where a device computed them: the sum of all of a row's weights, if its draw needs that."""
+    """`[R, 1]`, where a device computed them: the sum of all of a row's weights, if its selection needs that."""
 
 
 def _sort_keys(values: Floats, ids: Ints) -> Ints:
@@ -102,7 +102,7 @@ class _Search:
     def __init__(self, wanted: Ints, vocab_size: int) -> None:
         most, rows = int(wanted.max()), len(wanted)
         columns = min(max(_COLUMNS, 4 * most), vocab_size // 2)
-        self._in_vain = columns < 2 * most
+        self._too_narrow = columns < 2 * most
         self._columns = columns
         self._depth = vocab_size // max(columns, 1)
         self._each = np.arange(rows)[:, None]
@@ -110,13 +110,13 @@ class _Search:
         self._starts = np.arange(rows + 1) * vocab_size
 
     def __call__(self, array: Floats) -> Candidates:
-        if self._in_vain:
+        if self._too_narrow:
             return _sorted_host(array)
         rows, whole = len(array), self._depth * self._columns
         maxima = np.maximum.reduce(array[:, :whole].reshape(rows, self._depth, self._columns), axis=1)
         maxima.sort(axis=1)
         bound = maxima[self._kth]
-        flat = (array >= np.maximum(bound, _LEAST)[:, None]).reshape(-1).nonzero()[0]
+        flat = (array >= np.maximum(bound, _MIN_FINITE)[:, None]).reshape(-1).nonzero()[0]
         ends = flat.searchsorted(self._starts)
         known = (ends[1:] - ends[:-1])[:, None]
         used = np.arange(max(1, np.maximum.reduce(known, axis=None))) < known
@@ -160,12 +160,12 @@ def argmax_host(x: Tensor) -> list[int]:
     return [id_ if isfinite(array.item(row, id_)) else FAILED for row, id_ in enumerate(ids)]
 
 
-# ---------------------------------------------------------------------------------------------------- draws
+# ------------------------------------------------------------------------------------------------- selection
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How one row is drawn."""
+    """How one row's token is selected."""
 
     limit: int
     """top_k, or the vocabulary's size."""
@@ -173,7 +173,7 @@ class _Rule:
     top_p: float
     unfiltered: bool
     weighed: bool
-    """Its filter or draw is a share of the whole vocabulary's mass."""
+    """Its filter or choice is a share of the whole vocabulary's mass."""
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> _Rule:
@@ -188,8 +188,8 @@ class _Rule:
         )
 
 
-class DrawRows:
-    """Temperature, top-k, top-p, min-p and the draw for a fixed list of sampled rows; built once for a batch."""
+class TokenSelector:
+    """Temperature, top-k, top-p, min-p and the choice for a fixed list of sampled rows; built once for a batch."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -213,14 +213,14 @@ class DrawRows:
         # A limited row comes back for a second attempt when its ties outnumber the first one's candidates.
         return np.where((self._fixed > 0) & (attempt == 0), self._fixed, reach[attempt])
 
-    def draw(self, x: Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
+    def select(self, x: Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
         """Ids from float32 logits `[R, V]` and a number in [0, 1) for each row.
 
         Works on each row's likeliest tokens; a row they do not settle gives `UNCOVERED` and needs a further attempt.
         The last sorts all and settles every row. Whichever attempt does, the id is the same.
         """
         if x.device.type != "cpu":
-            return self.draw_gathered(self.gather(x, attempt).cpu().numpy(), u)
+            return self.select_gathered(self.gather(x, attempt).cpu().numpy(), u)
         array = np.ascontiguousarray(x.numpy())
         if attempt >= len(_HOST_CANDIDATES):
             found = _sorted_host(array)
@@ -228,9 +228,9 @@ class DrawRows:
             found = _Search(self._wanted(attempt, _HOST_CANDIDATES), self._vocab_size)(array)
         else:
             found = self._search(array)
-        return self._pick(found, u, array)
+        return self._choose(found, u, array)
 
-    def _pick(self, found: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
+    def _choose(self, found: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
         width = found.values.shape[1]
         with np.errstate(all="ignore"):  # rows that fail make NaN on the way
             scaled = found.values if self._unscaled else found.values / self._temperature
@@ -280,7 +280,7 @@ class DrawRows:
     # ------------------------------------------------------------------------------------------ on a device
 
     def gather(self, x: Tensor, attempt: int = 0) -> Tensor:
-        """What `draw_gathered` needs of float32 logits on a device: int32 `[R, N]` there, to be copied at one go."""
+        """What `select_gathered` needs of float32 logits on a device: int32 `[R, N]` there, to be copied at one go."""
         count = self._vocab_size
         if attempt < len(_DEVICE_CANDIDATES):
             count = int(self._wanted(attempt, _DEVICE_CANDIDATES).max()) + _DEVICE_MARGIN
@@ -294,7 +294,7 @@ class DrawRows:
         return torch.cat(parts, dim=1)
 
     def _gather_masses(self, x: Tensor, best: Tensor) -> Tensor:
-        """Sum of all weights of the rows whose draw needs it, int64 `[R, 1]`; 0 for the others."""
+        """Sum of all weights of the rows whose selection needs it, int64 `[R, 1]`; 0 for the others."""
         rows, temperature = self._device_weighed, self._device_temperature
         if len(self._weighed_rows) < len(x):
             masses = torch.zeros_like(best, dtype=torch.int64)
@@ -302,8 +302,8 @@ class DrawRows:
             return masses.index_copy_(0, rows, own)
         return _mass_device(x, temperature, best)
 
-    def draw_gathered(self, gathered: npt.NDArray[np.int32], u: Sequence[float]) -> list[int]:
-        """`draw`, from the host's copy of what `gather` gave."""
+    def select_gathered(self, gathered: npt.NDArray[np.int32], u: Sequence[float]) -> list[int]:
+        """`select`, from the host's copy of what `gather` gave."""
         count = gathered.shape[1] // 3
         floats = np.ascontiguousarray(gathered[:, : 2 * count]).view(np.float32)
         values, shares = floats[:, :count], floats[:, count:]
@@ -315,7 +315,7 @@ class DrawRows:
             masses = np.ascontiguousarray(gathered[:, 3 * count :]).view(np.int64)
         floor = values[:, -1:] if count < self._vocab_size else np.full_like(values[:, -1:], -np.inf)
         known = (values > floor).sum(axis=1, keepdims=True)
-        return self._pick(Candidates(values, keys & 0xFFFFFFFF, known, floor, shares, masses), u)
+        return self._choose(Candidates(values, keys & 0xFFFFFFFF, known, floor, shares, masses), u)
 
 
 def _mass_device(x: Tensor, temperature: Tensor, best: Tensor) -> Tensor:

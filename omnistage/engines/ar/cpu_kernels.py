@@ -1,25 +1,25 @@
-"""What is faster on the CPU for the few rows that a batch of decoding requests has, with the same weights."""
+"""Linear layers and norms that are faster on the CPU for a decode batch's few rows, over the same weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-FEWEST, MOST = 7, 48
-"""Rows for which the product is taken the other way round (`benchmarks/few_rows.py`): with fewer it is slower, and with
+MIN_ROWS, MAX_ROWS = 7, 48
+"""Rows for which the weight comes first in the product (`benchmarks/few_rows.py`): with fewer it is slower, and with
 more there is nothing to gain."""
 
 
-class FewRowsLinear(nn.Linear):
+class WeightFirstLinear(nn.Linear):
     """The same product with the weight first: `(W xᵀ)ᵀ`, up to twice as fast for a few rows.
 
-    MKL lays the matrix with the many columns out anew at every call, which for few rows is most of the work. What comes
-    out is copied into rows: attention takes a slow way with anything else.
+    MKL repacks the matrix with the many columns at every call, which for few rows is most of the work. The result is
+    copied into rows: attention is slow on any other layout.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // max(self.in_features, 1)
-        if not FEWEST <= rows <= MOST:
+        if not MIN_ROWS <= rows <= MAX_ROWS:
             return nn.functional.linear(input, self.weight, self.bias)
         out = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
         if self.bias is not None:
@@ -27,7 +27,7 @@ class FewRowsLinear(nn.Linear):
         return out.view(*input.shape[:-1], self.out_features)
 
 
-class WholeNorm:
+class FusedRMSNorm:
     """An RMS norm in one call of torch's instead of seven; mixed into the class of a module that does the same."""
 
     weight: torch.Tensor
@@ -37,23 +37,23 @@ class WholeNorm:
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-def quicken(model: nn.Module) -> None:
-    """Have a model's linear layers and norms use what is faster here; weights stay where they are.
+def apply_cpu_kernels(model: nn.Module) -> None:
+    """Exchange a model's float32 linear layers and norms on the CPU for faster ones over the same weights.
 
-    Other devices are left alone, and so are modules of other classes: quantised layers, norms that give other numbers.
+    Modules on other devices and of other classes stay: quantised layers, norms that give other numbers.
     """
     mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    whole: dict[type, type] = {}
+    fused: dict[type, type] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu" or weight.dtype != torch.float32:
             continue
         kind = type(module)
         if kind is nn.Linear and mkl:
-            module.__class__ = FewRowsLinear
+            module.__class__ = WeightFirstLinear
         elif _is_plain_norm(module):
-            whole.setdefault(kind, type(kind.__name__, (WholeNorm, kind), {}))
-            module.__class__ = whole[kind]
+            fused.setdefault(kind, type(kind.__name__, (FusedRMSNorm, kind), {}))
+            module.__class__ = fused[kind]
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from omnistage.engines.ar.spelling import spelling
+from omnistage.engines.ar.text import token_bytes
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -30,16 +30,16 @@ def test_bytes_of_byte_level_tokens_make_the_text() -> None:
     tokenizer = byte_level()
     for text in ("é", " 日本", "🙂!", "<|end|>"):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        assert b"".join(spelling(tokenizer, token) for token in ids) == text.encode()
-    assert len(spelling(tokenizer, tokenizer.encode("é", add_special_tokens=False)[0])) == 1
+        assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
+    assert len(token_bytes(tokenizer, tokenizer.encode("é", add_special_tokens=False)[0])) == 1
 
 
 def test_bytes_that_others_fall_back_to_and_leading_spaces_are_kept() -> None:
     tokenizer = fallback()
-    assert spelling(tokenizer, 0) == b" Hello"
-    assert spelling(tokenizer, 1) == b"lo"
-    assert spelling(tokenizer, 3 + 0xE2) == b"\xe2"
-    assert spelling(tokenizer, tokenizer.convert_tokens_to_ids("▁end")) == "▁end".encode()
+    assert token_bytes(tokenizer, 0) == b" Hello"
+    assert token_bytes(tokenizer, 1) == b"lo"
+    assert token_bytes(tokenizer, 3 + 0xE2) == b"\xe2"
+    assert token_bytes(tokenizer, tokenizer.convert_tokens_to_ids("▁end")) == "▁end".encode()
 
 
 def test_a_token_without_a_backend_is_decoded() -> None:
@@ -47,4 +47,4 @@ def test_a_token_without_a_backend_is_decoded() -> None:
         def decode(self, ids: list[int]) -> str:
             return "".join(chr(97 + i) for i in ids)
 
-    assert spelling(Letters(), 2) == b"c"  # type: ignore[arg-type]
+    assert token_bytes(Letters(), 2) == b"c"  # type: ignore[arg-type]

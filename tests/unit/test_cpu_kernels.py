@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omnistage.config import OmniEngineArgs
-from omnistage.engines.ar.few_rows import FEWEST, MOST, FewRowsLinear, WholeNorm, quicken
+from omnistage.engines.ar.cpu_kernels import MAX_ROWS, MIN_ROWS, FusedRMSNorm, WeightFirstLinear, apply_cpu_kernels
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.tiny import write
@@ -20,13 +20,13 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="to
 
 @needs_mkl
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, FEWEST - 1, FEWEST, 16, 17, MOST, MOST + 1, 100])
+@pytest.mark.parametrize("rows", [0, 1, MIN_ROWS - 1, MIN_ROWS, 16, 17, MAX_ROWS, MAX_ROWS + 1, 100])
 def test_the_product_is_that_of_a_plain_layer(rows: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     plain = nn.Linear(48, 80, bias=bias)
     quick = nn.Linear(48, 80, bias=bias)
     quick.load_state_dict(plain.state_dict())
-    quicken(quick)
+    apply_cpu_kernels(quick)
     given = torch.randn(1, rows, 48, generator=generator)
     got, expected = quick(given), plain(given)
     assert got.shape == expected.shape
@@ -38,7 +38,7 @@ def test_the_product_is_that_of_a_plain_layer(rows: int, bias: bool) -> None:
 def test_inputs_of_any_layout_will_do() -> None:
     plain, quick = nn.Linear(6, 4), nn.Linear(6, 4)
     quick.load_state_dict(plain.state_dict())
-    quicken(quick)
+    apply_cpu_kernels(quick)
     given = torch.randn(6, 5, 3).permute(2, 1, 0)
     torch.testing.assert_close(quick(given), plain(given))
 
@@ -57,8 +57,8 @@ def test_only_plain_layers_of_the_cpu_in_float32_are_changed() -> None:
         }
     )
     weights = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    quicken(model)
-    changed = {name for name, module in model.items() if type(module) is FewRowsLinear}
+    apply_cpu_kernels(model)
+    changed = {name for name, module in model.items() if type(module) is WeightFirstLinear}
     assert changed == {"plain"}
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == weights
 
@@ -66,20 +66,20 @@ def test_only_plain_layers_of_the_cpu_in_float32_are_changed() -> None:
 def test_nothing_is_changed_where_there_is_no_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     layer = nn.Linear(4, 4)
-    quicken(layer)
+    apply_cpu_kernels(layer)
     assert type(layer) is nn.Linear
 
 
 @needs_mkl
-@pytest.mark.parametrize("rows", [1, FEWEST - 1, FEWEST, MOST, MOST + 1])
+@pytest.mark.parametrize("rows", [1, MIN_ROWS - 1, MIN_ROWS, MAX_ROWS, MAX_ROWS + 1])
 def test_the_weight_comes_first_for_few_rows_alone(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     layer = nn.Linear(6, 4)
-    quicken(layer)
+    apply_cpu_kernels(layer)
     seen: list[int] = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda one, two: seen.append(two.shape[1]) or product(one, two))
     layer(torch.randn(rows, 6))
-    assert seen == ([rows] if FEWEST <= rows <= MOST else [])
+    assert seen == ([rows] if MIN_ROWS <= rows <= MAX_ROWS else [])
 
 
 @needs_mkl
@@ -91,7 +91,7 @@ def test_a_language_model_is_served_with_such_layers(tmp_path: Path) -> None:
     assert isinstance(stage.component, CausalLM)
     kinds = {type(module) for module in stage.component.model.modules() if isinstance(module, nn.Linear)}
     stage.close()
-    assert kinds == {FewRowsLinear}
+    assert kinds == {WeightFirstLinear}
 
 
 class PlainRMSNorm(nn.Module):
@@ -112,7 +112,7 @@ def test_a_norm_is_taken_as_a_whole_where_that_gives_the_same_numbers() -> None:
     norms = nn.ModuleList([PlainRMSNorm(576), PlainRMSNorm(576, added=1.0), nn.LayerNorm(576)])
     rows = torch.randn(2, 5, 576, generator=torch.Generator().manual_seed(0))
     before = [norm(rows) for norm in norms]
-    quicken(norms)
-    assert [isinstance(norm, WholeNorm) for norm in norms] == [True, False, False]
+    apply_cpu_kernels(norms)
+    assert [isinstance(norm, FusedRMSNorm) for norm in norms] == [True, False, False]
     assert isinstance(norms[0], PlainRMSNorm)
     assert all(torch.equal(norm(rows), expected) for norm, expected in zip(norms, before, strict=True))
