@@ -1,6 +1,6 @@
 # install  a virtual environment in .venv with everything for development
-# demo     the starter, with real weights: a question answered in text, speech and a picture; then a spoken one.
-#          Without a network: demo-noise, small checkpoints with random weights
+# demo     the starter with real weights: a question answered in text, speech and an image; then a spoken question.
+#          Without a network: demo-random, small checkpoints with random weights
 # test     the tests, with coverage; those of the real starter run where its parts can be fetched
 # lint     ruff and mypy
 # bench    the benchmarks (BENCH="--quick" for a short run)
@@ -17,7 +17,7 @@ BENCH ?=
 # torchvision publishes no CPU build for this torch: its Python code is used without its extension.
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: install demo demo-noise starter-for-tests test lint format bench clean
+.PHONY: install demo demo-random demo-noise starter-for-tests test lint format bench clean
 
 install: $(STAMP)
 
@@ -35,8 +35,7 @@ $(BIN)/python:
 	  PYTHONPATH=build/virtualenv $$python -m virtualenv $(VENV); \
 	fi
 
-# Without a GPU the pinned torch goes in first, so that nothing after it can choose another build. Bytecode is made of what
-# is imported, when it is: making it of everything costs a minute.
+# Without a GPU the pinned torch is installed first, so that no later step chooses another build.
 $(STAMP): pyproject.toml starter/pyproject.toml constraints.txt | $(BIN)/python
 	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
 	  echo "NVIDIA GPU found: installing with the torch that suits it"; \
@@ -59,16 +58,16 @@ Image.fromarray(np.stack(np.broadcast_arrays(x[:, None], x[None], np.uint8(96)),
 endef
 export DEMO_MEDIA
 
-# The tour ends with 3 where parts are missing that it cannot do without; a pull that failed has said why.
+# The tour exits with 3 where the model was not pulled; a pull that failed has printed why.
 demo: $(STAMP)
 	@mkdir -p $(OUT)
 	@$(BIN)/omnistage pull starter || true
 	@status=0; $(BIN)/python examples/starter_tour.py starter --out $(OUT) || status=$$?; \
-	if [ $$status = 3 ]; then $(MAKE) --no-print-directory demo-noise; else exit $$status; fi
+	if [ $$status = 3 ]; then $(MAKE) --no-print-directory demo-random; else exit $$status; fi
 
-demo-noise: $(STAMP)
-	@echo "No real weights here: small checkpoints with random weights instead. They run through the same code,"
-	@echo "and what they say and draw is noise. With a network, run make demo again for the real ones."
+demo-random: $(STAMP)
+	@echo "No real weights here: running small checkpoints with random weights instead. They use the same code,"
+	@echo "but their output is noise. With a network, run make demo again for the real weights."
 	@mkdir -p $(OUT)
 	@echo "$$DEMO_MEDIA" | $(BIN)/python -
 	$(BIN)/omnistage tiny qwen2_5_omni $(OUT)/tiny-qwen2.5-omni --force
@@ -79,16 +78,18 @@ demo-noise: $(STAMP)
 	$(BIN)/omnistage generate $(OUT)/tiny-flux "A lighthouse at dusk" \
 	  --width 128 --height 128 --steps 8 --seed 0 --out $(OUT) --trace
 	@ls -l $(OUT)/answer.txt $(OUT)/answer.wav $(OUT)/picture.png
-	@echo "What was said and drawn above is noise: the weights are random."
+	@echo "The output above is noise: the weights are random."
 
-# Real weights for the tests that want them, in the clone unless OMNISTAGE_HOME says where; without them those tests skip.
+demo-noise: demo-random
+
+# Real weights for the tests marked real_weights, in the clone unless OMNISTAGE_HOME is set; without them those tests skip.
 STARTER_HOME := $(or $(OMNISTAGE_HOME),$(CURDIR)/.starter)
 
 starter-for-tests: $(STAMP)
-	@if told=$$(OMNISTAGE_HOME='$(STARTER_HOME)' timeout 300 $(BIN)/omnistage pull starter 2>&1); then \
-	  echo "$$told" | grep -A 9 '^starter:'; \
+	@if output=$$(OMNISTAGE_HOME='$(STARTER_HOME)' timeout 300 $(BIN)/omnistage pull starter 2>&1); then \
+	  echo "$$output" | grep -A 9 '^starter:'; \
 	else \
-	  echo "the tests with the starter's real weights skip: $$(echo "$$told" | grep error: | tail -n 1)"; \
+	  echo "the tests with the starter's real weights skip: $$(echo "$$output" | grep error: | tail -n 1)"; \
 	fi
 
 test: $(STAMP) starter-for-tests
@@ -97,7 +98,7 @@ test: $(STAMP) starter-for-tests
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict omnistage
+	$(BIN)/mypy --strict omnistage starter/omnistage_starter
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

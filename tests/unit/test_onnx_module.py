@@ -230,7 +230,7 @@ def test_a_declaration_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> 
 
 def test_without_onnx_runtime_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'omnistage\[starter\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'omnistage\[onnx\]'"):
         OnnxModule(doubling(tmp_path), **DOUBLE)
 
 

@@ -107,7 +107,7 @@ def _session(path: Path, threads: int | None) -> onnxruntime.InferenceSession:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError(
-            f"{path.name} is an ONNX file and needs ONNX Runtime: pip install 'omnistage[starter]'"
+            f"{path.name} is an ONNX file and needs ONNX Runtime: pip install 'omnistage[onnx]'"
         ) from error
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}; the checkpoint is incomplete, fetch it again")
