@@ -17,19 +17,20 @@ from pydantic import ValidationError
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.family import AudioLimits
+from omnistage.core.validation import Problem
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
+from omnistage.server.realtime import base, events, input_audio, items, preview, session
 from omnistage.server.realtime import config as settings
-from omnistage.server.realtime import events, input_audio, items, session
-from omnistage.server.realtime.config import Hearing, ServerVad, SessionConfig, for_response, updated
-from omnistage.server.realtime.events import MOST_CHARS, MOST_MARKS, EventError
+from omnistage.server.realtime.config import AudioInputLimits, ServerVad, SessionConfig, for_response, updated
+from omnistage.server.realtime.events import MAX_CHARS, MAX_VALUES, EventError
 from omnistage.server.realtime.input_audio import InputAudio, Turn
 from omnistage.server.realtime.session import Limits, Session
 from omnistage.server.service import Service
 from tests.server.realtime_client import RATE, TEXT, said
 
-HEARING = Hearing("audio/pcm", 0.03, 30.0)
+HEARING = AudioInputLimits("audio/pcm", 0.03, 30.0)
 MANY = 20_000
 
 
@@ -49,7 +50,7 @@ class Loud:
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_audio, "Silero", Loud)
-    monkeypatch.setattr(settings, "check_available", lambda: None)
+    monkeypatch.setattr(settings, "require_vad", lambda: None)
 
 
 def sound(seconds: float, level: int = 16_000) -> NDArray[np.int16]:
@@ -110,7 +111,7 @@ def talk(service: Service) -> Talk:
 def nothings(kind: str, field: str) -> str:
     """An event with a list of very many empty values."""
     head, _, tail = message(kind, **{field: "HERE"}).partition('"HERE"')
-    return f'{head}{{"x":[{",".join(["[]"] * MOST_MARKS)}]}}{tail}'
+    return f'{head}{{"x":[{",".join(["[]"] * MAX_VALUES)}]}}{tail}'
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,11 @@ def test_a_message_of_very_many_values_is_not_even_read(kind: str, field: str, m
     with pytest.raises(EventError) as caught:
         events.parse(text)
     assert caught.value.error.code == "limit_exceeded"
-    assert str(MOST_MARKS) in caught.value.error.message
+    assert str(MAX_VALUES) in caught.value.error.message
 
 
 def test_only_events_that_bring_media_may_be_long() -> None:
-    long = "A" * MOST_CHARS
+    long = "A" * MAX_CHARS
     with pytest.raises(EventError) as caught:
         events.parse(message("session.update", session={"instructions": long}, event_id="mine"))
     assert (caught.value.error.code, caught.value.event_id) == ("limit_exceeded", "mine")
@@ -159,13 +160,12 @@ CHECKS: dict[str, Callable[[], object]] = {
 def test_the_first_problem_is_enough(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(error: ValidationError, *rest: Any) -> InvalidRequestError:
+    def counted(error: ValidationError, *rest: Any, **more: Any) -> Problem:
         counts.append(error.error_count())
-        return original(error, *rest)
+        return original(error, *rest, **more)
 
-    original = events.first_problem
-    for module in (events, items, settings):
-        monkeypatch.setattr(module, "first_problem", counted)
+    original = base.first_problem
+    monkeypatch.setattr(base, "first_problem", counted)
     with pytest.raises((InvalidRequestError, EventError)):
         CHECKS[what]()
     assert len(counts) == 1
@@ -174,9 +174,9 @@ def test_the_first_problem_is_enough(what: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_settings_are_moved_without_copying_them_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    merged = settings._merged
-    monkeypatch.setattr(settings, "_merged", lambda *args: calls.append(1) or merged(*args))
-    assert len(settings.from_preview({**unknown(500), "voice": "A"})) == 501
+    merged = preview.merge_settings
+    monkeypatch.setattr(preview, "merge_settings", lambda *args: calls.append(1) or merged(*args))
+    assert len(preview.from_preview({**unknown(500), "voice": "A"})) == 501
     assert len(calls) < 10
 
 
@@ -238,7 +238,7 @@ def test_what_has_no_effect_is_neither_kept_nor_shown() -> None:
     }
     made = updated(SessionConfig(), given, "session")
     assert "secret" not in repr(made)
-    assert "secret" not in json.dumps(made.shown("sess_1"))
+    assert "secret" not in json.dumps(made.to_json("sess_1"))
 
 
 def test_more_items_than_a_conversation_holds_are_refused(service: Service) -> None:
@@ -340,7 +340,7 @@ def test_no_turn_is_longer_than_the_model_can_hear(service: Service) -> None:
     assert 29 < max(lengths) <= 30.1  # an item's own thousand bytes are counted with it
     made = talk.session.conversation.context()[0]
     assert isinstance(made, items.Message)
-    assert isinstance(made.parts[0], items.Sound)
+    assert isinstance(made.parts[0], items.Audio)
     assert len(made.parts[0].samples) <= 30 * RATE
 
 
@@ -388,13 +388,13 @@ TURNS = "session.audio.input.turn_detection"
         ({"tools": {}}, "session.tools", "must be a list"),
         ({"tool_choice": "maybe"}, "session.tool_choice", "got 'maybe'"),
         ({"audio": []}, "session.audio", "must be an object"),
-        ({"audio": {"input": {"transcription": {}}}}, "session.audio.input.transcription", "not offered"),
+        ({"audio": {"input": {"transcription": {}}}}, "session.audio.input.transcription", "not supported"),
         ({"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}, f"{TURNS}.type", "use server_vad"),
         ({"audio": {"input": {"turn_detection": {}}}}, f"{TURNS}.type", "is missing"),
         ({"audio": {"input": {"format": {"rate": 8000}}}}, "session.audio.input.format.rate", "24000 Hz"),
         ({"audio": {"output": {"voice": {"name": "x"}}}}, "session.audio.output.voice", "must be a name"),
-        ({"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5}}, f"{TURNS}.idle_timeout_ms", "not offered"),
-        ({"prompt": {"id": "x"}}, "session.prompt", "not offered"),
+        ({"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5}}, f"{TURNS}.idle_timeout_ms", "not supported"),
+        ({"prompt": {"id": "x"}}, "session.prompt", "not supported"),
         ({"truncation": {"type": "retention_ratio"}}, "session.truncation", "'auto' or 'disabled'"),
         ({"temprature": 1}, "session.temprature", "no such field"),
     ],

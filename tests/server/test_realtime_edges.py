@@ -304,7 +304,7 @@ def test_a_model_that_does_not_hear_says_so(server: Running) -> None:
 
 
 def test_without_the_extra_there_are_no_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnistage.server.realtime.vad._file", lambda: None)
+    monkeypatch.setattr("omnistage.server.realtime.vad._model_path", lambda: None)
     with raw_socket(server) as talk:
         assert talk.recv()["session"]["audio"]["input"]["turn_detection"] is None
         talk.send("session.update", session={"audio": {"input": {"turn_detection": {"type": "server_vad"}}}})
@@ -462,7 +462,7 @@ def test_a_defect_is_named_and_ends_nothing(talk: Raw, monkeypatch: pytest.Monke
         talk.send("conversation.item.create", item=said("x"))
         error = talk.recv()["error"]
         assert (error["type"], "secret" in error["message"]) == ("server_error", False)
-        patch.setattr("omnistage.server.realtime.response_runner.messages_of", broken)
+        patch.setattr("omnistage.server.realtime.response_runner.to_messages", broken)
         talk.send("response.create")
         failed = talk.until("response.done")[-1]["response"]
         assert failed["status"] == "failed"

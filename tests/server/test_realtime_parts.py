@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.realtime import preview
-from omnistage.server.realtime.audio import RATES, FormatName, RateChanger, decode, encode
-from omnistage.server.realtime.config import ServerVad, SessionConfig, for_response, from_preview, updated
-from omnistage.server.realtime.conversation import Conversation, later_half, messages_of
-from omnistage.server.realtime.items import CHARS_A_SECOND, CallResult, Message, Sound, Spoken, Text
-from omnistage.server.realtime.response_events import Answer
+from omnistage.server.realtime.audio import RATES, FormatName, StreamResampler, decode, encode
+from omnistage.server.realtime.config import ServerVad, SessionConfig, for_response, updated
+from omnistage.server.realtime.conversation import Conversation, later_half, to_messages
+from omnistage.server.realtime.items import CHARS_PER_SECOND, Audio, FunctionOutput, Message, Speech, Text
+from omnistage.server.realtime.response_events import ResponseBuilder
 
 SPEAKS = SessionConfig(output_modalities=("audio",))
 WRITES = SessionConfig()
@@ -50,7 +50,7 @@ def test_an_update_changes_what_it_names_and_nothing_else() -> None:
     third = updated(second, {"audio": {"input": {"turn_detection": None}}, "instructions": ""}, "session")
     assert (third.audio.input.turn_detection, third.instructions, third.audio.output.voice) == (None, "", "A")
     # What a client was shown it may send back.
-    assert updated(third, third.shown("sess_1"), "session").audio == third.audio
+    assert updated(third, third.to_json("sess_1"), "session").audio == third.audio
 
 
 def test_turn_detection_is_replaced_as_a_whole() -> None:
@@ -89,7 +89,7 @@ def test_the_previews_settings_find_their_places() -> None:
         "turn_detection": None,
         "max_response_output_tokens": 7,
     }
-    assert from_preview(flat) == {
+    assert preview.from_preview(flat) == {
         "output_modalities": ["audio"],
         "audio": {
             "output": {"voice": "A"},
@@ -128,12 +128,12 @@ def test_the_model_sees_what_was_said_and_nothing_that_is_empty() -> None:
     sound = np.zeros(10, np.int16)
     items = [
         Message("system", [Text("Rules.")]),
-        Message("user", [Sound(sound, 24_000), Text("What is it?")]),
-        Message("assistant", [Spoken("A bell.")]),
-        Message("assistant", [Spoken("")]),  # nothing of it was heard
+        Message("user", [Audio(sound, 24_000), Text("What is it?")]),
+        Message("assistant", [Speech("A bell.")]),
+        Message("assistant", [Speech("")]),  # nothing of it was heard
         Message("assistant", [Text("On its w")], status="in_progress"),
     ]
-    messages = messages_of(items, "Be brief.")
+    messages = to_messages(items, "Be brief.")
     assert [message["role"] for message in messages] == ["system", "system", "user", "assistant"]
     assert messages[2]["content"][0] == {"type": "audio", "audio": (sound, 24_000)}
     assert messages[3]["content"] == [{"type": "text", "text": "A bell."}]
@@ -142,30 +142,30 @@ def test_the_model_sees_what_was_said_and_nothing_that_is_empty() -> None:
 @pytest.mark.parametrize(
     ("part", "ms", "kept"),
     [
-        (Spoken("one two three four", 4000, True), 4000, "one two three four"),
-        (Spoken("one two three four", 4000, True), 2000, "one two"),
-        (Spoken("one two three four", 4000, True), 0, ""),
-        (Spoken("abcdefgh", 1000, True), 500, "abcd"),  # a script without spaces
-        (Spoken("word " * 50, 1000, False), 500, "word word"),  # broken off: the text is far ahead of the sound
-        (Spoken("short", 1000, False), 1000, "short"),
-        (Spoken("", 0, True), 0, ""),
-        (Spoken("Hello " + "世界" * 30, 3000, True), 2500, "Hello " + "世界" * 24 + "世"),  # spaces end too soon
-        (Spoken("Hello " + "x" * 20 + " end", 3000, True), 2500, "Hello"),  # a long word
+        (Speech("one two three four", 4000, True), 4000, "one two three four"),
+        (Speech("one two three four", 4000, True), 2000, "one two"),
+        (Speech("one two three four", 4000, True), 0, ""),
+        (Speech("abcdefgh", 1000, True), 500, "abcd"),  # a script without spaces
+        (Speech("word " * 50, 1000, False), 500, "word word"),  # broken off: the text is far ahead of the sound
+        (Speech("short", 1000, False), 1000, "short"),
+        (Speech("", 0, True), 0, ""),
+        (Speech("Hello " + "世界" * 30, 3000, True), 2500, "Hello " + "世界" * 24 + "世"),  # spaces end too soon
+        (Speech("Hello " + "x" * 20 + " end", 3000, True), 2500, "Hello"),  # a long word
     ],
 )
-def test_a_transcript_is_cut_to_what_was_heard(part: Spoken, ms: int, kept: str) -> None:
-    part.cut(ms)
+def test_a_transcript_is_cut_to_what_was_heard(part: Speech, ms: int, kept: str) -> None:
+    part.truncate(ms)
     assert part.transcript == kept
     assert part.ms <= ms
 
 
 @given(st.text("ab ", max_size=60), st.integers(0, 5000), st.integers(0, 5000), st.booleans())
 def test_cutting_only_ever_shortens(text: str, length: int, ms: int, whole: bool) -> None:
-    part = Spoken(text, length, whole)
-    part.cut(min(ms, length))
+    part = Speech(text, length, whole)
+    part.truncate(min(ms, length))
     assert text.startswith(part.transcript)
-    again = Spoken(part.transcript, part.ms, whole)
-    again.cut(part.ms)
+    again = Speech(part.transcript, part.ms, whole)
+    again.truncate(part.ms)
     assert part.transcript.startswith(again.transcript)
 
 
@@ -173,8 +173,8 @@ def test_only_what_was_spoken_is_cut() -> None:
     talk = conversation()
     talk.add(Message("user", [Text("x")], id="user"))
     talk.add(Message("assistant", [Text("x")], id="written"))
-    talk.add(Message("assistant", [Spoken("x", 10)], id="now", status="in_progress"))
-    talk.add(Message("assistant", [Spoken("x", 10, True)], id="spoken"))
+    talk.add(Message("assistant", [Speech("x", 10)], id="now", status="in_progress"))
+    talk.add(Message("assistant", [Speech("x", 10, True)], id="spoken"))
     for name, index, ms, param in (
         ("user", 0, 1, "content_index"),
         ("written", 0, 1, "content_index"),
@@ -195,7 +195,7 @@ def test_the_older_half_goes_first_and_rules_stay() -> None:
     talk = conversation()
     for item in items:
         talk.add(item)
-    talk.forget_before(later_half(items))
+    talk.start_context_at(later_half(items))
     talk.add(Message("user", [Text("x")], id="new"))
     assert [item.id for item in talk.context()] == ["r", "2", "3", "4", "new"]
     assert len(talk) == 7
@@ -208,13 +208,13 @@ def test_the_older_half_goes_first_and_rules_stay() -> None:
 
 def test_a_spoken_answer_says_everything_in_order() -> None:
     talk = conversation()
-    answer = Answer("1", SPEAKS, talk)
+    answer = ResponseBuilder("1", SPEAKS, talk)
     events = [
         *answer.created(),
         *answer.text("Hello "),
         *answer.audio(np.full(36_000, 0.5, np.float32), 24_000),
         *answer.text("there"),
-        *answer.ended("completed", Usage(prompt_tokens=3, completion_tokens=2, audio_seconds=1.5)),
+        *answer.finish("completed", Usage(prompt_tokens=3, completion_tokens=2, audio_seconds=1.5)),
     ]
     assert names(events) == [
         "response.created",
@@ -235,32 +235,32 @@ def test_a_spoken_answer_says_everything_in_order() -> None:
     (item,) = talk
     assert isinstance(item, Message)
     assert item.status == "completed"
-    assert isinstance(item.parts[0], Spoken)
-    assert (item.parts[0].ms, item.parts[0].whole, item.parts[0].transcript) == (1500, True, "Hello there")
+    assert isinstance(item.parts[0], Speech)
+    assert (item.parts[0].ms, item.parts[0].complete, item.parts[0].transcript) == (1500, True, "Hello there")
     assert events[-1]["response"]["usage"]["total_tokens"] == 5
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_can_have_been_heard() -> None:
     talk = conversation()
-    answer = Answer("1", SPEAKS, talk)
+    answer = ResponseBuilder("1", SPEAKS, talk)
     answer.text("word " * 100)
     answer.audio(np.zeros(24_000, np.float32), 24_000)
-    events = answer.ended("cancelled", None, reason="turn_detected")
+    events = answer.finish("cancelled", None, reason="turn_detected")
     assert names(events)[-1] == "response.done"
     done = events[-1]["response"]
     assert done["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
     assert done["output"][0]["status"] == "incomplete"
     (item,) = talk
     assert isinstance(item, Message)
-    assert isinstance(item.parts[0], Spoken)
-    assert 0 < len(item.parts[0].transcript) <= CHARS_A_SECOND
+    assert isinstance(item.parts[0], Speech)
+    assert 0 < len(item.parts[0].transcript) <= CHARS_PER_SECOND
 
 
 @pytest.mark.parametrize("status", ["cancelled", "failed"])
 def test_an_answer_that_gave_nothing_leaves_nothing(status: Any) -> None:
     talk = conversation()
-    answer = Answer("1", WRITES, talk)
-    events = answer.ended(status, None, error=StageError("it broke") if status == "failed" else None)
+    answer = ResponseBuilder("1", WRITES, talk)
+    events = answer.finish(status, None, error=StageError("it broke") if status == "failed" else None)
     assert names(events) == ["response.done"]
     assert events[0]["response"]["output"] == []
     assert len(talk) == 0
@@ -269,8 +269,8 @@ def test_an_answer_that_gave_nothing_leaves_nothing(status: Any) -> None:
 
 
 def test_an_empty_answer_is_still_an_item() -> None:
-    answer = Answer("1", WRITES, None)
-    made = names([*answer.created(), *answer.ended("completed", None)])
+    answer = ResponseBuilder("1", WRITES, None)
+    made = names([*answer.created(), *answer.finish("completed", None)])
     assert made == [
         "response.created",
         "response.output_item.added",
@@ -286,12 +286,12 @@ def test_calls_are_items_of_their_own() -> None:
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
     config = updated(WRITES, {"tools": [tool]}, "session")
     talk = conversation()
-    answer = Answer("1", config, talk)
+    answer = ResponseBuilder("1", config, talk)
     written = 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     events = [*answer.created()]
     for start in range(0, len(written), 7):
         events += answer.text(written[start : start + 7])
-    events += answer.ended("completed", None)
+    events += answer.finish("completed", None)
     told = [name for i, name in enumerate(names(events)) if not i or name != events[i - 1]["type"]]
     assert told == [
         "response.created",
@@ -319,8 +319,8 @@ def test_calls_are_items_of_their_own() -> None:
         1,
         1,
     ]
-    talk.add(CallResult(call["call_id"], "rain"))
-    first, second = messages_of(list(talk), "")
+    talk.add(FunctionOutput(call["call_id"], "rain"))
+    first, second = to_messages(list(talk), "")
     assert first["content"] == [{"type": "text", "text": "Let me see. "}]
     assert first["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
     assert second == {"role": "tool", "tool_call_id": call["call_id"], "content": "rain"}
@@ -328,10 +328,10 @@ def test_calls_are_items_of_their_own() -> None:
 
 def test_sound_is_brought_to_the_sessions_rate() -> None:
     config = updated(SPEAKS, {"audio": {"output": {"format": {"type": "audio/pcmu"}}}}, "session")
-    answer = Answer("1", config, None)
+    answer = ResponseBuilder("1", config, None)
     tone = (0.5 * np.sin(2 * np.pi * 440 * np.arange(44_100) / 44_100)).astype(np.float32)
     events = [e for start in range(0, 44_100, 4410) for e in answer.audio(tone[start : start + 4410], 44_100)]
-    events += answer.ended("completed", None)
+    events += answer.finish("completed", None)
     data = b"".join(base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta")
     samples = decode(data, "audio/pcmu", "audio").astype(np.float64) / 32768
     assert len(samples) == pytest.approx(8000, abs=2)
@@ -359,8 +359,8 @@ def test_telephone_formats_are_those_of_the_standard() -> None:
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=20))
 def test_a_stream_is_resampled_as_the_whole_would_be(cuts: list[int]) -> None:
     sound = np.sin(np.arange(sum(cuts)) / 9).astype(np.float32)
-    whole = RateChanger(24_000, 8_000).push(sound, last=True)
-    changer, made, start = RateChanger(24_000, 8_000), [], 0
+    whole = StreamResampler(24_000, 8_000).push(sound, last=True)
+    changer, made, start = StreamResampler(24_000, 8_000), [], 0
     for cut in cuts:
         made.append(changer.push(sound[start : start + cut]))
         start += cut
@@ -372,9 +372,9 @@ def test_a_stream_is_resampled_as_the_whole_would_be(cuts: list[int]) -> None:
 
 
 def test_the_preview_has_names_of_its_own() -> None:
-    answer = Answer("1", WRITES, conversation())
-    events = [*answer.created(), *answer.text("x"), *answer.ended("completed", None)]
-    told = [shown for event in events for shown in preview.renamed(event)]
+    answer = ResponseBuilder("1", WRITES, conversation())
+    events = [*answer.created(), *answer.text("x"), *answer.finish("completed", None)]
+    told = [shown for event in events if (shown := preview.to_preview(event)) is not None]
     assert [event["type"] for event in told] == [
         "response.created",
         "response.output_item.added",
@@ -387,6 +387,6 @@ def test_the_preview_has_names_of_its_own() -> None:
         "response.done",
     ]
     assert told[-1]["response"]["modalities"] == ["text"]
-    assert preview.asked_for("realtime=v1", ())
-    assert preview.asked_for(None, ("realtime", "openai-beta.realtime-v1"))
-    assert not preview.asked_for(None, ("realtime",))
+    assert preview.wants_preview("realtime=v1", ())
+    assert preview.wants_preview(None, ("realtime", "openai-beta.realtime-v1"))
+    assert not preview.wants_preview(None, ("realtime",))

@@ -1,4 +1,4 @@
-"""Hearing turns: silero's own network on made-up voices, and what its numbers mean."""
+"""AudioInputLimits turns: silero's own network on made-up voices, and what its numbers mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 
 from omnistage.core.errors import LimitExceededError, MissingDependencyError
 from omnistage.server.realtime import vad
-from omnistage.server.realtime.audio import RateChanger
+from omnistage.server.realtime.audio import StreamResampler
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.input_audio import InputAudio
 from omnistage.server.realtime.vad import FRAME, FRAME_MS, RATE, Silero, TurnDetector
@@ -63,10 +63,10 @@ def test_none_of_the_packages_python_is_imported() -> None:
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vad, "_file", lambda: None)
+    monkeypatch.setattr(vad, "_model_path", lambda: None)
     vad._network.cache_clear()
-    assert not vad.available()
-    for call in (vad.check_available, Silero):
+    assert not vad.vad_available()
+    for call in (vad.require_vad, Silero):
         with pytest.raises(MissingDependencyError, match=r"omnistage\[realtime\]"):
             call()
     vad._network.cache_clear()
@@ -165,7 +165,7 @@ def test_silence_is_not_kept_while_turns_are_heard() -> None:
     feed(audio, quiet(5.0))  # more than fits
     assert audio.seconds < 0.4
     assert audio.ms(audio.end) == 5000
-    audio.listen(None)
+    audio.set_detection(None)
     with pytest.raises(LimitExceededError):
         feed(audio, quiet(5.0))
 
@@ -194,7 +194,7 @@ def test_what_is_taken_by_hand_ends_the_turn() -> None:
 def test_settings_may_change_in_the_middle_of_a_turn() -> None:
     audio = InputAudio("audio/pcm", detection(silence_duration_ms=5000), 60)
     feed(audio, loud(0.5))
-    audio.listen(detection(silence_duration_ms=100))
+    audio.set_detection(detection(silence_duration_ms=100))
     stopped = feed(audio, quiet(0.5))
     assert [turn.kind for turn in stopped] == ["stopped"]
     assert stopped[0].start == 0
@@ -203,6 +203,6 @@ def test_settings_may_change_in_the_middle_of_a_turn() -> None:
 def test_telephone_sound_is_heard_too() -> None:
     audio = InputAudio("audio/pcmu", detection(silence_duration_ms=200), 60)
     sound = np.concatenate([silence(0.5, 24_000), voice(1.0, 24_000), silence(0.6, 24_000)])
-    narrow = as_int16(RateChanger(24_000, 8_000).push(sound, last=True))
+    narrow = as_int16(StreamResampler(24_000, 8_000).push(sound, last=True))
     heard = [turn.kind for start in range(0, len(narrow), 160) for turn in audio.append(narrow[start : start + 160])]
     assert heard == ["started", "stopped"]

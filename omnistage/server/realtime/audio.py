@@ -1,4 +1,4 @@
-"""Sound on the wire: the formats of the realtime protocol, and streams from one rate to another."""
+"""Audio on the wire: the formats of the realtime protocol, and resampling of streams."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from omnistage.server.openai.audio.encode import pcm16
 
 FormatName = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 RATES: dict[str, int] = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}
-_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
-"""Of a sample."""
+_SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 _SUBTYPES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
@@ -30,12 +29,12 @@ def from_base64(text: str, param: str) -> bytes:
 
 
 def base64_seconds(text: str, format: FormatName) -> float:
-    """How long the sound in `text` is, before any of it is decoded."""
-    return (len(text.rstrip("=")) * 3 // 4) / (_BYTES[format] * RATES[format])
+    """The duration of base64 audio, without decoding it."""
+    return (len(text.rstrip("=")) * 3 // 4) / (_SAMPLE_BYTES[format] * RATES[format])
 
 
 def decode(data: bytes, format: FormatName, param: str) -> NDArray[np.int16]:
-    """The samples of headerless sound, `int16 [n]` at the format's rate."""
+    """The samples of headerless audio, `int16 [n]` at the format's rate."""
     if format == "audio/pcm":
         if len(data) % 2:
             raise InvalidRequestError(
@@ -44,14 +43,8 @@ def decode(data: bytes, format: FormatName, param: str) -> NDArray[np.int16]:
         return np.frombuffer(data, dtype="<i2").astype(np.int16)
     if not data:
         return np.zeros(0, np.int16)
-    samples, _ = soundfile.read(
-        io.BytesIO(data),
-        samplerate=RATES[format],
-        channels=1,
-        format="RAW",
-        subtype=_SUBTYPES[format],
-        dtype="int16",
-    )
+    raw = {"samplerate": RATES[format], "channels": 1, "format": "RAW", "subtype": _SUBTYPES[format]}
+    samples, _ = soundfile.read(io.BytesIO(data), dtype="int16", **raw)
     return np.asarray(samples, dtype=np.int16)
 
 
@@ -65,8 +58,8 @@ def encode(samples: NDArray[np.float32], format: FormatName) -> bytes:
     return encoded.getvalue()
 
 
-class RateChanger:
-    """A stream of samples from one rate to another; what goes in comes out a little later, and aligned."""
+class StreamResampler:
+    """Resamples a stream chunk by chunk; the output lags a little and stays aligned."""
 
     def __init__(self, source: int, target: int, quality: str = "HQ") -> None:
         self._stream = None
@@ -74,7 +67,7 @@ class RateChanger:
             self._stream = soxr.ResampleStream(source, target, 1, dtype="float32", quality=quality)
 
     def push(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
-        """What these samples complete; with `last` all that is left, and nothing may follow."""
+        """What these samples complete; with `last` also the remainder, after which nothing may follow."""
         if self._stream is None:
             return samples
         return np.asarray(self._stream.resample_chunk(samples, last=last), dtype=np.float32)

@@ -1,37 +1,36 @@
-"""How what clients send is checked: it stops at the first problem, and names it as the client knows it.
+"""Models of what clients send over the socket.
 
-pydantic would go through all of a list or of an object's unknown fields, and keep an error for each: seconds for one
-message, in which nobody else is served.
+Validation stops at the first problem: pydantic would walk all of a long list, or all unknown fields of an object, and
+keep an error for each, for seconds in which no other session is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, ValidationError, model_validator
 
-from omnistage.core.errors import InvalidRequestError
-from omnistage.core.validation import SHOWN_CHARS, field_error_path, field_path, message_of
+from omnistage.core.validation import first_problem
 from omnistage.server.openai.base import WireModel
 
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object of the protocol: a client's, before it is validated, or an event for the client."""
 Ignored = Annotated[None, BeforeValidator(lambda _: None)]
-"""A field of OpenAI's without effect here: whatever comes is taken, and neither kept nor shown."""
-_SAID = {
-    "extra_forbidden": "there is no such field here; leave it out",
-    "none_required": "is not offered; leave it out, or give null",
-    "tuple_type": "must be a list",
+"""An OpenAI field without effect here: any value is accepted, and neither kept nor returned."""
+_MESSAGES = {
+    "extra_forbidden": "there is no such field; leave it out",
+    "none_required": "is not supported; leave it out, or send null",
 }
-"""Where pydantic's own words speak of Python."""
+ModelT = TypeVar("ModelT", bound="ClientModel")
 
 
-class Fields(WireModel):
+class ClientModel(WireModel):
     """The base of what clients send over the socket."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_readable(cls, data: Any) -> Any:
-        """Instead of going through all the data again, for each model in it: `events.parse` has done so, once."""
+    def _is_readable(cls, data: object) -> object:
+        """Replaces the base's walk through all data, which `events.parse` has done once for the whole message."""
         known = cls.model_fields
         if not isinstance(data, dict) or len(data) <= len(known):
             return data
@@ -39,22 +38,9 @@ class Fields(WireModel):
         return {name: data[name] for name in (*known, unknown) if name in data}
 
 
-def first_problem(error: ValidationError, values: Mapping[str, Any], prefix: str = "") -> InvalidRequestError:
-    """Our error for the first problem that pydantic found in `values`."""
-    first = error.errors(include_url=False)[0]
-    steps = [*_steps(first["loc"], values, missing=first["type"] == "missing"), *field_error_path(first)]
-    path = field_path([*([prefix] if prefix else []), *steps])[:SHOWN_CHARS]
-    return InvalidRequestError(_SAID.get(first["type"]) or message_of(first), param=path or None)
-
-
-def _steps(where: Sequence[int | str], values: object, *, missing: bool) -> list[int | str]:
-    """The steps that lead somewhere in `values`: between them pydantic names the types that it has tried."""
-    made: list[int | str] = []
-    here: Any = values
-    for index, step in enumerate(where):
-        if step in here if isinstance(here, Mapping) else isinstance(here, list | tuple) and isinstance(step, int):
-            here = here[step]
-        elif not missing or index < len(where) - 1:
-            continue
-        made.append(step)
-    return made
+def validate(model: type[ModelT], values: JsonObject, prefix: str = "") -> ModelT:
+    """Raises `InvalidRequestError` for the first problem, its path starting with `prefix`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise first_problem(error, values, words=_MESSAGES).error(prefix) from None

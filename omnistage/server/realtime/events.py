@@ -1,74 +1,56 @@
-"""What clients send over the socket, one JSON object a message; and errors as they are told of them."""
+"""Client events, one JSON object a message, and the error event."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.base import check_readable
-from omnistage.server.realtime.base import Fields, first_problem
+from omnistage.server.realtime.base import ClientModel, JsonObject, validate
 
-_MOST_ID = 512
+_MAX_ID_CHARS = 512
 LARGE_CHARS = 2**16
-"""A message that is longer is read in a worker thread."""
-MOST_CHARS = 2**20
-"""Of an event that brings no media."""
-MOST_MARKS = 100_000
-"""Commas and brackets of a message. Media are a few long strings; a million small values would take seconds to read,
+"""A longer message is parsed in a worker thread."""
+MAX_CHARS = 2**20
+"""Of an event without media."""
+MAX_VALUES = 100_000
+"""Commas and brackets of a message. Media are a few long strings; a million small values would take seconds to parse,
 and a hundred times the message's memory."""
 
 
-class ClientEvent(Fields):
+class ClientEvent(ClientModel):
     type: str
-    event_id: str | None = Field(default=None, max_length=_MOST_ID)
+    event_id: str | None = Field(default=None, max_length=_MAX_ID_CHARS)
 
 
 class SessionUpdate(ClientEvent):
-    session: dict[str, Any]
+    session: JsonObject
 
 
 class AudioAppend(ClientEvent):
     audio: str
 
 
-class AudioCommit(ClientEvent):
-    pass
-
-
-class AudioClear(ClientEvent):
-    pass
-
-
-class OutputClear(ClientEvent):
-    pass
-
-
 class ItemCreate(ClientEvent):
-    item: dict[str, Any]
+    item: JsonObject
     previous_item_id: str | None = None
 
 
-class ItemRetrieve(ClientEvent):
+class ItemEvent(ClientEvent):
     item_id: str
 
 
-class ItemDelete(ClientEvent):
-    item_id: str
-
-
-class ItemTruncate(ClientEvent):
-    item_id: str
+class ItemTruncate(ItemEvent):
     content_index: int
     audio_end_ms: int = Field(ge=0)
 
 
 class ResponseCreate(ClientEvent):
-    response: dict[str, Any] | None = None
+    response: JsonObject | None = None
 
 
 class ResponseCancel(ClientEvent):
@@ -78,25 +60,25 @@ class ResponseCancel(ClientEvent):
 _EVENTS: dict[str, type[ClientEvent]] = {
     "session.update": SessionUpdate,
     "input_audio_buffer.append": AudioAppend,
-    "input_audio_buffer.commit": AudioCommit,
-    "input_audio_buffer.clear": AudioClear,
-    "output_audio_buffer.clear": OutputClear,
+    "input_audio_buffer.commit": ClientEvent,
+    "input_audio_buffer.clear": ClientEvent,
+    "output_audio_buffer.clear": ClientEvent,
     "conversation.item.create": ItemCreate,
-    "conversation.item.retrieve": ItemRetrieve,
-    "conversation.item.delete": ItemDelete,
+    "conversation.item.retrieve": ItemEvent,
+    "conversation.item.delete": ItemEvent,
     "conversation.item.truncate": ItemTruncate,
     "response.create": ResponseCreate,
     "response.cancel": ResponseCancel,
 }
-_MAY_BE_LONG = frozenset({"input_audio_buffer.append", "conversation.item.create", "response.create"})
+_MEDIA_EVENTS = frozenset({"input_audio_buffer.append", "conversation.item.create", "response.create"})
 
 
-class GoneError(Exception):
-    """There is no client to send to any more."""
+class ClientGoneError(Exception):
+    """The connection is closed, or the client does not read."""
 
 
 class EventError(Exception):
-    """An event that cannot be read, with the id that its client gave it."""
+    """An event that is refused, with the id that its client gave it."""
 
     def __init__(self, error: OmniError, event_id: str | None) -> None:
         super().__init__(error.message)
@@ -106,36 +88,41 @@ class EventError(Exception):
 
 def parse(text: str) -> ClientEvent:
     """The event in a message. Raises `EventError`."""
-    marks = sum(map(text.count, ",[{"))
-    if marks > MOST_MARKS:
-        said = f"the message has {marks} commas and brackets, and may have {MOST_MARKS}; send less, or in pieces"
-        raise EventError(LimitExceededError(said), None)
+    event_id = None
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        raise EventError(InvalidRequestError("the message is not valid JSON; check it"), None) from None
-    if not isinstance(values, dict):
-        raise EventError(InvalidRequestError("the message is not a JSON object; send one event at a time"), None)
-    given = values.get("event_id")
-    event_id = given if isinstance(given, str) and len(given) <= _MOST_ID else None
-    kind = values.get("type")
-    known = _EVENTS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        names = ", ".join(_EVENTS)
-        raise EventError(
-            InvalidRequestError(f"there is no event {short_repr(kind)}; events: {names}", param="type"), event_id
-        )
-    if len(text) > MOST_CHARS and kind not in _MAY_BE_LONG:
-        said = f"the message has {len(text)} characters, and {kind} may have {MOST_CHARS}; send less"
-        raise EventError(LimitExceededError(said), event_id)
-    try:
-        check_readable(values)
-        return known.model_validate(values)
-    except ValidationError as error:
-        raise EventError(first_problem(error, values), event_id) from None
+        values = _load(text)
+        sent_id = values.get("event_id")
+        event_id = sent_id if isinstance(sent_id, str) and len(sent_id) <= _MAX_ID_CHARS else None
+        return _event(values, len(text))
     except InvalidRequestError as error:
         raise EventError(error, event_id) from None
 
 
-def error_event(error: OmniError, event_id: str | None) -> dict[str, Any]:
+def _load(text: str) -> JsonObject:
+    count = sum(map(text.count, ",[{"))
+    if count > MAX_VALUES:
+        raise LimitExceededError(
+            f"the message has {count} commas and brackets, and may have {MAX_VALUES}; send less, or in several messages"
+        )
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError("the message is not valid JSON; check it") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError("the message is not a JSON object; send one event per message")
+    return values
+
+
+def _event(values: JsonObject, chars: int) -> ClientEvent:
+    kind = values.get("type")
+    model = _EVENTS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise InvalidRequestError(f"there is no event {short_repr(kind)}; events: {', '.join(_EVENTS)}", param="type")
+    if chars > MAX_CHARS and kind not in _MEDIA_EVENTS:
+        raise LimitExceededError(f"the message has {chars} characters, and {kind} may have {MAX_CHARS}; send less")
+    check_readable(values)
+    return validate(model, values)
+
+
+def error_event(error: OmniError, event_id: str | None) -> JsonObject:
     return {"type": "error", "error": {**body_of(error)["error"], "event_id": event_id}}

@@ -1,4 +1,4 @@
-"""The sound that a client has sent and not yet made a message of."""
+"""The input audio buffer: audio that is not yet part of a message."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.core.errors import LimitExceededError
-from omnistage.server.realtime.audio import RATES, FormatName, RateChanger
+from omnistage.server.realtime.audio import RATES, FormatName, StreamResampler
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 
-_BYTES = 2
-"""Of a sample."""
+_SAMPLE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Somebody began to speak at one position, padding included, or stopped at the other."""
+    """Speech started at position `start`, padding included, or stopped at `end`."""
 
     kind: Literal["started", "stopped"]
     start: int
@@ -27,116 +26,117 @@ class Turn:
 
 
 class InputAudio:
-    """A bounded buffer that hears turns. Positions count all samples that ever came in.
+    """A bounded buffer with turn detection. Positions count all samples since the buffer was made.
 
-    While it listens for turns and nobody speaks, it keeps only the padding that goes before one; a turn that would
-    be longer than the bound ends there, and whoever goes on begins another. `append` computes, so it belongs in a
-    worker thread; nothing else here does.
+    With turn detection it keeps only the padding before a turn until one starts; a turn that would exceed the bound
+    ends there and another starts. `append` computes and belongs in a worker thread; the other methods are cheap.
     """
 
-    def __init__(self, format: FormatName, detection: ServerVad | None, max_seconds: float, begun_ms: int = 0) -> None:
+    def __init__(self, format: FormatName, detection: ServerVad | None, max_seconds: float, start_ms: int = 0) -> None:
         self.format = format
         self.rate = RATES[format]
-        self._most = int(max_seconds * self.rate)
-        self._begun_ms = begun_ms
-        self._kept = bytearray()
+        self._max_samples = int(max_seconds * self.rate)
+        self._start_ms = start_ms
+        self._buffer = bytearray()
         self._start = 0
-        """The position of the first sample that is kept."""
-        self._turn: int | None = None
-        """Where the turn that is being spoken began."""
-        self._free = 0
-        """Where the last turn ended: the next one's padding does not reach into it."""
+        """The position of the first sample in the buffer."""
+        self._turn_start: int | None = None
+        """The start of the current turn."""
+        self._last_turn_end = 0
+        """The next turn's padding does not reach before it."""
         self._vad: Silero | None = None
         self.detection: ServerVad | None = None
-        self.listen(detection)
+        self.set_detection(detection)
 
-    def listen(self, detection: ServerVad | None) -> None:
-        """Listen for turns in this way from here on, or no more. What is kept stays."""
+    def set_detection(self, detection: ServerVad | None) -> None:
+        """Detect turns in this way from here on, or no longer. The buffer's content stays."""
         if detection is None:
-            self._vad = self._turn = None
+            self._vad = self._turn_start = None
         elif self._vad is None:
             self._vad = Silero()
-            self._to_vad = RateChanger(self.rate, RATE, "MQ")
+            self._to_vad = StreamResampler(self.rate, RATE, "MQ")
             self._vad_start, self._frames = self.end, 0
         if detection is not None:
-            self._turns = TurnDetector(detection.threshold, detection.silence_duration_ms, self._turn is not None)
+            speaking = self._turn_start is not None
+            self._detector = TurnDetector(detection.threshold, detection.silence_duration_ms, speaking)
         self.detection = detection
 
     def __len__(self) -> int:
-        return len(self._kept) // _BYTES
+        return len(self._buffer) // _SAMPLE_BYTES
 
     @property
     def nbytes(self) -> int:
-        return len(self._kept)
+        return len(self._buffer)
 
     @property
     def end(self) -> int:
         return self._start + len(self)
 
     def ms(self, position: int) -> int:
-        """A position as milliseconds since the session began."""
-        return self._begun_ms + position * 1000 // self.rate
+        """A position as milliseconds since the session started."""
+        return self._start_ms + position * 1000 // self.rate
 
     @property
     def seconds(self) -> float:
         return len(self) / self.rate
 
     def append(self, samples: NDArray[np.int16]) -> list[Turn]:
-        """Keep more sound; the turns that it begins and ends, in order."""
-        listens = self._vad is not None and self.detection is not None
-        if not listens and len(self) + len(samples) > self._most:
+        """Add audio; return the turns that it starts and ends, in order."""
+        if self.detection is None and len(self) + len(samples) > self._max_samples:
             raise LimitExceededError(
-                f"the buffer would hold more than {self._most // self.rate} s; commit or clear it first", param="audio"
+                f"the buffer would hold more than {self._max_samples // self.rate} s; commit or clear it first",
+                param="audio",
             )
-        self._kept += samples.astype("<i2").tobytes()
-        return self._hear(samples) if listens else []
+        self._buffer += samples.astype("<i2").tobytes()
+        return self._detect(samples)
 
-    def _hear(self, samples: NDArray[np.int16]) -> list[Turn]:
+    def _detect(self, samples: NDArray[np.int16]) -> list[Turn]:
         if self._vad is None or self.detection is None:
             return []
-        padding = min(self.detection.prefix_padding_ms * self.rate // 1000, self._most // 2)
+        padding = min(self.detection.prefix_padding_ms * self.rate // 1000, self._max_samples // 2)
         turns: list[Turn] = []
         for probability in self._vad.push(self._to_vad.push(samples.astype(np.float32) / 32768.0)):
-            kind = self._turns.push(probability)
+            kind = self._detector.push(probability)
             if kind == "started":
-                self._turn = max(self._free, self._start, self._heard - padding)
-                turns.append(Turn(kind, self._turn, self._turn))
+                self._turn_start = max(self._last_turn_end, self._start, self._vad_position - padding)
+                turns.append(Turn(kind, self._turn_start, self._turn_start))
             self._frames += 1
-            if self._turn is not None and (kind == "stopped" or self._heard - self._turn >= self._most):
-                self._free = min(self._heard, self.end, self._turn + self._most)
-                turns.append(Turn("stopped", self._turn, self._free))
-                self._turn, self._turns.speaking = None, False
-        if all(turn.kind == "started" for turn in turns):  # what has stopped is still to be taken
-            self._drop(self._heard - padding if self._turn is None else self._turn)
+            start, position = self._turn_start, self._vad_position
+            if start is not None and (kind == "stopped" or position - start >= self._max_samples):
+                self._last_turn_end = min(position, self.end, start + self._max_samples)
+                turns.append(Turn("stopped", start, self._last_turn_end))
+                self._turn_start, self._detector.speaking = None, False
+        if all(turn.kind == "started" for turn in turns):  # a stopped turn is still to be taken
+            self._drop(self._vad_position - padding if self._turn_start is None else self._turn_start)
         return turns
 
     @property
-    def _heard(self) -> int:
-        """The position up to which the network has listened."""
+    def _vad_position(self) -> int:
+        """The position up to which the network has run."""
         return self._vad_start + self._frames * FRAME * self.rate // RATE
 
     def take(self, start: int, end: int) -> NDArray[np.int16]:
-        """What is kept between two positions; all that is before the second is dropped."""
-        begin, stop = max(start - self._start, 0), max(end - self._start, 0)
-        taken = np.frombuffer(bytes(self._kept[begin * _BYTES : stop * _BYTES]), dtype="<i2").astype(np.int16)
+        """The audio between two positions; everything before `end` is dropped."""
+        first, last = (max(position - self._start, 0) * _SAMPLE_BYTES for position in (start, end))
+        samples = np.frombuffer(bytes(self._buffer[first:last]), dtype="<i2").astype(np.int16)
         self._drop(end)
-        return taken
+        return samples
 
     def take_all(self) -> NDArray[np.int16]:
-        """Everything that is kept, as far as the bound. Whoever still speaks begins another turn."""
-        self._turn = None
-        self.listen(self.detection)
-        # A turn may be a frame over the bound before that is heard.
-        return self.take(self.end - self._most, self.end)
+        """The whole buffer, up to the bound. Speech that goes on starts another turn."""
+        self._turn_start = None
+        self.set_detection(self.detection)
+        # A turn may exceed the bound by a frame before that is noticed.
+        return self.take(self.end - self._max_samples, self.end)
 
     def clear(self) -> None:
-        """Drop everything, and listen as if nothing had been heard: what follows is another sound."""
+        """Drop everything and restart turn detection."""
         detection = self.detection
-        self.listen(None)
+        self.set_detection(None)
         self._drop(self.end)
-        self.listen(detection)
+        self.set_detection(detection)
 
     def _drop(self, before: int) -> None:
         count = min(max(before - self._start, 0), len(self))
-        del self._kept[: count * _BYTES]
+        del self._buffer[: count * _SAMPLE_BYTES]
         self._start += count

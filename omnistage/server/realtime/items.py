@@ -1,38 +1,38 @@
-"""What a conversation is made of: items as clients send and see them, and as the model is shown them."""
+"""Items of a conversation: as clients send them, as clients see them, and as messages for the model."""
 
 from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import FailFast, Field, ValidationError
+from pydantic import FailFast, Field
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.core.validation import is_utf8, short_repr
+from omnistage.core.validation import short_repr
 from omnistage.server.realtime.audio import RATES, base64_seconds, decode, from_base64
-from omnistage.server.realtime.base import Fields, first_problem
-from omnistage.server.realtime.config import Hearing
+from omnistage.server.realtime.base import ClientModel, JsonObject, validate
+from omnistage.server.realtime.config import AudioInputLimits
 
 Role = Literal["system", "user", "assistant"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 MAX_PARTS = 64
 _ITEM_BYTES = 1000
-"""What an item takes besides its content."""
-CHARS_A_SECOND = 20
-"""Of speech whose whole length nobody knows, because it was broken off: hardly anybody speaks faster."""
-_LONGEST_WORD = 20
-"""In characters: where no space comes for longer, the script has none."""
+"""Memory of an item besides its content."""
+CHARS_PER_SECOND = 20
+"""Upper bound of the speaking rate, for speech that was cut off and whose full length is unknown."""
+_MAX_WORD_CHARS = 20
+"""Where no space comes for longer, the script has none."""
 
 
 def new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex[:24]}"
 
 
-# ---------------------------------------------------------------------------------------------------- what items hold
+# ---------------------------------------------------------------------------------------------- parts of messages
 
 
 @dataclass(slots=True)
@@ -43,16 +43,16 @@ class Text:
     def size(self) -> int:
         return len(self.text)
 
-    def shown(self, role: Role, _sounds: bool) -> dict[str, Any]:
+    def to_json(self, role: Role, _with_audio: bool) -> JsonObject:
         return {"type": "output_text" if role == "assistant" else "input_text", "text": self.text}
 
-    def for_model(self) -> Mapping[str, Any] | None:
+    def to_prompt(self) -> JsonObject | None:
         return {"type": "text", "text": self.text} if self.text else None
 
 
 @dataclass(slots=True, eq=False)
-class Sound:
-    """What a user said: `int16 [n]`."""
+class Audio:
+    """Speech of the user: `int16 [n]`."""
 
     samples: NDArray[np.int16]
     rate: int
@@ -61,82 +61,81 @@ class Sound:
     def size(self) -> int:
         return self.samples.nbytes
 
-    def shown(self, _role: Role, sounds: bool) -> dict[str, Any]:
-        made: dict[str, Any] = {"type": "input_audio", "transcript": None}
-        return {**made, "audio": base64.b64encode(self.samples.astype("<i2").tobytes()).decode()} if sounds else made
+    def to_json(self, _role: Role, with_audio: bool) -> JsonObject:
+        shown: JsonObject = {"type": "input_audio", "transcript": None}
+        if with_audio:
+            shown["audio"] = base64.b64encode(self.samples.astype("<i2").tobytes()).decode()
+        return shown
 
-    def for_model(self) -> Mapping[str, Any] | None:
+    def to_prompt(self) -> JsonObject | None:
         return {"type": "audio", "audio": (self.samples, self.rate)}
 
 
 @dataclass(slots=True)
-class Picture:
+class Image:
     url: str
 
     @property
     def size(self) -> int:
         return len(self.url)
 
-    def shown(self, _role: Role, _sounds: bool) -> dict[str, Any]:
+    def to_json(self, _role: Role, _with_audio: bool) -> JsonObject:
         return {"type": "input_image", "image_url": self.url}
 
-    def for_model(self) -> Mapping[str, Any] | None:
+    def to_prompt(self) -> JsonObject | None:
         return {"type": "image_url", "image_url": {"url": self.url}}
 
 
 @dataclass(slots=True)
-class Spoken:
-    """What the model said aloud. The sound itself is not kept, only how long it is."""
+class Speech:
+    """Speech of the model: its transcript and duration. The audio itself is not kept."""
 
     transcript: str = ""
     ms: int = 0
-    whole: bool = False
-    """Nothing of the sound is missing at its end."""
+    complete: bool = False
+    """Whether all of the audio was generated."""
 
     @property
     def size(self) -> int:
         return len(self.transcript)
 
-    def shown(self, _role: Role, _sounds: bool) -> dict[str, Any]:
+    def to_json(self, _role: Role, _with_audio: bool) -> JsonObject:
         return {"type": "output_audio", "transcript": self.transcript}
 
-    def for_model(self) -> Mapping[str, Any] | None:
+    def to_prompt(self) -> JsonObject | None:
         return {"type": "text", "text": self.transcript} if self.transcript else None
 
-    def cut(self, ms: int) -> None:
-        """Keep of the transcript what can have been heard in the first `ms` milliseconds."""
-        if self.whole:
-            share = ms / self.ms if self.ms else 0.0
-            count = int(len(self.transcript) * share)
+    def truncate(self, ms: int) -> None:
+        """Keep the part of the transcript that can have been heard in the first `ms` milliseconds."""
+        if self.complete:
+            count = int(len(self.transcript) * (ms / self.ms if self.ms else 0.0))
         else:
-            # The text runs ahead of the sound, and how long all of it would have been is not known.
-            count = ms * CHARS_A_SECOND // 1000
+            # The text runs ahead of the audio, whose full duration is unknown.
+            count = ms * CHARS_PER_SECOND // 1000
         if count < len(self.transcript):
             head, space, word = self.transcript[: count + 1].rpartition(" ")
-            self.transcript = head if space and len(word) <= _LONGEST_WORD else self.transcript[:count]
+            self.transcript = head if space and len(word) <= _MAX_WORD_CHARS else self.transcript[:count]
         self.ms = min(ms, self.ms)
 
 
-Part = Text | Sound | Picture | Spoken
+Part = Text | Audio | Image | Speech
 
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+# --------------------------------------------------------------------------------------------------------- items
 
 
 @dataclass(slots=True)
 class _Item:
-    """What all items of a conversation have."""
-
     type: ClassVar[str]
     id: str = field(default_factory=lambda: new_id("item"), kw_only=True)
     status: ItemStatus = field(default="completed", kw_only=True)
 
-    def shown(self, *, sounds: bool = False) -> dict[str, Any]:
-        """As clients see it; sound goes along only where it is asked for."""
+    def to_json(self, *, with_audio: bool = False) -> JsonObject:
+        """The item as clients see it."""
         head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
-        return {**head, **self._content(sounds)}
+        return {**head, **self._content(with_audio)}
 
-    def _content(self, sounds: bool) -> dict[str, Any]:
+    def _content(self, with_audio: bool) -> JsonObject:
         raise NotImplementedError
 
 
@@ -146,40 +145,37 @@ class Message(_Item):
     role: Role
     parts: list[Part]
 
-    def _content(self, sounds: bool) -> dict[str, Any]:
-        return {"role": self.role, "content": [part.shown(self.role, sounds) for part in self.parts]}
+    def _content(self, with_audio: bool) -> JsonObject:
+        return {"role": self.role, "content": [part.to_json(self.role, with_audio) for part in self.parts]}
 
-    def for_model(self) -> Mapping[str, Any] | None:
-        """As a chat message; None where there is nothing to say."""
-        parts = [made for part in self.parts if (made := part.for_model()) is not None]
-        return {"role": self.role, "content": parts} if parts else None
+    def to_prompt(self) -> JsonObject | None:
+        """A chat message; None for one without content."""
+        content = [shown for part in self.parts if (shown := part.to_prompt()) is not None]
+        return {"role": self.role, "content": content} if content else None
 
     @property
     def size(self) -> int:
-        """What it takes of the conversation's bound, in bytes or so."""
+        """Approximate bytes, for the conversation's limit."""
         return _ITEM_BYTES + sum(part.size for part in self.parts)
 
 
 @dataclass(slots=True)
-class Call(_Item):
+class FunctionCall(_Item):
     """A function that the model wants called."""
 
     type = "function_call"
+    role: ClassVar[str] = "assistant"
     name: str
     call_id: str
     arguments: str = ""
 
-    def _content(self, sounds: bool) -> dict[str, Any]:
+    def _content(self, with_audio: bool) -> JsonObject:
         return {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
 
-    def for_model(self) -> Mapping[str, Any]:
+    def to_prompt(self) -> JsonObject | None:
         function = {"name": self.name, "arguments": self.arguments}
         call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-    @property
-    def role(self) -> str:
-        return "assistant"
+        return {"role": self.role, "content": None, "tool_calls": [call]}
 
     @property
     def size(self) -> int:
@@ -187,35 +183,30 @@ class Call(_Item):
 
 
 @dataclass(slots=True)
-class CallResult(_Item):
-    """What a function gave."""
-
+class FunctionOutput(_Item):
     type = "function_call_output"
+    role: ClassVar[str] = "tool"
     call_id: str
     output: str
 
-    def _content(self, sounds: bool) -> dict[str, Any]:
+    def _content(self, with_audio: bool) -> JsonObject:
         return {"call_id": self.call_id, "output": self.output}
 
-    def for_model(self) -> Mapping[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output or "null"}
-
-    @property
-    def role(self) -> str:
-        return "tool"
+    def to_prompt(self) -> JsonObject | None:
+        return {"role": self.role, "tool_call_id": self.call_id, "content": self.output or "null"}
 
     @property
     def size(self) -> int:
         return _ITEM_BYTES + len(self.output)
 
 
-Item = Message | Call | CallResult
+Item = Message | FunctionCall | FunctionOutput
 
 
-# ------------------------------------------------------------------------------------------------- what clients send
+# ---------------------------------------------------------------------------------------------- what clients send
 
 
-class ContentIn(Fields):
+class ContentIn(ClientModel):
     type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio", "text", "audio"]
     text: str | None = None
     audio: str | None = None
@@ -223,98 +214,84 @@ class ContentIn(Fields):
     image_url: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
 
+    def part(self, role: Role, limits: AudioInputLimits, path: str) -> Part:
+        if role != "user" and self.type in ("input_audio", "input_image"):
+            raise InvalidRequestError(f"is for user messages, and this one has the role {role}", param=f"{path}.type")
+        if self.type == "input_audio":
+            return _audio(self.audio, limits, f"{path}.audio")
+        source = {"output_audio": "transcript", "audio": "transcript", "input_image": "image_url"}.get(
+            self.type, "text"
+        )
+        value: str | None = getattr(self, source)
+        if not value:
+            raise InvalidRequestError("is missing or empty; send it", param=f"{path}.{source}")
+        return Image(value) if self.type == "input_image" else Text(value)
 
-class ItemIn(Fields):
+
+class ItemIn(ClientModel):
     type: str
     id: str | None = Field(default=None, min_length=1, max_length=64)
     object: str | None = None
     status: str | None = None
+
+    def item(self, limits: AudioInputLimits, path: str) -> Item:
+        raise NotImplementedError
 
 
 class MessageIn(ItemIn):
     role: Role
     content: Annotated[tuple[ContentIn, ...], FailFast()] = Field(min_length=1, max_length=MAX_PARTS)
 
+    def item(self, limits: AudioInputLimits, path: str) -> Item:
+        parts = [part.part(self.role, limits, f"{path}.content[{i}]") for i, part in enumerate(self.content)]
+        return Message(self.role, parts)
 
-class CallIn(ItemIn):
+
+class FunctionCallIn(ItemIn):
     name: str = Field(min_length=1, max_length=64)
     arguments: str
     call_id: str | None = Field(default=None, min_length=1, max_length=64)
 
+    def item(self, limits: AudioInputLimits, path: str) -> Item:
+        return FunctionCall(self.name, self.call_id or new_id("call"), self.arguments)
 
-class CallResultIn(ItemIn):
+
+class FunctionOutputIn(ItemIn):
     call_id: str = Field(min_length=1, max_length=64)
     output: str
+
+    def item(self, limits: AudioInputLimits, path: str) -> Item:
+        return FunctionOutput(self.call_id, self.output)
 
 
 _ITEMS: dict[str, type[ItemIn]] = {
     "message": MessageIn,
-    "function_call": CallIn,
-    "function_call_output": CallResultIn,
+    "function_call": FunctionCallIn,
+    "function_call_output": FunctionOutputIn,
 }
 
 
-def parse_item(values: Mapping[str, Any], hearing: Hearing, prefix: str) -> Item:
-    """An item that a client sends. Raises what is wrong with it. It decodes sound: a worker thread's work."""
+def parse_item(values: JsonObject, limits: AudioInputLimits, path: str) -> Item:
+    """An item that a client sends. Raises `InvalidRequestError`. Decodes audio: run it in a worker thread."""
     kind = values.get("type")
-    known = _ITEMS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise InvalidRequestError(f"must be one of {', '.join(_ITEMS)}, got {short_repr(kind)}", param=f"{prefix}.type")
-    try:
-        given = known.model_validate(dict(values))
-    except ValidationError as error:
-        raise first_problem(error, values, prefix) from None
-    item = _item(given, hearing, prefix)
-    item.id = given.id or item.id
+    model = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise InvalidRequestError(f"must be one of {', '.join(_ITEMS)}, got {short_repr(kind)}", param=f"{path}.type")
+    sent = validate(model, values, path)
+    item = sent.item(limits, path)
+    item.id = sent.id or item.id
     return item
 
 
-def _item(given: ItemIn, hearing: Hearing, prefix: str) -> Item:
-    if isinstance(given, CallIn):
-        arguments = _encodable(given.arguments, f"{prefix}.arguments")
-        return Call(_encodable(given.name, f"{prefix}.name"), given.call_id or new_id("call"), arguments)
-    if isinstance(given, CallResultIn):
-        return CallResult(given.call_id, _encodable(given.output, f"{prefix}.output"))
-    if not isinstance(given, MessageIn):
-        raise InvalidRequestError("is of no known type", param=prefix)
-    parts = [_part(part, given.role, hearing, f"{prefix}.content[{i}]") for i, part in enumerate(given.content)]
-    return Message(given.role, parts)
-
-
-def _part(given: ContentIn, role: Role, hearing: Hearing, path: str) -> Part:
-    kind = given.type
-    if role != "user" and kind in ("input_audio", "input_image"):
-        raise InvalidRequestError(f"is for user messages; this one is of the {role}", param=f"{path}.type")
-    if kind in ("output_audio", "audio"):
-        return Text(_text(given.transcript, f"{path}.transcript"))
-    if kind == "input_audio":
-        return _sound(given.audio, hearing, f"{path}.audio")
-    if kind == "input_image":
-        return Picture(_text(given.image_url, f"{path}.image_url"))
-    return Text(_text(given.text, f"{path}.text"))
-
-
-def _sound(audio: str | None, hearing: Hearing, path: str) -> Sound:
+def _audio(audio: str | None, limits: AudioInputLimits, path: str) -> Audio:
     if audio is None:
-        raise InvalidRequestError("is missing; give base64", param=path)
-    if base64_seconds(audio, hearing.format) > hearing.most:
-        raise LimitExceededError(f"is longer than the {hearing.most:g} s that one sound may have; split it", param=path)
-    samples, rate = decode(from_base64(audio, path), hearing.format, path), RATES[hearing.format]
-    if not len(samples) or len(samples) / rate < hearing.least:
+        raise InvalidRequestError("is missing; send base64", param=path)
+    if base64_seconds(audio, limits.format) > limits.max_seconds:
+        raise LimitExceededError(f"is longer than the limit of {limits.max_seconds:g} s; split it", param=path)
+    samples, rate = decode(from_base64(audio, path), limits.format, path), RATES[limits.format]
+    if not len(samples) or len(samples) / rate < limits.min_seconds:
         raise MediaError(
-            f"has {len(samples)} samples, and the model hears {hearing.least * 1000:g} ms or more; send a longer sound",
+            f"has {len(samples)} samples, and the model needs {limits.min_seconds * 1000:g} ms; send more audio",
             param=path,
         )
-    return Sound(samples, rate)
-
-
-def _text(value: str | None, path: str) -> str:
-    if not value:
-        raise InvalidRequestError("is missing or empty; give it", param=path)
-    return _encodable(value, path)
-
-
-def _encodable(value: str, path: str) -> str:
-    if not is_utf8(value):
-        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
-    return value
+    return Audio(samples, rate)

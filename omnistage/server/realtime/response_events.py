@@ -1,10 +1,10 @@
-"""One response as it is made: OpenAI's events in their order, and the items that it leaves in the conversation."""
+"""The events of one response in OpenAI's order, and the items that it adds to the conversation."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,218 +14,199 @@ from omnistage.core.types import Modality
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.tools import CallReader
-from omnistage.server.realtime.audio import RATES, RateChanger, encode
+from omnistage.server.realtime.audio import RATES, StreamResampler, encode
+from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import SessionConfig
 from omnistage.server.realtime.conversation import Conversation
-from omnistage.server.realtime.items import Call, Item, Message, Spoken, Text, new_id
+from omnistage.server.realtime.items import FunctionCall, Item, Message, Speech, Text, new_id
 
-Event = dict[str, Any]
 Status = Literal["completed", "cancelled", "incomplete", "failed"]
-Reason = Literal["client_cancelled", "turn_detected", "max_output_tokens", "content_filter"]
 CancelReason = Literal["client_cancelled", "turn_detected"]
+Reason = Literal["max_output_tokens", "content_filter"] | CancelReason
 _DELTA_SECONDS = 1
-"""Sound in one event: a reader that is slow gets many of these, and an interruption comes between two."""
+"""Audio of one event: an interruption takes effect between two of them, also for a slow reader."""
 
 
-class Answer:
-    """Turns what the engine gives into events. It sends nothing itself.
+class ResponseBuilder:
+    """Turns the engine's output into events, which it returns and does not send.
 
-    One item is open at a time; the next one, or the end, closes it.
+    One item is open at a time; the next item, or the end, closes it.
     """
 
     def __init__(
         self,
-        own: str,
+        suffix: str,
         config: SessionConfig,
         conversation: Conversation | None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """`own` is the part that its ids share; without a conversation the items are kept nowhere."""
-        self.id = f"resp_{own}"
+        """`suffix` is what the ids of response and request share; without a conversation no items are kept."""
+        self.id = f"resp_{suffix}"
         self.config = config
         self.conversation = conversation
         self._metadata = metadata
+        self._events: list[JsonObject] = []
         self._items: list[Item] = []
         self._open: Item | None = None
         toolbox = config.toolbox()
         self._calls = CallReader(toolbox) if toolbox is not None else None
         self._format = config.audio.output.format.type
         self._rate = RATES[self._format]
-        self._changer: RateChanger | None = None
-        self._sent = 0
-        """Samples that have become events."""
+        self._resampler: StreamResampler | None = None
+        self._samples_sent = 0
 
-    def made(self, item_id: str) -> bool:
-        """Whether an item is this response's."""
+    def owns(self, item_id: str) -> bool:
+        """Whether an item belongs to this response."""
         return any(item.id == item_id for item in self._items)
 
-    # ------------------------------------------------------------------------------------------------ events
+    def created(self) -> list[JsonObject]:
+        self._emit("response.created", response=self._to_json("in_progress"))
+        return self._take()
 
-    def created(self) -> list[Event]:
-        return [{"type": "response.created", "response": self._shown("in_progress")}]
-
-    def text(self, delta: str) -> list[Event]:
+    def text(self, delta: str) -> list[JsonObject]:
         if self._calls is None:
-            return self._said(delta)
-        return [event for piece in self._calls.push(delta) for event in self._piece(piece)]
+            self._add_text(delta)
+        else:
+            self._add_parsed(self._calls.push(delta))
+        return self._take()
 
-    def audio(self, samples: NDArray[np.float32], rate: int) -> list[Event]:
-        made, message = self._message()
-        if self._changer is None:
-            self._changer = RateChanger(rate, self._rate)
-        return [*made, *self._sound(message, self._changer.push(samples))]
+    def audio(self, samples: NDArray[np.float32], rate: int) -> list[JsonObject]:
+        message = self._message()
+        if self._resampler is None:
+            self._resampler = StreamResampler(rate, self._rate)
+        self._add_audio(message, self._resampler.push(samples))
+        return self._take()
 
-    def ended(
-        self,
-        status: Status,
-        usage: Usage | None,
-        *,
-        reason: Reason | None = None,
-        error: OmniError | None = None,
-    ) -> list[Event]:
-        """The last events. A response that failed or was cancelled before it gave anything leaves no item."""
-        made: list[Event] = []
-        whole = status in ("completed", "incomplete")
+    def finish(
+        self, status: Status, usage: Usage | None, *, reason: Reason | None = None, error: OmniError | None = None
+    ) -> list[JsonObject]:
+        """The last events. A response that failed or was cancelled before any output leaves no item."""
+        reached_end = status in ("completed", "incomplete")
         if self._calls is not None:
-            made += [event for piece in self._calls.end() for event in self._piece(piece)]
-        if whole and not self._items:
-            made += self._message()[0]
-        if whole and self._changer is not None and isinstance(self._open, Message):
-            made += self._sound(self._open, self._changer.push(np.zeros(0, np.float32), last=True))
-        made += self._close(status)
-        details: Event = {"type": status}
+            self._add_parsed(self._calls.end())
+        if reached_end and not self._items:
+            self._message()
+        if reached_end and self._resampler is not None and isinstance(self._open, Message):
+            self._add_audio(self._open, self._resampler.push(np.zeros(0, np.float32), last=True))
+        self._close(status)
+        details: JsonObject = {"type": status}
         if reason is not None:
             details["reason"] = reason
         if error is not None:
-            told = body_of(error)["error"]
-            details["error"] = {key: told[key] for key in ("type", "code", "message")}
-        shown = self._shown(status, None if status == "completed" else details, usage)
-        return [*made, {"type": "response.done", "response": shown}]
+            body = body_of(error)["error"]
+            details["error"] = {key: body[key] for key in ("type", "code", "message")}
+        self._emit("response.done", response=self._to_json(status, None if status == "completed" else details, usage))
+        return self._take()
 
-    # -------------------------------------------------------------------------------------------- text and sound
+    # ----------------------------------------------------------------------------------------------- content
 
-    def _said(self, delta: str) -> list[Event]:
-        made, message = self._message()
-        part = message.parts[0]
-        if isinstance(part, Spoken):
-            part.transcript += delta
-            return [*made, self._event("response.output_audio_transcript.delta", content_index=0, delta=delta)]
-        if isinstance(part, Text):
-            part.text += delta
-        return [*made, self._event("response.output_text.delta", content_index=0, delta=delta)]
-
-    def _message(self) -> tuple[list[Event], Message]:
-        """The message that is open, and what it takes to open one."""
+    def _message(self) -> Message:
+        """The open message; opens one where there is none."""
         if isinstance(self._open, Message):
-            return [], self._open
+            return self._open
         message = Message("assistant", [], status="in_progress")
-        made = self._begin(message)
-        message.parts.append(Spoken() if self.config.speaks else Text(""))
-        made.append(self._event("response.content_part.added", content_index=0, part=_part(message)))
-        return made, message
+        self._begin(message)
+        message.parts.append(Speech() if self.config.speaks else Text(""))
+        self._emit_of_item("response.content_part.added", content_index=0, part=_part(message))
+        return message
 
-    def _sound(self, message: Message, samples: NDArray[np.float32]) -> list[Event]:
-        made = []
+    def _add_text(self, delta: str) -> None:
+        part = self._message().parts[0]
+        if isinstance(part, Speech):
+            part.transcript += delta
+            self._emit_of_item("response.output_audio_transcript.delta", content_index=0, delta=delta)
+        elif isinstance(part, Text):
+            part.text += delta
+            self._emit_of_item("response.output_text.delta", content_index=0, delta=delta)
+
+    def _add_audio(self, message: Message, samples: NDArray[np.float32]) -> None:
         step = self._rate * _DELTA_SECONDS
         for start in range(0, len(samples), step):
             piece = samples[start : start + step]
             data = base64.b64encode(encode(piece, self._format)).decode()
-            self._sent += len(piece)
-            made.append(self._event("response.output_audio.delta", content_index=0, delta=data))
-        if isinstance(message.parts[0], Spoken):
-            message.parts[0].ms = self._sent * 1000 // self._rate
-        return made
+            self._samples_sent += len(piece)
+            self._emit_of_item("response.output_audio.delta", content_index=0, delta=data)
+        if isinstance(message.parts[0], Speech):
+            message.parts[0].ms = self._samples_sent * 1000 // self._rate
 
-    # ------------------------------------------------------------------------------------------------- calls
-
-    def _piece(self, piece: Mapping[str, Any]) -> list[Event]:
-        """Events for what the reader of calls found: text, the beginning of a call, or more of its arguments."""
-        made: list[Event] = []
-        if "content" in piece:
-            made += self._said(piece["content"])
-        for call in piece.get("tool_calls", ()):
-            if "id" in call:
-                made += self._begin(Call(call["function"]["name"], call["id"], status="in_progress"))
-            arguments = call["function"]["arguments"]
-            if isinstance(self._open, Call) and arguments:
-                self._open.arguments += arguments
-                made.append(
-                    self._event("response.function_call_arguments.delta", call_id=self._open.call_id, delta=arguments)
-                )
-        return made
+    def _add_parsed(self, deltas: Sequence[JsonObject]) -> None:
+        """Deltas of a chat message: text, the beginning of a call, or more of a call's arguments."""
+        for delta in deltas:
+            if "content" in delta:
+                self._add_text(delta["content"])
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    self._begin(FunctionCall(call["function"]["name"], call["id"], status="in_progress"))
+                arguments = call["function"]["arguments"]
+                if isinstance(self._open, FunctionCall) and arguments:
+                    self._open.arguments += arguments
+                    name = "response.function_call_arguments.delta"
+                    self._emit_of_item(name, call_id=self._open.call_id, delta=arguments)
 
     # ------------------------------------------------------------------------------------------------- items
 
-    def _begin(self, item: Item) -> list[Event]:
-        made = self._close("completed")
-        if not self._items:
-            item.id = f"item_{self.id.removeprefix('resp_')}"
-        else:
-            item.id = new_id("item")
+    def _begin(self, item: Item) -> None:
+        self._close("completed")
+        item.id = new_id("item") if self._items else f"item_{self.id.removeprefix('resp_')}"
         self._items.append(item)
         self._open = item
-        made.append({"type": "response.output_item.added", **self._where, "item": item.shown()})
+        self._emit("response.output_item.added", **self._position, item=item.to_json())
         if self.conversation is not None:
             before = self.conversation.add(item, bounded=False)
-            made.append({"type": "conversation.item.added", "previous_item_id": before, "item": item.shown()})
-        return made
+            self._emit("conversation.item.added", previous_item_id=before, item=item.to_json())
 
-    def _close(self, status: Status) -> list[Event]:
-        item = self._open
+    def _close(self, status: Status) -> None:
+        item, self._open = self._open, None
         if item is None:
-            return []
+            return
         item.status = "completed" if status == "completed" else "incomplete"
-        made = self._call_done(item) if isinstance(item, Call) else []
-        if isinstance(item, Message):
-            made += self._message_done(item)
-        shown = item.shown()
-        if self.conversation is not None:
-            before = self.conversation.before(item)
-            made.append({"type": "conversation.item.done", "previous_item_id": before, "item": shown})
-        made.append({"type": "response.output_item.done", **self._where, "item": shown})
-        self._open = None
-        spoken = item.parts[0] if isinstance(item, Message) else None
-        if isinstance(spoken, Spoken):
-            spoken.whole = status in ("completed", "incomplete")
-            if not spoken.whole:
-                # No more can have been heard than was sent; the client says it more exactly, if it knows.
-                spoken.cut(spoken.ms)
-        return made
-
-    def _call_done(self, call: Call) -> list[Event]:
-        told = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-        return [self._event("response.function_call_arguments.done", **told)]
-
-    def _message_done(self, message: Message) -> list[Event]:
-        part = message.parts[0]
-        made = []
-        if isinstance(part, Spoken):
-            made.append(self._event("response.output_audio.done", content_index=0))
-            said = {"transcript": part.transcript}
-            made.append(self._event("response.output_audio_transcript.done", content_index=0, **said))
+        part = item.parts[0] if isinstance(item, Message) else None
+        if isinstance(item, FunctionCall):
+            call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            self._emit_of_item("response.function_call_arguments.done", **call)
+        elif isinstance(part, Speech):
+            self._emit_of_item("response.output_audio.done", content_index=0)
+            name = "response.output_audio_transcript.done"
+            self._emit_of_item(name, content_index=0, transcript=part.transcript)
         elif isinstance(part, Text):
-            made.append(self._event("response.output_text.done", content_index=0, text=part.text))
-        made.append(self._event("response.content_part.done", content_index=0, part=_part(message)))
-        return made
+            self._emit_of_item("response.output_text.done", content_index=0, text=part.text)
+        if isinstance(item, Message):
+            self._emit_of_item("response.content_part.done", content_index=0, part=_part(item))
+        shown = item.to_json()
+        if self.conversation is not None:
+            self._emit("conversation.item.done", previous_item_id=self.conversation.id_before(item), item=shown)
+        self._emit("response.output_item.done", **self._position, item=shown)
+        if isinstance(part, Speech):
+            part.complete = status in ("completed", "incomplete")
+            if not part.complete:
+                # Not more can have been heard than was sent; a client that knows better sends a truncate event.
+                part.truncate(part.ms)
 
-    # ------------------------------------------------------------------------------------------------- shapes
+    # ------------------------------------------------------------------------------------------------ events
 
     @property
-    def _where(self) -> Event:
+    def _position(self) -> JsonObject:
         return {"response_id": self.id, "output_index": len(self._items) - 1}
 
-    def _event(self, kind: str, **values: object) -> Event:
-        """An event of the item that was opened last."""
-        return {"type": kind, **self._where, "item_id": self._items[-1].id, **values}
+    def _emit(self, event_type: str, **fields: object) -> None:
+        self._events.append({"type": event_type, **fields})
 
-    def _shown(self, status: str, details: Event | None = None, usage: Usage | None = None) -> Event:
+    def _emit_of_item(self, event_type: str, **fields: object) -> None:
+        """An event of the item that was opened last."""
+        self._emit(event_type, **self._position, item_id=self._items[-1].id, **fields)
+
+    def _take(self) -> list[JsonObject]:
+        events, self._events = self._events, []
+        return events
+
+    def _to_json(self, status: str, details: JsonObject | None = None, usage: Usage | None = None) -> JsonObject:
         output = self.config.audio.output
         return {
             "object": "realtime.response",
             "id": self.id,
             "status": status,
             "status_details": details,
-            "output": [item.shown() for item in self._items],
+            "output": [item.to_json() for item in self._items],
             "conversation_id": None if self.conversation is None else self.conversation.id,
             "output_modalities": list(self.config.output_modalities),
             "max_output_tokens": self.config.max_output_tokens,
@@ -235,14 +216,14 @@ class Answer:
         }
 
 
-def _part(message: Message) -> Event:
+def _part(message: Message) -> JsonObject:
     part = message.parts[0]
-    if isinstance(part, Spoken):
+    if isinstance(part, Speech):
         return {"type": "audio", "transcript": part.transcript}
     return {"type": "text", "text": part.text if isinstance(part, Text) else ""}
 
 
-def _usage(usage: Usage) -> Event:
+def _usage(usage: Usage) -> JsonObject:
     return {
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "input_tokens": usage.prompt_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +22,25 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.realtime import events
 from omnistage.server.realtime.audio import base64_seconds, decode, from_base64
+from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import (
     SessionConfig,
+    audio_input_limits,
     check_config,
-    check_hears,
     default_config,
     for_response,
-    hearing_of,
+    require_audio_input,
     updated,
 )
 from omnistage.server.realtime.conversation import Conversation
 from omnistage.server.realtime.input_audio import InputAudio, Turn
-from omnistage.server.realtime.items import Item, Message, Picture, Sound, new_id, parse_item
-from omnistage.server.realtime.response_events import Answer, Event
-from omnistage.server.realtime.response_runner import ResponseRun
+from omnistage.server.realtime.items import Audio, Image, Item, Message, new_id, parse_item
+from omnistage.server.realtime.response_events import ResponseBuilder
+from omnistage.server.realtime.response_runner import ResponseRunner
 from omnistage.server.service import ServedModel, Service
 
-Send = Callable[[Event], Awaitable[None]]
-_LEAST_COMMIT_MS = 100
+Send = Callable[[JsonObject], Awaitable[None]]
+_MIN_COMMIT_MS = 100
 
 
 class ActiveResponseError(InvalidRequestError):
@@ -55,24 +56,24 @@ class NoActiveResponseError(InvalidRequestError):
 
 
 class EmptyBufferError(InvalidRequestError):
-    """Too little sound to make a message of."""
+    """Too little audio for a message."""
 
     code = "input_audio_buffer_commit_empty"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may hold."""
+    """Bounds of one session."""
 
     buffer_seconds: float = 180.0
-    """Sound that is not yet part of a message."""
+    """Audio that is not yet part of a message."""
     conversation_bytes: int = 32 * 2**20
-    """Of all messages: eleven minutes of sound, or as much text and pictures."""
+    """Of all items: eleven minutes of audio, or as much text and images."""
     items: int = 500
 
 
-def chosen_model(service: Service, holder: Holder, name: str, param: str = "model") -> ServedModel:
-    """A model that this key may use and that can hold a conversation. Raises what a client should be told."""
+def model_for_session(service: Service, holder: Holder, name: str, param: str = "model") -> ServedModel:
+    """A model that this key may use and that has text output. Raises the client's error."""
     try:
         model = service.model(name)
     except NotFoundError as error:
@@ -81,12 +82,12 @@ def chosen_model(service: Service, holder: Holder, name: str, param: str = "mode
     if holder.models is not None and name not in holder.models:
         raise PermissionDeniedError(f"this key may not use {name!r}", param=param)
     if Modality.TEXT not in model.modalities:
-        raise UnsupportedModalityError("this model holds no conversations; use one that gives text", param=param)
+        raise UnsupportedModalityError("this model has no text output; use one that has", param=param)
     return model
 
 
 class Session:
-    """The state of one connection. `handle` is called for one event after another; a response runs beside it."""
+    """The state of one connection. `handle` runs one event after another; a response runs concurrently."""
 
     def __init__(
         self,
@@ -102,60 +103,63 @@ class Session:
         self._service = service
         self._holder = holder
         self._model = model
-        self._send = send
+        self._send_event = send
         self._limits = limits or Limits()
         self._client = client
         self.config = default_config(model) if model is not None else SessionConfig()
         self.conversation = Conversation(self._limits.items, self._limits.conversation_bytes)
-        self._audio = self._new_audio(0)
-        self._turn_item: str | None = None
-        """The id that the message of the turn being spoken will have: it is told when the turn begins."""
-        self._run: ResponseRun | None = None
+        self._audio = self._new_buffer(0)
+        self._turn_item_id: str | None = None
+        """The id of the current turn's message: it is announced when the turn starts."""
+        self._response: ResponseRunner | None = None
         self.finished = asyncio.Event()
-        """Set when the session should be closed: the service drains and nothing runs any more."""
+        """Set when the session should be closed: the service drains and no response runs."""
         self._draining = False
-        self._handlers: dict[type[events.ClientEvent], Callable[[Any], Awaitable[None]]] = {
-            events.SessionUpdate: self._update,
-            events.AudioAppend: self._append,
-            events.AudioCommit: self._commit,
-            events.AudioClear: self._clear,
-            events.OutputClear: self._clear_output,
-            events.ItemCreate: self._create_item,
-            events.ItemRetrieve: self._retrieve_item,
-            events.ItemDelete: self._delete_item,
-            events.ItemTruncate: self._truncate_item,
-            events.ResponseCreate: self._create_response,
-            events.ResponseCancel: self._cancel_response,
+        self._handlers: dict[str, Callable[[Any], Awaitable[None]]] = {
+            "session.update": self._update,
+            "input_audio_buffer.append": self._append,
+            "input_audio_buffer.commit": self._commit,
+            "input_audio_buffer.clear": self._clear,
+            "output_audio_buffer.clear": self._clear_output,
+            "conversation.item.create": self._create_item,
+            "conversation.item.retrieve": self._retrieve_item,
+            "conversation.item.delete": self._delete_item,
+            "conversation.item.truncate": self._truncate_item,
+            "response.create": self._create_response,
+            "response.cancel": self._cancel_response,
         }
 
-    # -------------------------------------------------------------------------------------------------- life
+    # -------------------------------------------------------------------------------------------- life cycle
 
     async def begin(self) -> None:
-        await self._send({"type": "session.created", "session": self.config.shown(self.id)})
+        await self._send("session.created", session=self.config.to_json(self.id))
 
     async def handle(self, text: str) -> None:
-        """Do what a message asks; what is wrong with it is told to the client, and the session goes on."""
+        """Run one client event; its errors go to the client, and the session continues."""
         event_id = None
         try:
             large = len(text) > events.LARGE_CHARS
             event = await asyncio.to_thread(events.parse, text) if large else events.parse(text)
             event_id = event.event_id
-            await self._handlers[type(event)](event)
+            await self._handlers[event.type](event)
         except events.EventError as error:
-            await self.tell(error.error, error.event_id)
+            await self.send_error(error.error, error.event_id)
         except OmniError as error:
-            await self.tell(error, event_id)
-        except events.GoneError:
+            await self.send_error(error, event_id)
+        except events.ClientGoneError:
             raise
         except Exception as error:
             log_defect("a realtime session", error)
-            await self.tell(InternalError("a defect"), event_id)
+            await self.send_error(InternalError("a defect"), event_id)
 
-    async def tell(self, error: OmniError, event_id: str | None = None) -> None:
-        await self._send(events.error_event(error, event_id))
+    async def _send(self, event_type: str, **fields: object) -> None:
+        await self._send_event({"type": event_type, **fields})
+
+    async def send_error(self, error: OmniError, event_id: str | None = None) -> None:
+        await self._send_event(events.error_event(error, event_id))
 
     def drain(self) -> None:
-        """Take no more responses; be finished when the one that runs has ended."""
+        """Accept no more responses; finish when the current one has ended."""
         self._draining = True
         if not self.busy:
             self.finished.set()
@@ -163,235 +167,228 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether a response runs."""
-        return self._run is not None and not self._run.task.done()
+        return self._response is not None and not self._response.task.done()
 
     async def close(self) -> None:
-        """End what runs: nobody reads it any more."""
-        if self._run is not None:
-            self._run.task.cancel()
-            await asyncio.wait({self._run.task})
+        """End the current response silently."""
+        if self._response is not None:
+            self._response.task.cancel()
+            await asyncio.wait({self._response.task})
 
     @property
     def model(self) -> ServedModel:
         if self._model is None:
             raise InvalidRequestError(
-                "this session has no model yet; connect with ?model=NAME, or name it in session.update", param="model"
+                "this session has no model yet; connect with ?model=NAME, or send session.update with one",
+                param="model",
             )
         return self._model
 
-    # ----------------------------------------------------------------------------------------------- settings
+    # ---------------------------------------------------------------------------------------------- settings
 
     async def _update(self, event: events.SessionUpdate) -> None:
         model, config = self._model, self.config
         name = event.session.get("model")
         if isinstance(name, str) and model is None:
-            model = chosen_model(self._service, self._holder, name, "session.model")
+            model = model_for_session(self._service, self._holder, name, "session.model")
             config = default_config(model)
         config = updated(config, event.session, "session")
         if model is None:
-            raise InvalidRequestError("is missing; name a model first", param="session.model")
+            raise InvalidRequestError("is missing; choose a model first", param="session.model")
         if config.model != model.name:
-            raise InvalidRequestError("cannot be changed; connect anew for another model", param="session.model")
+            raise InvalidRequestError("cannot be changed; open a new connection", param="session.model")
         check_config(config, model, "session")
-        begins = self._model is None
-        old, self.config, self._model = self.config, config, model
-        if begins or old.audio.input.format != config.audio.input.format:
-            self._audio = self._new_audio(self._audio.ms(self._audio.end))
-        elif old.audio.input.turn_detection != config.audio.input.turn_detection:
-            self._audio.listen(config.audio.input.turn_detection)
-        await self._send({"type": "session.updated", "session": config.shown(self.id)})
+        first = self._model is None
+        old, self.config, self._model = self.config.audio.input, config, model
+        if first or old.format != config.audio.input.format:
+            self._audio = self._new_buffer(self._audio.ms(self._audio.end))
+        elif old.turn_detection != config.audio.input.turn_detection:
+            self._audio.set_detection(config.audio.input.turn_detection)
+        await self._send("session.updated", session=config.to_json(self.id))
 
-    def _new_audio(self, begun_ms: int) -> InputAudio:
+    def _new_buffer(self, start_ms: int) -> InputAudio:
         seconds = self._limits.buffer_seconds
-        if self._model is not None:
-            seconds = min(seconds, hearing_of(self.config, self._model).most)  # all of it may become one sound
-        given = self.config.audio.input
-        return InputAudio(given.format.type, given.turn_detection, seconds, begun_ms)
+        if self._model is not None:  # all of the buffer may become one clip
+            seconds = min(seconds, audio_input_limits(self.config, self._model).max_seconds)
+        settings = self.config.audio.input
+        return InputAudio(settings.format.type, settings.turn_detection, seconds, start_ms)
 
-    # -------------------------------------------------------------------------------------------------- sound
+    # ------------------------------------------------------------------------------------------- input audio
 
     async def _append(self, event: events.AudioAppend) -> None:
-        check_hears(self.model, "audio")
+        require_audio_input(self.model, "audio")
         if base64_seconds(event.audio, self._audio.format) > self._limits.buffer_seconds:
             raise LimitExceededError(
-                f"is longer than {self._limits.buffer_seconds:g} s; send it in pieces", param="audio"
+                f"is longer than {self._limits.buffer_seconds:g} s; send it in several events", param="audio"
             )
-        computes = self._audio.detection is not None or len(event.audio) > events.LARGE_CHARS
-        for turn in await asyncio.to_thread(self._take_in, event.audio) if computes else self._take_in(event.audio):
+        slow = self._audio.detection is not None or len(event.audio) > events.LARGE_CHARS
+        turns = await asyncio.to_thread(self._append_audio, event.audio) if slow else self._append_audio(event.audio)
+        for turn in turns:
             try:
-                await self._turn(turn)
-            except OmniError as error:  # the next turn is another matter
-                await self.tell(error, event.event_id)
+                await self._on_turn(turn)
+            except OmniError as error:  # does not concern the next turn
+                await self.send_error(error, event.event_id)
 
-    def _take_in(self, audio: str) -> list[Turn]:
+    def _append_audio(self, audio: str) -> list[Turn]:
         return self._audio.append(decode(from_base64(audio, "audio"), self._audio.format, "audio"))
 
-    async def _turn(self, turn: Turn) -> None:
-        """Somebody began to speak, or has stopped."""
+    async def _on_turn(self, turn: Turn) -> None:
         detection = self.config.audio.input.turn_detection
         if turn.kind == "started":
-            self._turn_item = new_id("item")
+            self._turn_item_id = new_id("item")
             start = self._audio.ms(turn.start)
-            await self._send(
-                {
-                    "type": "input_audio_buffer.speech_started",
-                    "audio_start_ms": start,
-                    "item_id": self._turn_item,
-                }
-            )
-            if detection is not None and detection.interrupt_response and self._run is not None:
-                self._run.interrupt()
+            await self._send("input_audio_buffer.speech_started", audio_start_ms=start, item_id=self._turn_item_id)
+            if detection is not None and detection.interrupt_response and self._response is not None:
+                self._response.interrupt()
             return
-        item_id, self._turn_item = self._turn_item or new_id("item"), None
-        end = self._audio.ms(turn.end)
-        await self._send({"type": "input_audio_buffer.speech_stopped", "audio_end_ms": end, "item_id": item_id})
-        taken = self._audio.take(turn.start, turn.end)
-        await self._add_sound(Message("user", [Sound(taken, self._audio.rate)], id=item_id))
+        item_id, end = self._take_turn_id(), self._audio.ms(turn.end)
+        await self._send("input_audio_buffer.speech_stopped", audio_end_ms=end, item_id=item_id)
+        samples = self._audio.take(turn.start, turn.end)
+        await self._add_audio(Message("user", [Audio(samples, self._audio.rate)], id=item_id))
         if detection is not None and detection.create_response:
             await self._respond({})
 
-    async def _commit(self, _event: events.AudioCommit) -> None:
-        check_hears(self.model, "audio")
-        if self._audio.seconds * 1000 < _LEAST_COMMIT_MS:
-            raise EmptyBufferError(
-                f"the buffer holds {self._audio.seconds * 1000:.0f} ms of sound; append {_LEAST_COMMIT_MS} at least"
-            )
-        await self._make_room(Message("user", []).size + self._audio.nbytes)  # before it is taken from where it is
-        item_id, self._turn_item = self._turn_item or new_id("item"), None
-        await self._add_sound(Message("user", [Sound(self._audio.take_all(), self._audio.rate)], id=item_id))
+    def _take_turn_id(self) -> str:
+        item_id, self._turn_item_id = self._turn_item_id or new_id("item"), None
+        return item_id
 
-    async def _add_sound(self, item: Message) -> None:
+    async def _commit(self, _event: events.ClientEvent) -> None:
+        require_audio_input(self.model, "audio")
+        if self._audio.seconds * 1000 < _MIN_COMMIT_MS:
+            raise EmptyBufferError(
+                f"the buffer holds {self._audio.seconds * 1000:.0f} ms of audio; append at least {_MIN_COMMIT_MS}"
+            )
+        await self._make_room(Message("user", []).size + self._audio.nbytes)  # before the buffer is emptied
+        item_id = self._take_turn_id()
+        await self._add_audio(Message("user", [Audio(self._audio.take_all(), self._audio.rate)], id=item_id))
+
+    async def _add_audio(self, item: Message) -> None:
         await self._make_room(item.size)
         before = self.conversation.add(item)
-        await self._send({"type": "input_audio_buffer.committed", "previous_item_id": before, "item_id": item.id})
-        await self._show(item, before)
+        await self._send("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
+        await self._announce(item, before)
 
-    async def _clear(self, _event: events.AudioClear) -> None:
+    async def _clear(self, _event: events.ClientEvent) -> None:
         self._audio.clear()
-        self._turn_item = None
-        await self._send({"type": "input_audio_buffer.cleared"})
+        self._turn_item_id = None
+        await self._send("input_audio_buffer.cleared")
 
-    async def _clear_output(self, _event: events.OutputClear) -> None:
+    async def _clear_output(self, _event: events.ClientEvent) -> None:
         raise InvalidRequestError(
-            "the server keeps no sound back: it is sent as it is made; send response.cancel, and "
+            "the server has no output buffer: audio is sent as it is generated; send response.cancel, and "
             "conversation.item.truncate with what was heard",
             param="type",
         )
 
-    # -------------------------------------------------------------------------------------------------- items
+    # ------------------------------------------------------------------------------------------------- items
 
     async def _create_item(self, event: events.ItemCreate) -> None:
-        item = await self._checked_item(event.item, "item")
+        item = await self._parse_item(event.item, "item")
         await self._make_room(item.size)
-        before = self.conversation.add(item, event.previous_item_id)
-        await self._show(item, before)
+        await self._announce(item, self.conversation.add(item, event.previous_item_id))
 
     async def _make_room(self, size: int) -> None:
-        """Drop the oldest items for a new one, unless the client wants none dropped: a long talk must not get stuck."""
+        """Drop the oldest items for a new one, unless the client disabled truncation."""
         if self.config.truncation == "disabled" or size > self._limits.conversation_bytes:
             self.conversation.check_room(size)
         while not self.conversation.has_room(size) and (oldest := self.conversation.oldest()) is not None:
             self.conversation.delete(oldest.id)
-            await self._send({"type": "conversation.item.deleted", "item_id": oldest.id})
+            await self._send("conversation.item.deleted", item_id=oldest.id)
         self.conversation.check_room(size)
 
-    async def _show(self, item: Item, before: str | None) -> None:
-        shown = {"previous_item_id": before, "item": item.shown()}
-        await self._send({"type": "conversation.item.added", **shown})
-        await self._send({"type": "conversation.item.done", **shown})
+    async def _announce(self, item: Item, before: str | None) -> None:
+        shown = item.to_json()
+        await self._send("conversation.item.added", previous_item_id=before, item=shown)
+        await self._send("conversation.item.done", previous_item_id=before, item=shown)
 
-    async def _checked_item(self, values: Mapping[str, Any], path: str) -> Item:
-        """An item whose media the model can take: one that it cannot would spoil every response after it."""
-        item = await asyncio.to_thread(parse_item, values, hearing_of(self.config, self.model), path)
-        limits, taken = self.model.omni.media_limits, self.model.omni.processor.input_modalities
+    async def _parse_item(self, values: JsonObject, path: str) -> Item:
+        """An item with media that the model can take: any other would fail every later response."""
+        item = await asyncio.to_thread(parse_item, values, audio_input_limits(self.config, self.model), path)
+        omni = self.model.omni
         for index, part in enumerate(item.parts if isinstance(item, Message) else ()):
-            where = f"{path}.content[{index}]"
-            if isinstance(part, Sound):
-                check_hears(self.model, where)
-            elif isinstance(part, Picture):
-                if Modality.IMAGE not in taken:
-                    raise UnsupportedModalityError("this model does not see; send text", param=where)
+            part_path = f"{path}.content[{index}]"
+            if isinstance(part, Audio):
+                require_audio_input(self.model, part_path)
+            elif isinstance(part, Image):
+                if Modality.IMAGE not in omni.processor.input_modalities:
+                    raise UnsupportedModalityError("this model has no image input; send text", param=part_path)
                 try:
-                    await asyncio.to_thread(decode_image, part.url, limits)
+                    await asyncio.to_thread(decode_image, part.url, omni.media_limits)
                 except InvalidRequestError as error:
-                    error.param = f"{where}.image_url"
+                    error.param = f"{part_path}.image_url"
                     raise
         return item
 
-    async def _retrieve_item(self, event: events.ItemRetrieve) -> None:
+    async def _retrieve_item(self, event: events.ItemEvent) -> None:
         item = self.conversation.get(event.item_id)
-        await self._send({"type": "conversation.item.retrieved", "item": item.shown(sounds=True)})
+        await self._send("conversation.item.retrieved", item=item.to_json(with_audio=True))
 
-    async def _delete_item(self, event: events.ItemDelete) -> None:
+    async def _delete_item(self, event: events.ItemEvent) -> None:
         if self.conversation.get(event.item_id).status == "in_progress":
-            raise InvalidRequestError("is still being made; send response.cancel first", param="item_id")
+            raise InvalidRequestError("is still being generated; send response.cancel first", param="item_id")
         self.conversation.delete(event.item_id)
-        await self._send({"type": "conversation.item.deleted", "item_id": event.item_id})
+        await self._send("conversation.item.deleted", item_id=event.item_id)
 
     async def _truncate_item(self, event: events.ItemTruncate) -> None:
-        await self._settled(event.item_id)
+        await self._wait_cancelled(event.item_id)
         self.conversation.truncate(event.item_id, event.content_index, event.audio_end_ms)
-        where = {"item_id": event.item_id, "content_index": event.content_index, "audio_end_ms": event.audio_end_ms}
-        await self._send({"type": "conversation.item.truncated", **where})
+        await self._send("conversation.item.truncated", **event.model_dump(exclude={"type", "event_id"}))
 
-    # ---------------------------------------------------------------------------------------------- responses
+    # --------------------------------------------------------------------------------------------- responses
 
     async def _create_response(self, event: events.ResponseCreate) -> None:
         await self._respond(event.response or {})
 
-    async def _respond(self, asked: Mapping[str, Any]) -> None:
+    async def _respond(self, request: JsonObject) -> None:
         self._service.check_ready()
-        model = self.model
-        given = asked.get("input")
-        if isinstance(given, list) and len(given) > self._limits.items:
+        model, sent = self.model, request.get("input")
+        if isinstance(sent, list) and len(sent) > self._limits.items:
             raise LimitExceededError(
-                f"has {len(given)} items, and may have {self._limits.items}; leave some out", param="response.input"
+                f"has {len(sent)} items, and may have {self._limits.items}; leave some out", param="response.input"
             )
-        config, options = for_response(self.config, asked)
+        config, options = for_response(self.config, request)
         check_config(config, model, "response")
-        await self._settled()
-        if self.busy and self._run is not None:
+        await self._wait_cancelled()
+        if self.busy and self._response is not None:
             raise ActiveResponseError(
-                f"response {self._run.answer.id} is still running; wait for response.done, or cancel it"
+                f"response {self._response.builder.id} is still running; wait for response.done, or cancel it"
             )
-        kept = self.conversation if options.conversation == "auto" else None
-        if kept is not None:
+        conversation = self.conversation if options.conversation == "auto" else None
+        if conversation is not None:
             await self._make_room(0)
-        items = self.conversation.context() if options.input is None else await self._given(options.input)
-        own = uuid.uuid4().hex
-        answer = Answer(own, config, kept, options.metadata)
-        for event in answer.created():
-            await self._send(event)
-        self._run = ResponseRun(self._service, self._holder, model, answer, items, self._send, self._client)
-        self._run.task.add_done_callback(self._over)
+        items = self.conversation.context() if options.input is None else await self._input_items(options.input)
+        builder = ResponseBuilder(uuid.uuid4().hex, config, conversation, options.metadata)
+        for event in builder.created():
+            await self._send_event(event)
+        runner = ResponseRunner(self._service, self._holder, model, builder, items, self._send_event, self._client)
+        self._response = runner
+        runner.task.add_done_callback(self._on_response_done)
 
-    async def _given(self, values: Sequence[Mapping[str, Any]]) -> list[Item]:
-        """The items that one response is to see instead of the conversation; some may be of the conversation."""
-        made = []
+    async def _input_items(self, values: Sequence[JsonObject]) -> list[Item]:
+        """The items that one response gets instead of the conversation; references are to the conversation's."""
+        items = []
         for index, value in enumerate(values):
             path = f"response.input[{index}]"
             if value.get("type") == "item_reference":
-                made.append(self.conversation.get(str(value.get("id")), f"{path}.id"))
+                items.append(self.conversation.get(str(value.get("id")), f"{path}.id"))
             else:
-                made.append(await self._checked_item(value, path))
-        return made
+                items.append(await self._parse_item(value, path))
+        return items
 
-    async def _settled(self, item_id: str | None = None) -> None:
-        """Wait for a response that was cancelled to have said so: that takes no step of the engine."""
-        run = self._run
-        if run is not None and run.cancelled is not None and (item_id is None or run.answer.made(item_id)):
-            await asyncio.wait({run.task})
+    async def _wait_cancelled(self, item_id: str | None = None) -> None:
+        """Wait for the last events of a cancelled response (the one of `item_id`); that takes no engine step."""
+        runner = self._response
+        if runner is not None and runner.cancel_reason and (item_id is None or runner.builder.owns(item_id)):
+            await asyncio.wait({runner.task})
 
     async def _cancel_response(self, event: events.ResponseCancel) -> None:
-        run = self._run
-        known = run is not None and event.response_id in (None, run.answer.id)
-        if run is None or not known or run.task.done():
-            named = event.response_id is not None
-            raise NoActiveResponseError(
-                f"{'no such' if named else 'no'} response is running", param="response_id" if named else None
-            )
-        run.cancel("client_cancelled")
+        runner = self._response
+        if runner is None or runner.task.done() or event.response_id not in (None, runner.builder.id):
+            if event.response_id is not None:
+                raise NoActiveResponseError("this response is not running", param="response_id")
+            raise NoActiveResponseError("no response is running")
+        runner.cancel("client_cancelled")
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_response_done(self, _task: asyncio.Task[None]) -> None:
         if self._draining:
             self.finished.set()
