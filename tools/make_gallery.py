@@ -17,9 +17,10 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.progress import track
 
 from omnistage import DiffusionParams, Omni
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.convergence import expected_picture, remember_expected
-from omnistage.models._diffusers.offline import load_components
+from omnistage.models._diffusers.verify import load_components
 from omnistage.models.registry import REGISTRY
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -56,7 +57,7 @@ def course(folder: Path) -> list[list[np.ndarray]]:
 
     The components are driven by hand, for a running pipeline drops previews that newer ones have overtaken.
     """
-    encoder, denoiser, decoder = load_components(folder)
+    encoder, denoiser, decoder = load_components(OmniRunner(folder))
     size = {"width": COURSE_SIDE, "height": COURSE_SIDE}
     params = DiffusionParams(**size, steps=STEPS, seed=SEED, negative_prompt=" ")
     payload = DiffusionInput(PROMPT)

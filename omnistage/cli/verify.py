@@ -33,6 +33,7 @@ def verify(
     omnistage verify starter
     ```
     """
+    from omnistage.cli.model_runner import OmniRunner
     from omnistage.config import detect_family
     from omnistage.config.checkpoint import find_model, read_model_config
     from omnistage.models.registry import REGISTRY
@@ -42,7 +43,7 @@ def verify(
     if family.verify is None:
         raise UnsupportedModelError(f"the family {family.name} has no comparison with a reference")
     with progress_bar(f"comparing {cases} cases") as report:
-        rows = checked_rows(family.name, family.verify(folder, cases=cases, seed=seed, progress=report))
+        rows = checked_rows(family.name, family.verify(OmniRunner(folder), cases=cases, seed=seed, progress=report))
     if tolerance is not None:
         rows = [row.judged_by(tolerance) for row in rows]
     failed = sum(not row.ok for row in rows)

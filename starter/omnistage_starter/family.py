@@ -11,6 +11,7 @@ from omnistage_starter.bundle import StarterBundle
 
 if TYPE_CHECKING:
     from omnistage.core.checkpoint import Checkpoint
+    from omnistage.core.verification import ModelRunner
 
 ARCHITECTURE = "OmnistageStarter"
 """What config.json of a starter's folder names."""
@@ -58,10 +59,10 @@ def _tiny(folder: Path, **options: object) -> None:
     tiny.write(folder, **options)  # type: ignore[arg-type]
 
 
-def _verify(folder: Path, **options: object) -> object:
+def _verify(runner: ModelRunner, **options: object) -> object:
     from omnistage_starter import verify
 
-    return verify.run(folder, **options)  # type: ignore[arg-type]
+    return verify.run(runner, **options)  # type: ignore[arg-type]
 
 
 FAMILY = Family(

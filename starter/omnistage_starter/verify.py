@@ -7,7 +7,7 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget, DiffusionBudget
-from omnistage.core.errors import ConfigError, InternalError
-from omnistage.core.family import LoadContext
+from omnistage.core.errors import InternalError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import ARInput, ChatInput, Condition, Latents, RequestInfo, StageInput, TokenChunk
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.diffusion.stage import DenoiseStage
 from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.verify import LATENT_TOLERANCE
-from omnistage.models.registry import REGISTRY
-from omnistage.pipeline.build import load_component
 from omnistage_starter.bridges import SIZE, SUBJECT, TEXT_ROWS, condition_of
 from omnistage_starter.draw import CHANNELS, LEAST_SIGMA, PATCH, Drawer, draw_folder
 from omnistage_starter.hear import Prompter
@@ -56,33 +52,28 @@ class Thought:
     rows: torch.Tensor
 
 
-def run(
-    folder: Path, *, cases: int = 3, seed: int = 0, progress: Callable[[str, float], None] | None = None
-) -> list[VerifyRow]:
+def run(runner: ModelRunner, *, cases: int = 3, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Three rows for each case: differing tokens, hidden rows, latents of the picture. All cases share our batches."""
-    if cases < 1:
-        raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
-    report = progress or (lambda doing, share: None)
+    check_cases(cases)
+    folder, report = runner.folder, progress or (lambda doing, share: None)
     prompts = [prompt_of(folder, _PROMPTS[number % len(_PROMPTS)]) for number in range(cases)]
     report("the engine's language model", 0.0)
-    ours = think_together(folder, prompts)
+    ours = think_together(runner, prompts)
     report("transformers", 0.25)
     theirs = Reference(folder / "think")
     thoughts = [theirs(prompt) for prompt in prompts]
     report("the engine's pictures", 0.5)
     conditions = [_condition(prompt, thought) for prompt, thought in zip(prompts, thoughts, strict=True)]
     asked = [DiffusionParams(steps=_STEPS, guidance=_GUIDANCE, seed=seed + number) for number in range(cases)]
-    drawn = draw_together(folder, conditions, asked)
+    drawn = draw_together(runner, conditions, asked)
     report("diffusers", 0.75)
     loop = Loop(draw_folder(folder))
     rows = []
     for number, (own, their) in enumerate(zip(ours, thoughts, strict=True)):
         case = f"{number + 1}: {len(prompts[number].token_ids)} tokens"
-        differing = sum(a != b for a, b in zip(own.tokens, their.tokens, strict=False))
-        differing += abs(len(own.tokens) - len(their.tokens))
         apart = float(((own.rows - their.rows).norm(dim=-1) / their.rows.norm(dim=-1)).max())
         latents = float((drawn[number] - loop(conditions[number], asked[number])).abs().max())
-        rows.append(VerifyRow.judge(case, "tokens", float(differing), 0.0))
+        rows.append(VerifyRow.judge(case, "tokens", count_differences(own.tokens, their.tokens), 0.0))
         rows.append(VerifyRow.judge(case, "hidden rows", apart, ROWS_TOLERANCE))
         rows.append(VerifyRow.judge(case, "latents", latents, LATENT_TOLERANCE))
     report("compared", 1.0)
@@ -103,15 +94,9 @@ def _condition(prompt: ARInput, thought: Thought) -> Condition:
 # -------------------------------------------------------------------------------------------------------- ours
 
 
-def _load(folder: Path, name: str) -> object:
-    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
-    stage = resolved.config.pipeline.stages[name]
-    return load_component(LoadContext(resolved.model, name, stage, torch.device("cpu"), torch.float32))
-
-
-def think_together(folder: Path, prompts: Sequence[ARInput], tokens: int = _NEW_TOKENS) -> list[Thought]:
+def think_together(runner: ModelRunner, prompts: Sequence[ARInput], tokens: int = _NEW_TOKENS) -> list[Thought]:
     """Each prompt on the engine's language model, all in one batch."""
-    component = _load(folder, "think")
+    component = runner.load_component("think")
     if not isinstance(component, Thinker):
         raise InternalError("the think stage has another component")
     blocks = sum(len(prompt.token_ids) + tokens for prompt in prompts)  # one a token: always enough
@@ -135,10 +120,10 @@ def _thought(chunks: Sequence[TokenChunk], length: int) -> Thought:
 
 
 def draw_together(
-    folder: Path, conditions: Sequence[Condition], asked: Sequence[DiffusionParams]
+    runner: ModelRunner, conditions: Sequence[Condition], asked: Sequence[DiffusionParams]
 ) -> list[torch.Tensor]:
     """Latents `[channels, high, wide]` of each condition, all drawn at once on the engine."""
-    component = _load(folder, "draw")
+    component = runner.load_component("draw")
     if not isinstance(component, Drawer):
         raise InternalError("the draw stage has another component")
     stage = DenoiseStage("draw", component, DiffusionBudget())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs
 from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
@@ -264,7 +265,7 @@ def test_code_in_a_checkpoint_is_neither_run_nor_asked_about(lm: Path, tmp_path:
     with pytest.raises(UnsupportedModelError, match="mallory"):
         open_lm(folder)
     with pytest.raises(UnsupportedModelError, match="mallory"):
-        verify.run(folder, cases=1)
+        verify.run(OmniRunner(folder), cases=1)
 
 
 BAD_TEMPLATES = ["{{ 1/0 }}", "{{ messages + 5 }}", "{{ raise_exception('no') }}", "{% if %}", "{{ nothing.at.all }}"]

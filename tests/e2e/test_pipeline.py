@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from omnistage.cli import app
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import CheckpointError, InvalidRequestError
 from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
 from omnistage.core.types import FinishReason, OmniTokensPrompt
@@ -441,7 +442,7 @@ def test_verify_ends_with_1_where_our_side_has_a_wrong_weight(
             tensors["talker.codec_head.weight"][: 8192 // 2] *= -1
             save_file(tensors, path, metadata={"format": "pt"})
     stock = qwen_verify.run_ours
-    monkeypatch.setattr(qwen_verify, "run_ours", lambda _folder, cases: stock(damaged, cases))
+    monkeypatch.setattr(qwen_verify, "run_ours", lambda _runner, cases: stock(OmniRunner(damaged), cases))
     result = CliRunner().invoke(app, ["verify", str(checkpoint), "--cases", "2"])
     assert result.exit_code == 1, result.output
     assert "quantities differ" in result.output

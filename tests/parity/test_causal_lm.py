@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import VerifyRow, count_differences
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny, verify
@@ -241,7 +242,7 @@ def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
 
 def test_verify_finds_a_sound_checkpoint_equal_in_tokens_and_logits(folder: Path) -> None:
     said: list[float] = []
-    rows = verify.run(folder, cases=4, seed=1, progress=lambda _doing, share: said.append(share))
+    rows = verify.run(OmniRunner(folder), cases=4, seed=1, progress=lambda _doing, share: said.append(share))
     assert [row.quantity for row in rows] == ["tokens", "logits"] * 4
     assert all(row.ok for row in rows), rows
     assert said == sorted(said)
@@ -250,7 +251,7 @@ def test_verify_finds_a_sound_checkpoint_equal_in_tokens_and_logits(folder: Path
 
 def test_verify_gives_the_same_cases_for_the_same_seed(folder: Path) -> None:
     def cases(seed: int) -> list[str]:
-        return [row.case for row in verify.run(folder, cases=3, seed=seed)]
+        return [row.case for row in verify.run(OmniRunner(folder), cases=3, seed=seed)]
 
     assert cases(5) == cases(5) != cases(6)
 
@@ -259,15 +260,15 @@ def test_verify_finds_an_engine_that_computes_something_else(folder: Path, monke
     plain = CausalLM.logits
     monkeypatch.setattr(CausalLM, "_check_same", lambda self, expected: None)
     monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: plain(self, hidden).roll(1, dims=1))
-    rows = verify.run(folder, cases=2)
+    rows = verify.run(OmniRunner(folder), cases=2)
     assert not any(row.ok for row in rows)
 
 
 def test_verify_of_no_cases_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        verify.run(folder, cases=0)
+        verify.run(OmniRunner(folder), cases=0)
 
 
 def test_a_shorter_answer_counts_as_different() -> None:
-    assert verify._differing((1, 2, 3), (1, 5)) == 2
-    assert not VerifyRow.judge("x", "tokens", float(verify._differing((1,), ())), 0.0).ok
+    assert count_differences((1, 2, 3), (1, 5)) == 2
+    assert not VerifyRow.judge("x", "tokens", count_differences((1,), ()), 0.0).ok

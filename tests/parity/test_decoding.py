@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.models._diffusers.base import VaeDecoder
-from omnistage.models._diffusers.offline import load_components
+from omnistage.models._diffusers.verify import load_components
 from omnistage.models.registry import REGISTRY
 
 SIZE = 256
@@ -24,7 +25,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> VaeDecoder:
     tiny: Callable[..., None] | None = REGISTRY.family("stable_diffusion_3").tiny
     assert tiny is not None
     tiny(folder, seed=0)
-    decoder = load_components(folder)[2]
+    decoder = load_components(OmniRunner(folder))[2]
     assert isinstance(decoder, VaeDecoder)
     # The VAE's own size of a tile is that of the pictures that it was made for; a quarter of ours here.
     decoder.vae.tile_sample_min_size = SIZE // 2

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config.schema import DiffusionBudget
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import (
@@ -31,8 +32,8 @@ from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, Promp
 from omnistage.engines.diffusion.decode import DecodeStage
 from omnistage.engines.diffusion.encode import EncodeStage
 from omnistage.engines.diffusion.stage import DenoiseStage
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
+from omnistage.models._diffusers.verify import load_components
 from omnistage.models.stable_diffusion_3 import tiny
 
 SLOW_MACHINE = [HealthCheck.too_slow]
@@ -46,7 +47,7 @@ Parts = tuple[PromptEncoder, Denoiser, LatentDecoder]
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     folder: Path = tmp_path_factory.mktemp("models") / "tiny"
     tiny.write(folder, seed=3)
-    return load_components(folder)
+    return load_components(OmniRunner(folder))
 
 
 # ------------------------------------------------------------------------------------------- what is asked

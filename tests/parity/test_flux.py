@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import ConfigError, InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.flux import tiny, verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
@@ -35,7 +35,7 @@ class Model:
     def __init__(self, folder: Path, variant: str) -> None:
         tiny.write(folder, variant=variant)
         self.folder = folder
-        self.parts: Components = load_components(folder)
+        self.parts: Components = load_components(OmniRunner(folder))
         self.reference = verify.Reference(folder)
 
     def same(self, asked: Case) -> None:
@@ -243,7 +243,7 @@ def test_unknown_variants_are_refused(tmp_path: Path) -> None:
 
 
 def test_verify_gives_a_row_for_each_quantity(schnell: Model) -> None:
-    rows = verify.run(schnell.folder, cases=2, seed=3)
+    rows = verify.run(OmniRunner(schnell.folder), cases=2, seed=3)
     assert len(rows) == 6
     assert all(row.ok for row in rows)
 

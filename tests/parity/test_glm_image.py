@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import ARBudget, OmniEngineArgs
 from omnistage.core.errors import (
     CapacityError,
@@ -25,8 +26,15 @@ from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import ARInput, DiffusionInput, FinishReason, RequestInfo, StageChunk, StageInput, TokenChunk
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.models._diffusers.offline import load_components
-from omnistage.models._diffusers.verify import LATENT_TOLERANCE, PIXEL_TOLERANCE, Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import (
+    LATENT_TOLERANCE,
+    PIXEL_TOLERANCE,
+    Case,
+    Drawn,
+    drive,
+    load_components,
+    rows_of,
+)
 from omnistage.models.glm_image import tiny, verify
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import fitted_size, generated_positions, target_grids
@@ -70,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(folder: Path) -> Parts:
-    return load_components(folder)
+    return load_components(OmniRunner(folder))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,7 @@ def processor(folder: Path) -> GlmImageInputProcessor:
 
 @pytest.fixture(scope="module")
 def stage(folder: Path) -> ARStage:
-    return verify.load_prior_stage(folder)
+    return verify.load_prior_stage(OmniRunner(folder))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +129,7 @@ def test_tokens_outlast_preemption_and_small_chunks(
     folder: Path, processor: GlmImageInputProcessor, written: dict[str, Written]
 ) -> None:
     """What was preempted is computed anew, generated tokens at the positions of their grid."""
-    component: Any = verify.load_prior_stage(folder).component
+    component: Any = verify.load_prior_stage(OmniRunner(folder)).component
     budget = ARBudget(kv_blocks=28, block_size=16, prefill_chunk=7, max_batch_tokens=24, prefix_caching=False)
     tight = ARStage("prior", component, budget)
     found = verify.write_ours(tight, processor, REQUESTS[:2])
@@ -302,7 +310,7 @@ def test_the_whole_pipeline_draws_the_same(folder: Path, parts: Parts, written: 
 
 
 def test_verify_finds_no_difference(folder: Path) -> None:
-    rows = verify.run(folder, cases=2)
+    rows = verify.run(OmniRunner(folder), cases=2)
     assert len(rows) == 6
     assert all(row.ok for row in rows)
 
@@ -462,4 +470,4 @@ def test_a_broken_config_is_named(
     config[key] = value
     (broken / part / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=words):
-        load_components(broken)
+        load_components(OmniRunner(broken))

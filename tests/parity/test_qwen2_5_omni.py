@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs
 from omnistage.core.clips import VideoClip
 from omnistage.core.family import BridgeResult
+from omnistage.core.messages import AudioPart, ChatMessage, Part, TextPart, VideoPart
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.stage import Stage
 from omnistage.core.types import FinishReason, RequestInfo, StageChunk
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
@@ -118,7 +121,7 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Benc
             folder = tmp_path_factory.mktemp(kind) / "model"
             write_checkpoint(kind, folder)
             cases = verify.make_cases(len(verify.KINDS), seed=(PLAIN, LARGER, ENDING).index(kind))
-            answers, noise = verify.run_ours(folder, cases)
+            answers, noise = verify.run_ours(OmniRunner(folder), cases)
             reference = Reference(folder)
             expected, logits = [], []
             for case in cases:
@@ -157,16 +160,16 @@ def unusual_cases() -> list[Case]:
     """Sound that is longer or shorter than its video, several videos, media in every order, odd frames and rates."""
     rng = np.random.default_rng(5)
 
-    def video(frames: int, sound: float | None = None, fps: float = 2.0) -> dict[str, object]:
+    def video(frames: int, sound: float | None = None, fps: float = 2.0) -> VideoPart:
         pixels = rng.integers(0, 256, (frames, 56, 84, 3), dtype=np.uint8)
         audio = None if sound is None else verify._clip(rng, sound)
-        return {"type": "video", "video": VideoClip(pixels, fps, frames / fps, audio)}
+        return VideoPart(VideoClip(pixels, fps, frames / fps, audio), use_audio=audio is not None)
 
-    def audio(seconds: float) -> dict[str, object]:
-        return {"type": "audio", "audio": verify._clip(rng, seconds)}
+    def audio(seconds: float) -> AudioPart:
+        return AudioPart(verify._clip(rng, seconds))
 
-    text = {"type": "text", "text": "What is it?"}
-    media: dict[str, list[Any]] = {
+    text = TextPart("What is it?")
+    media: dict[str, list[Part]] = {
         "sound outlasts its video": [video(4, 9.0)],
         "video outlasts its sound": [video(12, 0.7)],
         "two videos with sound": [video(8, 4.0), video(4, 2.5)],
@@ -178,13 +181,13 @@ def unusual_cases() -> list[Case]:
         "an odd rate": [video(10, 5.3, 1.7)],
         "the shortest sound": [verify._image(rng), audio(0.03)],
     }
-    return [Case(name, ({"role": "user", "content": [*parts, text]},), 4, 14) for name, parts in media.items()]
+    return [Case(name, (ChatMessage("user", (*parts, text)),), 4, 14) for name, parts in media.items()]
 
 
 def test_unusual_mixtures_get_the_reference_answers_too(make_bench) -> None:
     bench = make_bench(PLAIN)
     cases = unusual_cases()
-    answers, noise = verify.run_ours(bench.folder, cases)
+    answers, noise = verify.run_ours(OmniRunner(bench.folder), cases)
     expected = [verify.run_reference(bench.reference, case, noise) for case in cases]
     replace(bench, cases=cases, expected=expected).check(answers)
 
@@ -220,21 +223,8 @@ def test_a_difference_is_found(make_bench) -> None:
 # ------------------------------------------------------------------------------------------------- budgets
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineParts]:
-    """What `verify.run_ours` loads, to look at the stages afterwards."""
-    parts: list[EngineParts] = []
-
-    def build(*args: Any, **options: Any) -> EngineParts:
-        parts.append(build_parts(*args, **options))
-        return parts[-1]
-
-    monkeypatch.setattr(verify, "build_parts", build)
-    return parts
-
-
-def ar_stage(parts: EngineParts, name: str) -> ARStage:
-    stage = parts.stages[name]
+def ar_stage(stages: Mapping[str, Stage], name: str) -> ARStage:
+    stage = stages[name]
     assert isinstance(stage, ARStage)
     return stage
 
@@ -252,7 +242,7 @@ def answer_turn_by_turn(bench: Bench, overrides: Sequence[str]) -> tuple[list[An
 
     harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": note_codes})
     streams = [
-        harness.submit(case.name, case.messages, verify_params(case), modalities=BOTH, use_audio_in_video=True)
+        harness.submit(case.name, case.as_sent(), verify_params(case), modalities=BOTH, use_audio_in_video=True)
         for case in bench.cases
     ]
     harness.finish()
@@ -284,24 +274,24 @@ def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, name: s
     budget = {"max_batch_tokens": 40, "prefill_chunk": 24, "block_size": 8, "kv_blocks": -(-longest // 8) + 4}
     answers, parts = answer_turn_by_turn(bench, [f"{name}.{key}={value}" for key, value in budget.items()])
     bench.check(answers)
-    assert ar_stage(parts, name).stats().preemptions > 0
+    assert ar_stage(parts.stages, name).stats().preemptions > 0
 
 
 def parsed_ids(bench: Bench, case: Case) -> Sequence[int]:
-    messages = parse_messages(case.messages, MediaLimits(), use_audio_in_video=True)
-    made, _ = bench.reference.inputs(messages)
+    made, _ = bench.reference.inputs(case.messages)
     return made["input_ids"][0].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_reused_prefix_changes_nothing(make_bench, built, caching: bool) -> None:
+def test_a_reused_prefix_changes_nothing(make_bench, caching: bool) -> None:
     """Every chat twice; the copies wait for the originals, whose blocks they then find (or not)."""
     bench = make_bench(PLAIN)
     overrides = [f"thinker.prefix_caching={caching}".lower(), "thinker.max_running=4", "thinker.block_size=8"]
     indices = [*range(len(bench.cases))] * 2
-    answers, _ = verify.run_ours(bench.folder, [bench.cases[i] for i in indices], overrides)
+    runner = OmniRunner(bench.folder, overrides)
+    answers, _ = verify.run_ours(runner, [bench.cases[i] for i in indices])
     bench.check(answers, indices)
-    stage = ar_stage(built[0], "thinker")
+    stage = ar_stage(runner.stages, "thinker")
     hits = stage.scheduler.pool.hits
     assert hits > 0 if caching else hits == 0
     stage.check_integrity()
@@ -310,7 +300,7 @@ def test_a_reused_prefix_changes_nothing(make_bench, built, caching: bool) -> No
 def test_one_sequence_at_a_time_gives_the_same_as_a_batch(make_bench) -> None:
     bench = make_bench(LARGER)
     overrides = ["thinker.max_running=1", "talker.max_running=1", "token2wav.max_batch=1"]
-    answers, _ = verify.run_ours(bench.folder, bench.cases, overrides)
+    answers, _ = verify.run_ours(OmniRunner(bench.folder, overrides), bench.cases)
     bench.check(answers)
 
 
@@ -338,7 +328,7 @@ def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch
     bench = make_bench(kind)
     args = OmniEngineArgs(model=str(bench.folder), device="cpu", dtype="float32", overrides=tuple(overrides))
     parts = build_parts(args, progress=False)
-    ours = {name: watch_logits(ar_stage(parts, name), monkeypatch) for name in ("thinker", "talker")}
+    ours = {name: watch_logits(ar_stage(parts.stages, name), monkeypatch) for name in ("thinker", "talker")}
     params = [{**verify_params(case), "token2wav": CodecParams(num_steps=2, seed=0)} for case in bench.cases]
     with Omni.from_parts(parts.graph, parts.stages, parts.bridges, parts.defaults, parts.processor) as omni:
         outputs = omni.chat(

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.core.errors import (
     ConfigError,
@@ -25,9 +26,8 @@ from omnistage.core.errors import (
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models._tiny_common import write_json
 from omnistage.models.qwen_image import tiny, verify
 from omnistage.models.qwen_image.family import FAMILY
@@ -52,7 +52,7 @@ class Checkpoint:
 
 def _checkpoint(folder: Path, variant: str) -> Checkpoint:
     tiny.write(folder, variant=variant)
-    return Checkpoint(folder, load_components(folder), verify.reference(folder))
+    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.reference(folder))
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_guidance_distilled_checkpoints_are_refused_as_diffusers_cannot_run_them
     path = tmp_path / "model" / "transformer" / "config.json"
     write_json(path, {**json.loads(path.read_text()), "guidance_embeds": True})
     with pytest.raises(UnsupportedModelError, match="guidance-distilled"):
-        load_components(tmp_path / "model")
+        load_components(OmniRunner(tmp_path / "model"))
     pipe = diffusers().DiffusionPipeline.from_pretrained(tmp_path / "model")
     with pytest.raises(TypeError):
         pipe("a fox", width=32, height=32, num_inference_steps=2, guidance_scale=2.0)
@@ -308,8 +308,8 @@ def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(drawing: Ch
 
 
 def test_verify_finds_nothing(drawing: Checkpoint) -> None:
-    rows = verify.run(drawing.folder, cases=4)
+    rows = verify.run(OmniRunner(drawing.folder), cases=4)
     assert len(rows) == 12
     assert all(row.ok for row in rows)
     with pytest.raises(ConfigError):
-        verify.run(drawing.folder, cases=0)
+        verify.run(OmniRunner(drawing.folder), cases=0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -24,9 +25,8 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.loading import Parts, diffusers
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.stable_diffusion_3 import tiny, verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(folder: Path) -> Components:
-    return load_components(folder)
+    return load_components(OmniRunner(folder))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_checkpoints_without_t5_are_drawn_with(folder: Path, tmp_path: Path) -> 
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    rows = rows_of(TEXT[0], drive(*load_components(tmp_path), TEXT[0]), verify.Reference(tmp_path)(TEXT[0]))
+    rows = rows_of(TEXT[0], drive(*load_components(OmniRunner(tmp_path)), TEXT[0]), verify.Reference(tmp_path)(TEXT[0]))
     assert all(row.ok for row in rows), rows
 
 
@@ -231,7 +231,7 @@ def test_schedules_may_depend_on_the_size(folder: Path, tmp_path: Path) -> None:
     _variant(folder, tmp_path, "scheduler")
     scheduler = diffusers().FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     scheduler.save_pretrained(tmp_path / "scheduler")
-    parts, reference = load_components(tmp_path), verify.Reference(tmp_path)
+    parts, reference = load_components(OmniRunner(tmp_path)), verify.Reference(tmp_path)
     for asked in (TEXT[2], CHANGES[0]):
         rows = rows_of(asked, drive(*parts, asked), reference(asked))
         assert all(row.ok for row in rows), rows
@@ -243,12 +243,12 @@ def test_transformers_made_for_inpainting_alone_are_refused(folder: Path, tmp_pa
     model = type(made)(**{**made.config, "in_channels": 33})
     model.save_pretrained(tmp_path / "transformer")
     with pytest.raises(UnsupportedModelError, match="33 channels"):
-        load_components(tmp_path)
+        load_components(OmniRunner(tmp_path))
 
 
 def test_verify_gives_a_row_for_each_quantity(folder: Path) -> None:
     seen: list[str] = []
-    rows = verify.run(folder, cases=2, seed=3, progress=lambda what, share: seen.append(what))
+    rows = verify.run(OmniRunner(folder), cases=2, seed=3, progress=lambda what, share: seen.append(what))
     assert len(rows) == 6
     assert all(row.ok for row in rows)
     assert len(seen) == 3
@@ -293,7 +293,7 @@ def test_verify_finds_a_weight_that_is_changed_on_our_side(folder: Path, monkeyp
         return model
 
     monkeypatch.setattr(Parts, "load_model", changed)
-    rows = verify.run(folder, cases=1)
+    rows = verify.run(OmniRunner(folder), cases=1)
     assert [row.quantity for row in rows if not row.ok] == ["latents", "pixels", "pixels, all at once"]
 
 
@@ -315,7 +315,7 @@ def test_an_index_of_shards_names_safetensors_of_its_folder_only(folder: Path, t
     torch.save({}, tmp_path / "copy" / "transformer" / "weights.bin")
     _shard_index(tmp_path / "copy" / "transformer", file)
     with pytest.raises(CheckpointError, match=r"refused|gone\.safetensors is missing"):
-        load_components(tmp_path / "copy")
+        load_components(OmniRunner(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_part_is_of_the_kind_that_it_must_be(
     path = tmp_path / "copy" / "model_index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), part: named}))
     with pytest.raises(CheckpointError, match=reason):
-        load_components(tmp_path / "copy")
+        load_components(OmniRunner(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
@@ -352,4 +352,4 @@ def test_a_configuration_that_takes_too_much_is_refused_before_it_does(
     path = tmp_path / "copy" / part / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     with pytest.raises(CheckpointError, match=reason):
-        load_components(tmp_path / "copy")
+        load_components(OmniRunner(tmp_path / "copy"))

@@ -13,6 +13,7 @@ from omnistage_starter.bridges import SIZE, SUBJECT, condition_of
 from omnistage_starter.draw import CHANNELS, PATCH, SHIPPED, Painter
 from omnistage_starter.think import Thinker
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import ConfigError, UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition
@@ -39,7 +40,7 @@ def conditions(folder: Path) -> list[Condition]:
 def test_tokens_and_rows_as_transformers_gives_them(folder: Path) -> None:
     prompts = [verify.prompt_of(folder, text) for text in PROMPTS]
     reference = verify.Reference(folder / "think")
-    for ours, prompt in zip(verify.think_together(folder, prompts, tokens=24), prompts, strict=True):
+    for ours, prompt in zip(verify.think_together(OmniRunner(folder), prompts, tokens=24), prompts, strict=True):
         theirs = reference(prompt, tokens=24)
         assert ours.tokens == theirs.tokens
         torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-4, atol=1e-4)
@@ -65,10 +66,10 @@ def test_pictures_drawn_together_are_those_of_the_plain_loop(folder: Path, condi
         DiffusionParams(steps=1, guidance=0.0, seed=0),
     ]
     loop = verify.Loop(folder / "draw")
-    together = verify.draw_together(folder, conditions, asked)
+    together = verify.draw_together(OmniRunner(folder), conditions, asked)
     for condition, params, drawn in zip(conditions, asked, together, strict=True):
         torch.testing.assert_close(drawn, loop(condition, params), rtol=0, atol=1e-4)
-        (alone,) = verify.draw_together(folder, [condition], [params])
+        (alone,) = verify.draw_together(OmniRunner(folder), [condition], [params])
         torch.testing.assert_close(drawn, alone, rtol=0, atol=1e-4)
 
 
@@ -79,7 +80,7 @@ def test_the_weights_of_the_package_draw_as_the_plain_loop_does(folder: Path, tm
     loop = verify.Loop(SHIPPED)
     rows = torch.randn(12, 576, generator=torch.Generator().manual_seed(4))
     condition, asked = condition_of(rows), DiffusionParams(steps=3, guidance=4.0, seed=3)
-    (drawn,) = verify.draw_together(bare, [condition], [asked])
+    (drawn,) = verify.draw_together(OmniRunner(bare), [condition], [asked])
     torch.testing.assert_close(drawn, loop(condition, asked), rtol=0, atol=1e-4)
     assert float(drawn.abs().max()) < 1.001  # the last step ends at colours
     assert float(drawn.std()) > 0.1
@@ -102,11 +103,11 @@ def test_colours_beyond_the_range_are_cut_off() -> None:
 
 
 def test_verify_compares_everything(folder: Path) -> None:
-    rows = verify.run(folder, cases=2)
+    rows = verify.run(OmniRunner(folder), cases=2)
     assert [row.quantity for row in rows] == ["tokens", "hidden rows", "latents"] * 2
     assert all(row.ok for row in rows), rows
     with pytest.raises(ConfigError):
-        verify.run(folder, cases=0)
+        verify.run(OmniRunner(folder), cases=0)
 
 
 def test_a_shallow_language_model_is_refused(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError, OmniError, UnsupportedModalityError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import Lane, Row
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.registry import REGISTRY
 from omnistage.models.wan import tiny, verify
 from omnistage.models.wan.components import Decoder, Denoiser, Encoder
@@ -44,7 +44,7 @@ class Model:
 
 
 def load(folder: Path) -> Model:
-    parts: Any = load_components(folder)
+    parts: Any = load_components(OmniRunner(folder))
     return Model(folder, parts, verify.Reference(folder))
 
 
@@ -165,7 +165,7 @@ def test_another_scheduler(model: Callable[[str], Model], name: str, settings: d
 
 def test_verify_passes(model: Callable[[str], Model]) -> None:
     seen: list[str] = []
-    rows = verify.run(model("ti2v").folder, cases=2, seed=3, progress=lambda name, _: seen.append(name))
+    rows = verify.run(OmniRunner(model("ti2v").folder), cases=2, seed=3, progress=lambda name, _: seen.append(name))
     assert len(rows) == 6
     assert all(row.ok for row in rows), rows
     assert [name.split(", ")[-1] for name in seen] == ["0 pictures 1", "1 pictures 2", "all at once"]
@@ -362,10 +362,10 @@ def test_two_experts_need_both(model: Callable[[str], Model], tmp_path: Path) ->
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "transformer_2": [None, None]}))
     with pytest.raises(CheckpointError, match="no transformer_2"):
-        load_components(folder)
+        load_components(OmniRunner(folder))
     (folder / "model_index.json").write_text(json.dumps({**index, "transformer": [None, None]}))
     with pytest.raises(CheckpointError, match="no transformer"):
-        load_components(folder)
+        load_components(OmniRunner(folder))
 
 
 def test_processor_takes_pictures_where_the_model_does(model: Callable[[str], Model]) -> None:

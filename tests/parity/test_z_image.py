@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.core.errors import ConfigError, InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.offline import load_components
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.registry import REGISTRY
 from omnistage.models.z_image import tiny, verify
 from omnistage.models.z_image.family import FAMILY
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("z_image")
     assert FAMILY.tiny is not None
     FAMILY.tiny(folder, seed=0)
-    return Checkpoint(folder, load_components(folder), verify.reference(folder))
+    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.reference(folder))
 
 
 def _case(prompt: str = PROMPT, images: tuple[np.ndarray, ...] = (), **params: Any) -> Case:
@@ -184,8 +184,8 @@ def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(checkpoint:
 
 
 def test_verify_finds_nothing(checkpoint: Checkpoint) -> None:
-    rows = verify.run(checkpoint.folder, cases=4)
+    rows = verify.run(OmniRunner(checkpoint.folder), cases=4)
     assert len(rows) == 12
     assert all(row.ok for row in rows)
     with pytest.raises(ConfigError):
-        verify.run(checkpoint.folder, cases=0)
+        verify.run(OmniRunner(checkpoint.folder), cases=0)

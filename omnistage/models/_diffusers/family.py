@@ -11,6 +11,7 @@ from omnistage.core.family import AnyProcessor, Bridge, ComponentFactory, Family
 
 if TYPE_CHECKING:
     from omnistage.core.checkpoint import Checkpoint
+    from omnistage.core.verification import ModelRunner
 
 
 def drawing_family(
@@ -41,8 +42,8 @@ def drawing_family(
     def tiny(folder: Path, **options: object) -> None:
         part("tiny").write(folder, **options)
 
-    def verify(folder: Path, **options: object) -> object:
-        rows: object = part("verify").run(folder, **options)
+    def verify(runner: ModelRunner, **options: object) -> object:
+        rows: object = part("verify").run(runner, **options)
         return rows
 
     return Family(

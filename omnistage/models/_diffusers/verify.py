@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from omnistage.core.errors import UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
 
 LATENT_TOLERANCE = 1e-4
 PIXEL_TOLERANCE = 1 / 255
-
-Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +33,17 @@ class Drawn:
 
     latents: torch.Tensor
     pixels: np.ndarray
+
+
+def load_components(runner: ModelRunner) -> tuple[PromptEncoder, Denoiser, LatentDecoder]:
+    """The three networks of a drawing pipeline, on no engine."""
+    loaded = [runner.load_component(name) for name in runner.stage_names]
+    encoder = next((part for part in loaded if isinstance(part, PromptEncoder)), None)
+    denoiser = next((part for part in loaded if isinstance(part, Denoiser)), None)
+    decoder = next((part for part in loaded if isinstance(part, LatentDecoder)), None)
+    if encoder is None or denoiser is None or decoder is None:
+        raise UnsupportedModelError(f"{runner.folder} is not a pipeline that encodes, denoises and decodes")
+    return encoder, denoiser, decoder
 
 
 @torch.inference_mode()
@@ -67,48 +75,30 @@ def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
 
 
 def compare(
-    folder: Path, cases: Sequence[Case], reference: Callable[[Case], Drawn], progress: Report | None = None
+    runner: ModelRunner,
+    cases: Sequence[Case],
+    reference: Callable[[Case], Drawn],
+    progress: Progress | None = None,
 ) -> list[VerifyRow]:
     """All cases through our components and through diffusers one by one, then all at once through the engine.
 
     The engine's pictures are judged by their pixels: latents stay inside it.
     """
-    from omnistage.models._diffusers.offline import load_components
-
-    parts = load_components(folder)
+    report = progress or (lambda _what, _done: None)
+    parts = load_components(runner)
     rows: list[VerifyRow] = []
     expected: list[Drawn] = []
     for done, case in enumerate(cases):
-        if progress is not None:
-            progress(case.name, done / (len(cases) + 1))
+        report(case.name, done / (len(cases) + 1))
         expected.append(reference(case))
         rows += rows_of(case, drive(*parts, case), expected[-1])
-    if progress is not None:
-        progress("all at once", len(cases) / (len(cases) + 1))
+    report("all at once", len(cases) / (len(cases) + 1))
     del parts
-    for case, drawn, wanted in zip(cases, draw_together(folder, cases), expected, strict=True):
-        apart = _pixels_apart(drawn, wanted.pixels)
-        rows.append(VerifyRow.judge(case.name, "pixels, all at once", apart, PIXEL_TOLERANCE))
+    together = runner.draw([(case.payload, case.params) for case in cases])
+    for case, pixels, wanted in zip(cases, together, expected, strict=True):
+        difference = _pixels_apart(pixels, wanted.pixels)
+        rows.append(VerifyRow.judge(case.name, "pixels, all at once", difference, PIXEL_TOLERANCE))
     return rows
-
-
-def draw_together(folder: Path, cases: Sequence[Case]) -> list[np.ndarray]:
-    """`uint8` pixels of every case, drawn by one pipeline that is given all of them at once."""
-    from omnistage.omni import Omni
-
-    prompts: list[Any] = []
-    for case in cases:
-        given = {"images": list(case.payload.images)} if case.payload.images else {}
-        masked = {"mask": case.payload.mask} if case.payload.mask is not None else {}
-        prompts.append({"prompt": case.payload.prompt, **given, **masked})
-    with Omni(str(folder), device="cpu", dtype="float32") as omni:
-        outputs = omni.generate(prompts, [case.params for case in cases], progress=False)
-    drawn = []
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
-        drawn.append(output.video.frames if output.video is not None else output.images[0].pixels)
-    return drawn
 
 
 def _pixels_apart(ours: np.ndarray, theirs: np.ndarray) -> float:

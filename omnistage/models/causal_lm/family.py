@@ -9,6 +9,7 @@ from omnistage.core.family import Family, InputProcessor, LoadContext
 
 if TYPE_CHECKING:
     from omnistage.core.checkpoint import Checkpoint
+    from omnistage.core.verification import ModelRunner
 
 
 def _thinker(context: LoadContext) -> object:
@@ -29,10 +30,10 @@ def _tiny(folder: Path, **options: object) -> None:
     tiny.write(folder, **options)  # type: ignore[arg-type]
 
 
-def _verify(folder: Path, **options: object) -> object:
+def _verify(runner: ModelRunner, **options: object) -> object:
     from omnistage.models.causal_lm import verify
 
-    return verify.run(folder, **options)  # type: ignore[arg-type]
+    return verify.run(runner, **options)  # type: ignore[arg-type]
 
 
 FAMILY = Family(

@@ -5,32 +5,22 @@ All cases run in one batch of our stage and one by one in the reference, in floa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import ConfigError
-from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.loading import positive, read_auto_config
-from omnistage.models.registry import REGISTRY
-from omnistage.pipeline.build import load_component, resolve_device
-
-if TYPE_CHECKING:
-    from omnistage.config import ResolvedConfig
-
-Progress = Callable[[str, float], None]
 
 LOGITS_TOLERANCE = 1e-4
 _NEW_TOKENS = 16
@@ -44,33 +34,27 @@ class _Answer:
     """float32 `[V]` of the first generated position."""
 
 
-def run(folder: Path, *, cases: int = 6, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
+def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Two rows for each of `cases` random prompts: differing tokens, and the logits' largest relative difference."""
-    if cases < 1:
-        raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
-    resolved = resolve(OmniEngineArgs(model=str(folder), dtype="float32"), registry=REGISTRY)
-    report = progress if progress is not None else _silent
-    config = read_auto_config(folder).get_text_config()
+    check_cases(cases)
+    report = progress or (lambda _what, _done: None)
+    config = read_auto_config(runner.folder).get_text_config()
     prompts = _prompts(cases, seed, positive(config, "vocab_size"), positive(config, "max_position_embeddings"))
     report("loading the engine's model", 0.0)
-    component = _load(resolved)
+    component = _load(runner)
     report("running the engine", 0.3)
     ours = _ours(component, prompts)
-    eos = component.eos_token_ids
+    eos, device = component.eos_token_ids, component.device
     del component  # two copies of a model need not fit at once
     report("loading the reference", 0.4)
-    reference = _reference(folder, prompts, eos, report)
+    reference = _reference(runner.folder, prompts, eos, device, report)
     rows = []
     for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
         case = f"{number}: {len(prompts[number])} tokens"
-        rows.append(VerifyRow.judge(case, "tokens", float(_differing(mine.tokens, theirs.tokens)), 0.0))
+        rows.append(VerifyRow.judge(case, "tokens", count_differences(mine.tokens, theirs.tokens), 0.0))
         rows.append(VerifyRow.judge(case, "logits", _relative(mine.logits, theirs.logits), LOGITS_TOLERANCE))
     report("compared", 1.0)
     return rows
-
-
-def _silent(doing: str, share: float) -> None:
-    del doing, share
 
 
 def _prompts(cases: int, seed: int, vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
@@ -80,12 +64,11 @@ def _prompts(cases: int, seed: int, vocab_size: int, max_length: int) -> list[tu
     return [tuple(torch.randint(0, vocab_size, (length,), generator=generator).tolist()) for length in lengths]
 
 
-def _load(resolved: ResolvedConfig) -> ARComponent:
-    (name, stage), *others = resolved.config.pipeline.stages.items()
-    device = resolve_device(stage.device or resolved.config.deployment.device)
-    component = load_component(LoadContext(resolved.model, name, stage, device, torch.float32))
+def _load(runner: ModelRunner) -> ARComponent:
+    name, *others = runner.stage_names
+    component = runner.load_component(name, device="auto")
     if others or not isinstance(component, ARComponent):
-        raise ConfigError(f"{resolved.model.folder} is not a plain causal LM; its own family compares it")
+        raise ConfigError(f"{runner.folder} is not a plain causal LM; its own family compares it")
     return component
 
 
@@ -143,12 +126,16 @@ def _ours(component: ARComponent, prompts: Sequence[tuple[int, ...]]) -> list[_A
 
 @torch.inference_mode()
 def _reference(
-    folder: Path, prompts: Sequence[tuple[int, ...]], eos: tuple[int, ...], report: Progress
+    folder: Path,
+    prompts: Sequence[tuple[int, ...]],
+    eos: tuple[int, ...],
+    device: torch.device,
+    report: Progress,
 ) -> list[_Answer]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
-    model.to(resolve_device("auto")).eval()
+    model.to(device).eval()
     # Nothing of the checkpoint's own generation settings but where to stop: the stage is asked for plain greedy too.
     settings = transformers.GenerationConfig(
         do_sample=False,
@@ -171,10 +158,6 @@ def _reference(
         tokens = tuple(out.sequences[0, len(prompt) :].tolist())
         answers.append(_Answer(tokens, out.logits[0][0].float().cpu()))
     return answers
-
-
-def _differing(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    return sum(a != b for a, b in zip(mine, theirs, strict=False)) + abs(len(mine) - len(theirs))
 
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:

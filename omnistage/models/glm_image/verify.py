@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,13 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import InternalError
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import ARInput, DiffusionInput, RequestInfo, StageInput, TokenChunk
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.offline import load_components
-from omnistage.models._diffusers.verify import Case, Drawn, drive, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import CELL
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
-from omnistage.models.registry import REGISTRY
 
 _WORDS = ("a red bicycle", "two 'OPEN' signs", 'a shop called "第三"', "fog over water", "「春」 on paper", "an owl")
 
@@ -64,16 +62,15 @@ def make_requests(count: int, seed: int) -> list[Request]:
     return requests
 
 
-def run(
-    folder: Path, *, cases: int = 4, seed: int = 0, progress: Callable[[str, float], None] | None = None
-) -> list[VerifyRow]:
+def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Greedy tokens of all requests in one batch, then each picture; float32 on the CPU."""
+    check_cases(cases)
     report = progress or (lambda _what, _done: None)
     requests = make_requests(cases, seed)
     report("our prior", 0.0)
-    written = write_ours(load_prior_stage(folder), GlmImageInputProcessor.load(folder), requests)
+    written = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), requests)
     report("loading", 0.3)
-    parts, reference = load_components(folder), Reference(folder)
+    parts, reference = load_components(runner), Reference(runner.folder)
     rows: list[VerifyRow] = []
     for index, (request, ours) in enumerate(zip(requests, written, strict=True)):
         report(request.name, 0.4 + 0.6 * index / len(requests))
@@ -98,15 +95,8 @@ def differing(ours: Written, theirs: Written) -> float:
 # ---------------------------------------------------------------------------------------------------- ours
 
 
-def load_prior_stage(folder: Path) -> ARStage:
-    from omnistage.config import OmniEngineArgs, resolve
-    from omnistage.pipeline.build import build_stage
-
-    resolved = resolve(
-        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
-    )
-    config = resolved.config
-    stage = build_stage(resolved.model, "prior", config.pipeline.stages["prior"], config.deployment)
+def load_prior_stage(runner: ModelRunner) -> ARStage:
+    stage = runner.build_stage("prior")
     if not isinstance(stage, ARStage):
         raise InternalError("the prior is not an autoregressive stage")
     return stage

@@ -10,6 +10,7 @@ from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talk
 
 if TYPE_CHECKING:
     from omnistage.core.checkpoint import Checkpoint
+    from omnistage.core.verification import ModelRunner
 
 
 def _thinker(context: LoadContext) -> object:
@@ -42,10 +43,10 @@ def _tiny(folder: Path, **options: object) -> None:
     tiny.write(folder, **options)  # type: ignore[arg-type]
 
 
-def _verify(folder: Path, **options: object) -> object:
+def _verify(runner: ModelRunner, **options: object) -> object:
     from omnistage.models.qwen2_5_omni import verify
 
-    return verify.run(folder, **options)  # type: ignore[arg-type]
+    return verify.run(runner, **options)  # type: ignore[arg-type]
 
 
 FAMILY = Family(

@@ -9,23 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import ConfigError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, Report, compare
+from omnistage.models._diffusers.verify import Case, Drawn, compare
 
 _NEGATIVE = "blurred, grey"
 
 
-def run(folder: Path, *, cases: int = 4, seed: int = 0, progress: Report | None = None) -> list[VerifyRow]:
+def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Rows for each of `cases` pictures of various sizes, lengths and kinds."""
-    if cases < 1:
-        raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
-    chosen = [case_of(Parts(folder).pipeline_class, number, seed) for number in range(cases)]
-    return compare(folder, chosen, reference(folder), progress)
+    check_cases(cases)
+    chosen = [case_of(Parts(runner.folder).pipeline_class, number, seed) for number in range(cases)]
+    return compare(runner, chosen, reference(runner.folder), progress)
 
 
 def case_of(pipeline: str, number: int, seed: int) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, compare
@@ -95,10 +94,9 @@ def cases_for(count: int, seed: int, size: int) -> list[Case]:
     return made
 
 
-def run(
-    folder: Path, *, cases: int = 4, seed: int = 0, progress: Callable[[str, float], None] | None = None
-) -> list[VerifyRow]:
+def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Latents and pixels of each case, compared."""
-    reference = Reference(folder)
+    check_cases(cases)
+    reference = Reference(runner.folder)
     size = reference.drawing.default_sample_size * reference.drawing.vae_scale_factor
-    return compare(folder, cases_for(cases, seed, size), reference, progress)
+    return compare(runner, cases_for(cases, seed, size), reference, progress)
