@@ -332,7 +332,7 @@ def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch
     params = [{**verify_params(case), "token2wav": CodecParams(num_steps=2, seed=0)} for case in bench.cases]
     with Omni.from_parts(parts.graph, parts.stages, parts.bridges, parts.defaults, parts.processor) as omni:
         outputs = omni.chat(
-            [case.messages for case in bench.cases],
+            [case.as_sent() for case in bench.cases],
             params,
             modalities=BOTH,
             use_audio_in_video=True,
@@ -358,13 +358,13 @@ def test_the_logits_of_every_step_are_the_reference_ones(make_bench, monkeypatch
 def test_the_other_voice_speaks_as_in_the_reference(make_bench, index: int) -> None:
     bench = make_bench(PLAIN)
     case = bench.cases[index]
-    messages = parse_messages(case.messages, MediaLimits())
+    messages = parse_messages(case.as_sent(), MediaLimits())
     expected = bench.reference.run(
         messages, max_tokens=case.max_tokens, max_codes=case.max_codes, voice="Ethan", noise=bench.noise
     )
     assert expected.codes != bench.expected[index].codes
     with Omni(bench.folder, device="cpu", dtype="float32", progress=False) as omni:
-        output = omni.chat(case.messages, verify_params(case), modalities=BOTH, voice="Ethan", progress=False)
+        output = omni.chat(case.as_sent(), verify_params(case), modalities=BOTH, voice="Ethan", progress=False)
     assert output.finish_reason is FinishReason.LENGTH
     assert output.token_ids == expected.token_ids
     assert output.audio is not None
@@ -420,6 +420,6 @@ def test_the_mask_hook_gives_what_a_stock_padded_batch_gives(make_bench, stock, 
     bench = make_bench(PLAIN)
     index = verify.KINDS.index(kind)
     case = bench.cases[index]
-    made, _ = bench.reference.inputs(parse_messages(case.messages, MediaLimits()))
+    made, _ = bench.reference.inputs(parse_messages(case.as_sent(), MediaLimits()))
     pad = bench.reference.model.config.thinker_config.pad_token_id
     assert stock_codes(stock, padded(dict(made), pad), case) == [bench.expected[index].codes]
