@@ -67,7 +67,7 @@ def message_of(problem: Mapping[str, Any]) -> str:
         return "must be an object with named fields"
     if problem["type"] == "tuple_type":
         return "must be a list"
-    return f"{message} (got {short_repr(problem.get('input'))})"
+    return f"{message} (got {short_repr(problem['input'])})" if "input" in problem else message
 
 
 def data_path(problem: Mapping[str, Any], data: object) -> list[str | int]:

@@ -176,11 +176,11 @@ async def test_a_key_sends_no_more_bodies_at_once_than_it_may_have_requests() ->
         assert await bench.probe(10, bob) is None
         assert await bench.probe(10) is None
         await first.send(10, more=False)  # it runs now, and counts as that
-        assert ann.use.sending == 1
+        assert ann.use.counts["uploads"] == 1
         assert await bench.probe(10, ann) is None
         await second.send(101)
         assert second.status == 413
-        assert ann.use.sending == 0
+        assert ann.use.counts["uploads"] == 0
 
 
 @awaited
@@ -194,11 +194,11 @@ async def test_who_leaves_in_the_middle_of_a_body_may_send_another() -> None:
 
 def test_a_holder_of_tokens_who_sends_or_converses_is_not_forgotten() -> None:
     keyring = Keyring(max_token_holders=1)
-    ann = Holder("jwt:ann", b"", use=keyring._use_of("jwt:ann"))
-    for busy in (ann.count_upload(), ann.count_session(None)):
+    ann = Holder("jwt:ann", b"", use=keyring._usage_of("jwt:ann"))
+    for busy in (ann.count("uploads"), ann.count("sessions")):
         with busy, pytest.raises(RateLimitError):
-            keyring._use_of("jwt:bob")
-    assert keyring._use_of("jwt:bob") is not ann.use
+            keyring._usage_of("jwt:bob")
+    assert keyring._usage_of("jwt:bob") is not ann.use
 
 
 # ---------------------------------------------------------------------------------------------------- how slowly
@@ -265,7 +265,7 @@ def post(server: Running, key: str = "none") -> httpx.Response:
 def test_a_key_with_an_unfinished_body_waits_for_its_end(guarded: Running, service: Service) -> None:
     ann = service.keyring.authenticate(f"Bearer {KEY}")
     line = raw(guarded, b"{", f"Authorization: Bearer {KEY}\r\nContent-Length: 1000\r\n")
-    until(lambda: ann.use.sending == 1, "the start of the body")
+    until(lambda: ann.use.counts["uploads"] == 1, "the start of the body")
     refused = post(guarded, KEY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(refused.headers["Retry-After"]) >= 1

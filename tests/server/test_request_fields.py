@@ -198,16 +198,16 @@ def test_a_key_counts_requests_and_not_their_prompts(keyed: tuple[Running, Holde
     answer = posted(server, "completions", {**PLAIN, "prompt": PROMPTS}, **asked)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == 3
-    assert holder.running == 0
+    assert holder.use.counts["requests"] == 0
     trace = httpx.get(f"{server.url}/v1/requests/{answer.json()['id']}", **asked)
     assert trace.status_code == 200
-    holder.use.running = 2  # as many as it may have
+    holder.use.counts["requests"] = 2  # as many as it may have
     error_of(posted(server, "completions", {**PLAIN, "prompt": PROMPTS}, **asked), 429)
-    holder.use.running = 1
+    holder.use.counts["requests"] = 1
     streamed = posted(server, "completions", {**PLAIN, "prompt": PROMPTS, "stream": True}, **asked)
     assert streamed.status_code == 200
     assert streamed.text.endswith("data: [DONE]\n\n")
-    holder.use.running = 0
+    holder.use.counts["requests"] = 0
     told = error_of(posted(server, "completions", {**PLAIN, "prompt": PROMPTS}, **asked), 429)
     assert "a minute" in told["message"]  # the third of two
 

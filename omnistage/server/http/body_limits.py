@@ -108,7 +108,7 @@ class BodyLimit:
             raise _full()
         holder = scope.get("state", {}).get("holder")
         if isinstance(holder, Holder) and (int(length) or b"transfer-encoding" in headers):
-            sending.enter_context(holder.count_upload())
+            sending.enter_context(holder.count("uploads"))
 
     async def _next(self, receive: Receive, seen: int, waited: float) -> Message:
         """The body's next piece. Only waiting counts: what we do with the last one is not the client's time."""

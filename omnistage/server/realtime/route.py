@@ -59,7 +59,7 @@ async def realtime(websocket: WebSocket) -> None:
         try:
             holder, model = _admit(websocket, service, options, record)
             share = max(1, options.max_sessions // _MAX_SHARE) if service.keyring.required else None
-            stack.enter_context(holder.count_session(share))
+            stack.enter_context(holder.count("sessions", share))
         except OmniError as error:
             record.status = error.status
             await deny(error, websocket.scope, websocket.receive, websocket.send)
