@@ -99,7 +99,7 @@ class Problem:
     def error(self, prefix: str = "") -> InvalidRequestError:
         """For a client; `param` is the path, behind `prefix` where there is one."""
         path = field_path([*([prefix] if prefix else []), *self.path])
-        return InvalidRequestError(self.message, param=path[: SHOWN_CHARS + len(prefix)] or None)
+        return InvalidRequestError(self.message, param=path[: SHOWN_CHARS + len(prefix) + bool(prefix)] or None)
 
 
 def first_problem(
