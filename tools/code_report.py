@@ -44,6 +44,7 @@ PLACES: dict[str, str] = {
     **dict.fromkeys(("chat", "batch"), "pipeline"),
     "loadtest": "bench",
     "hf": "compat",
+    "__main__": "package",
 }
 STARTER = "starter"  # its own distribution, or what becomes it: no layer, and in no total
 STARTER_PLACES = ("models/starter", "parts")
