@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from omnistage.core.errors import OmniError, StageError
@@ -20,41 +20,36 @@ def log_defect(where: str, error: BaseException) -> None:
     _log.error("%s failed with %s\n%s", where, type(error).__name__, frames)
 
 
-def stage_failure(error: BaseException, failed: str, *, doing: str | None = None) -> OmniError:
+def stage_failure(error: BaseException, failed: str) -> OmniError:
     """What a request that failed in a stage is told: our own errors as they are, any other by its kind alone.
 
-    `failed` is what did not work, for the user; `doing` the same for the log.
+    `failed` is what did not work, for the user and for the log.
     """
     if isinstance(error, OmniError):
         return error
-    log_defect(doing or failed, error)
+    log_defect(failed, error)
     failure = StageError(f"{failed} failed: {type(error).__name__}")
     failure.__cause__ = error
     return failure
 
 
 def isolate(
-    batch: Sequence[_Item], run: Callable[[Sequence[_Item]], Sequence[_Result]]
-) -> Iterator[tuple[_Item, _Result | Exception]]:
-    """Run a batch; where that fails, each item alone, so that only the one at fault fails.
+    batch: Sequence[_Item], run: Callable[[Sequence[_Item]], Sequence[_Result]], failed: str
+) -> list[tuple[_Item, _Result | OmniError]]:
+    """Run a batch; where that fails, each item by itself, so that only those at fault fail.
 
-    Yields every item with its result or with the exception that it raised alone. `run` must give one result an item,
-    and must not have changed anything that a second run would count twice when it raises.
+    Gives every item with its result or, if it failed by itself, with what its request is told (`stage_failure`).
+    `run` must give one result an item, and must not have counted anything when it raises: it is called again.
     """
     if not batch:
-        return
+        return []
     try:
         results = run(batch)
+        if len(results) != len(batch):
+            raise StageError(f"{failed} gave {len(results)} results for {len(batch)} inputs")
+        return list(zip(batch, results, strict=True))
     except Exception as error:  # the boundary of a step: whatever a component raises ends at most this batch
         if len(batch) == 1:
-            yield batch[0], error
-            return
-        _log.warning("a batch of %d failed (%s); running each item alone", len(batch), type(error).__name__)
-    else:
-        yield from zip(batch, results, strict=True)
-        return
-    for item in batch:
-        try:
-            yield item, run([item])[0]
-        except Exception as error:  # the same boundary
-            yield item, error
+            return [(batch[0], stage_failure(error, failed))]
+        _log.warning("a batch of %d failed (%s); running each item by itself", len(batch), type(error).__name__)
+    return [pair for item in batch for pair in isolate([item], run, failed)]

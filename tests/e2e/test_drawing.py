@@ -81,13 +81,13 @@ def assert_empty(orchestrator: Orchestrator) -> None:
     """No request is left anywhere, in no stage and no runner."""
     orchestrator.check_idle()
     encode, denoise, decode = (orchestrator.stages[name] for name in ("encode", "denoise", "decode"))
-    assert len(encode._line) == 0  # type: ignore[attr-defined]
+    assert len(encode._queue) == 0  # type: ignore[attr-defined]
     assert not denoise._requests  # type: ignore[attr-defined]
     assert not denoise._runner._jobs  # type: ignore[attr-defined]
     assert not denoise._runner._lanes  # type: ignore[attr-defined]
     assert not denoise._scheduler.has_work()  # type: ignore[attr-defined]
     assert not decode._requests  # type: ignore[attr-defined]
-    assert len(decode._line) == 0  # type: ignore[attr-defined]
+    assert len(decode._queue) == 0  # type: ignore[attr-defined]
 
 
 def small(**params: Any) -> DiffusionParams:

@@ -19,6 +19,7 @@ from omnistage.engines.diffusion.caching import KINDS, StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.runner import DiffusionRunner
 from omnistage.engines.diffusion.scheduler import LaneKey
+from omnistage.engines.streams import DeviceStream
 
 TEXT = 6
 
@@ -401,7 +402,9 @@ def test_the_runner_forgets_aborted_and_finished_lanes() -> None:
     wanted.condition = condition(1)
     cache = StepCache.open("first_block:1.5", denoiser)
     latents = alone(denoiser, wanted, cache)
-    runner = DiffusionRunner(denoiser, max_batch_tokens=1000, max_batch=8, cache=cache)
+    runner = DiffusionRunner(
+        denoiser, max_batch_tokens=1000, max_batch=8, stream=DeviceStream(torch.device("cpu")), cache=cache
+    )
     keys = [LaneKey("a", 0), LaneKey("b", 0)]
     for seed, key in enumerate(keys, start=1):
         runner.add(key.request_id, condition(seed), params)

@@ -876,7 +876,7 @@ def assert_no_picture_left(stage: DecodeStage) -> None:
     assert (stats.waiting, stats.running, stats.starved) == (0, 0, 0)
     assert not stage.has_work()
     assert not stage._requests
-    assert len(stage._line) == 0
+    assert len(stage._queue) == 0
 
 
 def test_latents_become_a_picture_which_ends_the_request() -> None:

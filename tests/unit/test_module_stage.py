@@ -25,9 +25,9 @@ from omnistage.core.types import (
     StageChunk,
     StageInput,
 )
+from omnistage.engines.ageing import AGEING_STEPS
 from omnistage.engines.codec import Job, ModuleComponent, ModuleStage
 from omnistage.engines.codec.module import UNFINISHED, JobResult, ModulePayload
-from omnistage.engines.codec.scheduler import AGE_LIMIT
 
 BUDGET = SimpleNamespace(max_batch=4)
 STOP, ERROR = FinishReason.STOP, FinishReason.ERROR
@@ -244,16 +244,17 @@ def test_lower_priorities_run_first_and_equals_take_turns() -> None:
     assert [ids for [ids] in component.batches] == ["long", "urgent", "long", "new", "long"]
 
 
-def test_what_was_passed_over_long_enough_goes_before_every_priority() -> None:
+def test_what_was_passed_over_long_enough_goes_before_a_higher_priority() -> None:
     component = Shout()
     component.max_batch = 1
     stage = ModuleStage("speak", component, BUDGET)
-    stage.submit(start("low", "x", priority=1000))
-    for number in range(AGE_LIMIT + 2):
+    stage.submit(start("low", "x", priority=2))
+    for number in range(2 * AGEING_STEPS + 2):
         stage.submit(start(f"high{number}", "x"))
+        stage.step()
     stage.drain()
     order = [ids for [ids] in component.batches]
-    assert order.index("low") == AGE_LIMIT
+    assert order.index("low") == 2 * AGEING_STEPS
 
 
 def test_a_failing_piece_ends_its_own_request_and_the_others_are_run_alone() -> None:
@@ -293,7 +294,7 @@ def test_a_failing_piece_takes_the_pieces_behind_it_along() -> None:
 @pytest.mark.parametrize(
     ("results", "says"),
     [
-        ([], "0 results for 1 pieces"),
+        ([], "0 results for 1 inputs"),
         (["text"], "gave a str"),
         ([AudioChunk(np.array([0.0, np.nan], np.float32), 100)], "not numbers"),
     ],
@@ -340,7 +341,7 @@ def test_a_group_that_cannot_be_told_leaves_the_stage_as_it_was(monkeypatch: pyt
 
 def test_wrong_types_are_refused_by_name() -> None:
     stage = ModuleStage("speak", Shout(), BUDGET)
-    with pytest.raises(InvalidRequestError, match="takes a ModuleInput with CodecParams, not CodecInput"):
+    with pytest.raises(InvalidRequestError, match="takes ModuleInput with CodecParams, not CodecInput"):
         stage.check(StageInput(RequestInfo("a"), CodecParams(), CodecInput()))
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         stage.check(StageInput(RequestInfo("a"), SamplingParams(), ModuleInput(text="x")))
@@ -361,7 +362,7 @@ def test_a_module_that_takes_conversations_is_never_fed() -> None:
     chunks = stage.drain()
     assert texts(chunks, "a") == ["HI"]
     assert ends(chunks) == {"a": STOP}
-    with pytest.raises(InvalidRequestError, match="takes a ChatInput"):
+    with pytest.raises(InvalidRequestError, match="takes ChatInput"):
         stage.submit(start("b", "x"))
 
 
@@ -427,10 +428,11 @@ def test_the_rest_of_a_long_job_is_not_passed_over_for_ever() -> None:
     stage = ModuleStage("hear", component, BUDGET)
     stage.submit(start("long", "ab"))
     stage.step()
-    for number in range(AGE_LIMIT + 5):
+    for number in range(AGEING_STEPS + 5):
         stage.submit(start(f"short{number}", "x"))
+        stage.step()
     stage.drain()
-    assert component.ran.index("long", 1) == AGE_LIMIT + 1
+    assert component.ran.index("long", 1) == AGEING_STEPS + 1
 
 
 def test_an_urgent_request_is_served_between_the_steps_of_a_job() -> None:

@@ -543,9 +543,9 @@ def test_close_ends_what_runs() -> None:
 def test_wrong_input() -> None:
     stage = staged(Fake())
     info = RequestInfo("a")
-    with pytest.raises(InvalidRequestError, match="takes a DiffusionInput"):
+    with pytest.raises(InvalidRequestError, match="takes DiffusionInput"):
         stage.check(StageInput(info, SamplingParams(), DiffusionInput(PROMPT)))
-    with pytest.raises(InvalidRequestError, match="takes a DiffusionInput"):
+    with pytest.raises(InvalidRequestError, match="takes DiffusionInput"):
         stage.check(StageInput(info, DiffusionParams(), CodecInput()))
     with pytest.raises(InvalidRequestError):
         put(stage, "a", DiffusionInput("bad"))

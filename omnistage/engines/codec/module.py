@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -14,13 +12,12 @@ from typing import Final, Protocol
 import numpy as np
 
 from omnistage.core.errors import InvalidRequestError, OmniError, StageError
-from omnistage.core.failures import log_defect, stage_failure
+from omnistage.core.failures import isolate, log_defect
 from omnistage.core.params import CodecParams
-from omnistage.core.stage import Stage, StageStats
+from omnistage.core.stage import StageStats
 from omnistage.core.types import (
     AudioChunk,
     ChatInput,
-    FinishReason,
     ModuleInput,
     ModuleOutput,
     RequestInfo,
@@ -28,9 +25,8 @@ from omnistage.core.types import (
     StageFeed,
     StageInput,
 )
-from omnistage.engines.codec.scheduler import AGE_LIMIT
-
-logger = logging.getLogger(__name__)
+from omnistage.engines.ageing import Turn, Turns
+from omnistage.engines.stage import BatchedStage
 
 ModulePayload = ModuleInput | ChatInput
 
@@ -122,8 +118,7 @@ class ModulePlan:
 class _Request:
     info: RequestInfo
     params: CodecParams
-    turn: int
-    """When it last ran, or arrived: the smallest has waited longest."""
+    turn: Turn
     jobs: deque[tuple[Job, Hashable]] = field(default_factory=deque)
     """What is not done yet, each with its group."""
     pieces: int = 0
@@ -132,22 +127,10 @@ class _Request:
     started: bool = False
     halfway: bool = False
     """Its next job has run already, and is not done."""
-    age: int = 0
 
     @property
     def is_over(self) -> bool:
         return self.final and not self.jobs
-
-    @property
-    def rank(self) -> tuple[int, int, bool, int]:
-        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the longest wait.
-
-        Among equals, new jobs go before the rest of long ones: however many of those there are, a short job waits for
-        one part of one of them.
-        """
-        if self.age >= AGE_LIMIT:
-            return -self.age, 0, False, self.turn
-        return 0, self.info.priority, self.halfway, self.turn
 
 
 class ModuleScheduler:
@@ -156,13 +139,10 @@ class ModuleScheduler:
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
         self._requests: dict[str, _Request] = {}
-        self._turns = itertools.count()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        self._turns = Turns()
 
     def add(self, info: RequestInfo, params: CodecParams) -> None:
-        self._requests[info.request_id] = _Request(info, params, next(self._turns))
+        self._requests[info.request_id] = _Request(info, params, self._turns.new(info.priority))
 
     def pieces(self, request_id: str) -> int:
         """How many came so far."""
@@ -206,17 +186,26 @@ class ModuleScheduler:
         Requests of which nothing is left to run are removed here.
         """
         over = [request for request in self._requests.values() if request.is_over]
-        ready = sorted((r for r in self._requests.values() if r.jobs), key=lambda r: r.rank)
+        ready = sorted((r for r in self._requests.values() if r.jobs), key=self._rank)
         picked = [r for r in ready if r.jobs[0][1] == ready[0].jobs[0][1]][: self._max_batch]
         started = tuple(r.info.request_id for r in (*over, *picked) if not r.started)
         for request in ready:
-            request.age += 1
+            request.turn.age += 1
         for request in picked:
-            request.started, request.age, request.turn = True, 0, next(self._turns)
+            request.started = True
+            self._turns.take(request.turn)
         ended = tuple(request.info.request_id for request in over)
         for request_id in ended:
             self.remove(request_id)
         return ModulePlan(tuple(request.jobs[0][0] for request in picked), started, ended)
+
+    def _rank(self, request: _Request) -> tuple[int, bool, int]:
+        """As `Turns` has it, but that among equals new jobs go before the rest of long ones.
+
+        However many of those there are, a short job waits for one part of one of them.
+        """
+        level, number = self._turns.rank(request.turn)
+        return level, request.halfway, number
 
     def resume(self, request_id: str) -> None:
         """The job that ran is not done: it stays the request's next."""
@@ -235,7 +224,7 @@ class ModuleScheduler:
 # ----------------------------------------------------------------------------------------------------- stage
 
 
-class ModuleStage(Stage):
+class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
     """Runs one `ModuleComponent`, batched across requests.
 
     Each request gives a started marker when it first runs, then one chunk a piece, in order. The chunk of the last
@@ -246,28 +235,38 @@ class ModuleStage(Stage):
     params_type = CodecParams
 
     def __init__(self, name: str, component: ModuleComponent, budget: ModuleLimits) -> None:
-        self.name = name
+        super().__init__(name)
         self.component = component
+        self.payload_type = component.input_type
         self.uses_torch = component.uses_torch
         self._scheduler = ModuleScheduler(min(component.max_batch, budget.max_batch))
-        self._steps = 0
         self._pieces = 0
         self._audio_seconds = 0.0
 
-    def check(self, stage_input: StageInput) -> None:
-        self._checked(stage_input)
+    def _check(self, info: RequestInfo, params: CodecParams, payload: ModulePayload) -> None:
+        voices = self.component.voices
+        if voices and info.voice is not None and info.voice not in voices:
+            raise InvalidRequestError(
+                f"unknown voice {info.voice!r}; this model speaks with {', '.join(sorted(voices))}", param="voice"
+            )
+        if not _is_empty(payload):
+            self.component.check(info, params, payload)
 
-    def submit(self, stage_input: StageInput) -> None:
-        params, payload = self._checked(stage_input)
+    def _add(self, stage_input: StageInput, params: CodecParams, payload: ModulePayload) -> None:
         info = stage_input.info
-        if info.request_id in self._scheduler:
-            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
         job, group = self._job(info, params, payload, 0)  # before the request is taken: a component may refuse it
         self._scheduler.add(info, params)
-        self._scheduler.extend(info.request_id, job, group, _is_final(payload))
+        self._scheduler.extend(info.request_id, job, group, payload.final if isinstance(payload, ModuleInput) else True)
+
+    def _remove(self, request_id: str) -> None:
+        self._scheduler.remove(request_id)
+        try:
+            self.component.forget(request_id)
+        except Exception as error:  # the boundary of a component: the request is over, and others must not suffer
+            log_defect(f"forgetting a request in stage {self.name!r}", error)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
-        """Errors raise, and whoever drives the stage ends the request: a piece is wrong or not of the right type."""
+        """Raises for a piece that is wrong or not of the right type."""
         request = self._scheduler.request(request_id)
         if request is None:
             return
@@ -278,19 +277,41 @@ class ModuleStage(Stage):
         job, group = self._job(*request, feed, self._scheduler.pieces(request_id))
         self._scheduler.extend(request_id, job, group, feed.final)
 
-    def abort(self, request_id: str) -> None:
-        if request_id in self._scheduler:
-            self._scheduler.remove(request_id)
-            self._forget(request_id)
+    def _job(
+        self, info: RequestInfo, params: CodecParams, payload: ModulePayload, number: int
+    ) -> tuple[Job | None, Hashable]:
+        """A payload as a piece of work and its group; None where there is nothing to run."""
+        if _is_empty(payload):
+            return None, None
+        job = Job(info, params, payload, number)
+        return job, self.component.group(job)
 
     def step(self) -> list[StageChunk]:
         plan = self._scheduler.schedule()
-        chunks = [StageChunk(request_id, self.name) for request_id in plan.started]
-        for request_id in plan.ended:
-            self._forget(request_id)
-            chunks.append(StageChunk(request_id, self.name, finish=FinishReason.STOP))
+        chunks = self._mark_started(plan.started)
+        chunks += [self._finish(request_id) for request_id in plan.ended]
+        for job, result in isolate(plan.jobs, self._run, f"stage {self.name!r}"):
+            chunks += self._emit(job.info.request_id, result)
         self._steps += 1
-        return chunks + self._run(plan.jobs)
+        return chunks
+
+    def _run(self, jobs: Sequence[Job]) -> Sequence[JobResult]:
+        results = self.component.run(jobs)
+        for result in results:
+            _check_result(result)
+        return results
+
+    def _emit(self, request_id: str, result: JobResult | OmniError) -> list[StageChunk]:
+        if isinstance(result, OmniError):
+            return [self._fail(request_id, result)]
+        if isinstance(result, Unfinished):
+            self._scheduler.resume(request_id)
+            return []
+        self._pieces += 1
+        if isinstance(result, AudioChunk):
+            self._audio_seconds += len(result.samples) / result.sample_rate
+        last = self._scheduler.done(request_id)
+        return [self._finish(request_id, result) if last else StageChunk(request_id, self.name, result)]
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -309,90 +330,6 @@ class ModuleStage(Stage):
     def close(self) -> None:
         self.component.close()
 
-    # --------------------------------------------------------------------------------------------- pieces
-
-    def _checked(self, stage_input: StageInput) -> tuple[CodecParams, ModulePayload]:
-        info, params, payload = stage_input.info, stage_input.params, stage_input.payload
-        wanted = self.component.input_type
-        if not isinstance(params, CodecParams) or not isinstance(payload, wanted):
-            raise InvalidRequestError(
-                f"stage {self.name!r} takes a {wanted.__name__} with CodecParams, "
-                f"not {type(payload).__name__} with {type(params).__name__}"
-            )
-        voices = self.component.voices
-        if voices and info.voice is not None and info.voice not in voices:
-            raise InvalidRequestError(
-                f"unknown voice {info.voice!r}; this model speaks with {', '.join(sorted(voices))}", param="voice"
-            )
-        if not _is_empty(payload):
-            self.component.check(info, params, payload)
-        return params, payload
-
-    def _job(
-        self, info: RequestInfo, params: CodecParams, payload: ModulePayload, number: int
-    ) -> tuple[Job | None, Hashable]:
-        """A payload as a piece of work and its group; None where there is nothing to run."""
-        if _is_empty(payload):
-            return None, None
-        job = Job(info, params, payload, number)
-        return job, self.component.group(job)
-
-    def _run(self, jobs: Sequence[Job]) -> list[StageChunk]:
-        """All together; where that fails each alone, so that only the culprit fails."""
-        if not jobs:
-            return []
-        try:
-            return self._try(jobs)
-        except Exception as error:  # the step's boundary: whatever a component raises ends at most this batch
-            if len(jobs) == 1:
-                return [self._failed(jobs[0], error)]
-            logger.warning("a batch of %d failed (%s); running each alone", len(jobs), type(error).__name__)
-        chunks: list[StageChunk] = []
-        for job in jobs:
-            try:
-                chunks += self._try([job])
-            except Exception as error:  # the same boundary
-                chunks.append(self._failed(job, error))
-        return chunks
-
-    def _try(self, jobs: Sequence[Job]) -> list[StageChunk]:
-        results = self.component.run(jobs)
-        if len(results) != len(jobs):
-            raise StageError(f"the module gave {len(results)} results for {len(jobs)} pieces")
-        for result in results:
-            _check_result(result)
-        seconds = sum(len(r.samples) / r.sample_rate for r in results if isinstance(r, AudioChunk))
-        # Nothing raises from here on: what is done is not run again.
-        self._audio_seconds += seconds
-        chunks = []
-        for job, result in zip(jobs, results, strict=True):
-            request_id = job.info.request_id
-            if isinstance(result, Unfinished):
-                self._scheduler.resume(request_id)
-                continue
-            self._pieces += 1
-            last = self._scheduler.done(request_id)
-            if last:
-                self._forget(request_id)
-            chunks.append(StageChunk(request_id, self.name, result, finish=FinishReason.STOP if last else None))
-        return chunks
-
-    def _forget(self, request_id: str) -> None:
-        try:
-            self.component.forget(request_id)
-        except Exception as error:  # the boundary of a component: the request is over, and others must not suffer
-            log_defect(f"forgetting a request in stage {self.name!r}", error)
-
-    def _failed(self, job: Job, error: Exception) -> StageChunk:
-        request_id = job.info.request_id
-        self.abort(request_id)
-        own: OmniError = stage_failure(error, f"stage {self.name!r}")
-        return StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=own)
-
-
-def _is_final(payload: ModulePayload) -> bool:
-    return payload.final if isinstance(payload, ModuleInput) else True
-
 
 def _is_empty(payload: ModulePayload) -> bool:
     """Whether there is nothing to run: it only says whether more follows."""
@@ -401,6 +338,8 @@ def _is_empty(payload: ModulePayload) -> bool:
 
 def _check_result(result: JobResult) -> None:
     if isinstance(result, AudioChunk):
+        if result.sample_rate < 1:
+            raise StageError(f"the module gave samples at {result.sample_rate} Hz")
         if not np.isfinite(result.samples).all():
             raise StageError("the module gave samples that are not numbers")
     elif not isinstance(result, ModuleOutput | Unfinished):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from omnistage.core.errors import OmniError, StageError
-from omnistage.core.failures import log_defect
+from omnistage.core.failures import isolate
 from omnistage.core.params import CodecParams
 from omnistage.engines.codec.component import CodecComponent, Window
 from omnistage.engines.codec.scheduler import WindowPlan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +44,19 @@ class CodecRunner:
         self._slots.pop(request_id, None)
 
     def run(self, plans: Sequence[WindowPlan]) -> RunnerOutput:
-        """Decode the batch. Where it fails as a whole, each request gets one try alone: only the culprit fails."""
+        """Decode the batch; only the requests at fault fail."""
         output = RunnerOutput()
-        if plans and not self._try(plans, output, final=len(plans) == 1) and len(plans) > 1:
-            for plan in plans:
-                self._try([plan], output, final=True)
-        return output
-
-    def _try(self, plans: Sequence[WindowPlan], output: RunnerOutput, *, final: bool) -> bool:
-        try:
-            decoded = self._component.decode([self._window(plan) for plan in plans])
-            if len(decoded) != len(plans):
-                raise StageError(f"the decoder gave {len(decoded)} results for {len(plans)} windows")
-        except Exception as error:  # the step's boundary: whatever a component raises ends at most this batch
-            if not final:
-                logger.warning("a batch of %d failed (%s); running each alone", len(plans), type(error).__name__)
-                return False
-            log_defect("decoding", error)
-            own = error if isinstance(error, OmniError) else StageError(f"decoding failed: {type(error).__name__}")
-            own.__cause__ = error if own is not error else error.__cause__
-            output.failed.update({plan.request_id: own for plan in plans})
-            return False
-        for plan, part in zip(plans, decoded, strict=True):
-            if np.isfinite(part).all():
-                output.samples[plan.request_id] = part
+        for plan, result in isolate(plans, self._decode, "decoding"):
+            if isinstance(result, OmniError):
+                output.failed[plan.request_id] = result
+            elif np.isfinite(result).all():
+                output.samples[plan.request_id] = result
             else:
                 output.failed[plan.request_id] = StageError("the decoder gave samples that are not numbers")
-        return True
+        return output
+
+    def _decode(self, plans: Sequence[WindowPlan]) -> list[np.ndarray]:
+        return self._component.decode([self._window(plan) for plan in plans])
 
     def _window(self, plan: WindowPlan) -> Window:
         slot = self._slots[plan.request_id]

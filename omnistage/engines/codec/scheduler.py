@@ -7,12 +7,12 @@ shape share a forward.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
 
 GROWTH_PACE = 0.4
@@ -21,9 +21,7 @@ long, is there before the last one has been played."""
 DECODE_SHARE = 0.4
 """Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend
 most of their work on context and look-ahead, and a stage that cannot keep up with them would fall further behind."""
-_MOMENT = 0.001
-AGE_LIMIT = 16
-"""A ready request that was passed over this many times goes before every priority, longest wait first."""
+_WAIT_MARGIN = 0.001
 
 
 class CodecLimits(Protocol):
@@ -75,10 +73,8 @@ class SchedulerOutput:
 class _Request:
     request_id: str
     group: Hashable
-    priority: int
+    turn: Turn
     streaming: bool
-    turn: int
-    """When it last ran, or arrived: the smallest has waited longest."""
     first_code: float = 0.0
     """When the first codes came."""
     codes: list[int] = field(default_factory=list)
@@ -86,17 +82,14 @@ class _Request:
     done: int = 0
     last_blocks: int = 0
     """Blocks of the last chunk."""
-    least_blocks: int = 1
-    """Smaller chunks were found to take too long to decode."""
+    min_blocks: int = 1
+    """Smaller chunks take too long to decode."""
     started: bool = False
-    age: int = 0
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Smaller runs first: the long passed over, then by priority (lower is earlier), then the longest wait."""
-        if self.age >= AGE_LIMIT:
-            return -self.age, 0, self.turn
-        return 0, self.priority, self.turn
+    def empty(self) -> bool:
+        """An utterance without a single code."""
+        return self.final and not self.codes
 
 
 class CodecScheduler:
@@ -116,14 +109,14 @@ class CodecScheduler:
         self._limits = limits
         self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
         self._requests: dict[str, _Request] = {}
-        self._turns = itertools.count()
+        self._turns = Turns()
         self._scheduled_at = 0.0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
-        self._requests[request_id] = _Request(request_id, group, priority, streaming, next(self._turns))
+        self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)
 
     def extend(self, request_id: str, codes: Sequence[int], final: bool) -> None:
         """More codes; ignored once the utterance is complete or the request has ended."""
@@ -135,15 +128,10 @@ class CodecScheduler:
         request.codes.extend(codes)
         request.final = final
 
-    def length(self, request_id: str) -> int:
-        """Codes known so far; 0 for a request that has ended."""
+    def length(self, request_id: str) -> int | None:
+        """Codes known so far; None where more would be ignored: the utterance is complete, or the request has ended."""
         request = self._requests.get(request_id)
-        return len(request.codes) if request else 0
-
-    def is_complete(self, request_id: str) -> bool:
-        """Whether more codes would be ignored."""
-        request = self._requests.get(request_id)
-        return request is None or request.final
+        return None if request is None or request.final else len(request.codes)
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -151,8 +139,7 @@ class CodecScheduler:
     def has_work(self) -> bool:
         free = self.running < self._limits.max_running
         return any(
-            self._is_empty(r) or ((r.started or free) and self._next_shape(r) is not None)
-            for r in self._requests.values()
+            r.empty or ((r.started or free) and self._next_shape(r) is not None) for r in self._requests.values()
         )
 
     @property
@@ -170,9 +157,9 @@ class CodecScheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next batch. The caller runs it and then calls `update`."""
-        empty = tuple(r.request_id for r in self._requests.values() if self._is_empty(r))
+        empty = tuple(r.request_id for r in self._requests.values() if r.empty)
         ready = [(r, s) for r in self._requests.values() if (s := self._next_shape(r)) is not None]
-        ready.sort(key=lambda pair: pair[0].rank)
+        ready.sort(key=lambda pair: self._turns.rank(pair[0].turn))
         free = self._limits.max_running - self.running
         picked: list[_Request] = []
         shape: Shape | None = None
@@ -183,10 +170,11 @@ class CodecScheduler:
                 free -= not request.started
                 picked.append(request)
             else:
-                request.age += 1
+                request.turn.age += 1
         started = (*empty, *(r.request_id for r in picked if not r.started))
         for request in picked:
-            request.started, request.age, request.turn = True, 0, next(self._turns)
+            request.started = True
+            self._turns.take(request.turn)
         windows = tuple(_plan(request, shape) for request in picked) if shape else ()
         self._scheduled_at = self._clock()
         return SchedulerOutput(windows, started, empty)
@@ -202,16 +190,13 @@ class CodecScheduler:
                 request.done += window.emit
                 request.last_blocks = window.emit // self._layout.block_codes
                 if 0 < DECODE_SHARE * self._layout.code_seconds * window.emit < passed:
-                    request.least_blocks = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
+                    request.min_blocks = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
         for request_id in output.empty:
             self.remove(request_id)
 
-    def _is_empty(self, request: _Request) -> bool:
-        return request.final and not request.codes
-
     def _next_shape(self, request: _Request) -> Shape | None:
         """The window that could run now, or None while codes are missing."""
-        if self._is_empty(request):
+        if request.empty:
             return None
         if not request.streaming:
             count = len(request.codes)
@@ -237,17 +222,13 @@ class CodecScheduler:
             return max(self._limits.first_chunk_blocks, self._layout.first_blocks)
         if complete >= self._limits.max_chunk_blocks:
             return self._limits.max_chunk_blocks
-        least = request.least_blocks
-        if self._is_ahead(request):
-            least = max(least, min(2 * request.last_blocks, self._limits.max_chunk_blocks))
-        return max(1 << (max(complete, 1).bit_length() - 1), least)
-
-    def _is_ahead(self, request: _Request) -> bool:
-        """Whether codes come so much faster than they sound that waiting for a longer chunk makes no gap."""
-        return self._lead(request) > 0
+        blocks = max(1 << (max(complete, 1).bit_length() - 1), request.min_blocks)
+        if self._lead(request) > 0:  # waiting for a longer chunk makes no gap
+            blocks = max(blocks, min(2 * request.last_blocks, self._limits.max_chunk_blocks))
+        return blocks
 
     def _lead(self, request: _Request) -> float:
-        """Seconds for which the request stays ahead if no more codes come."""
+        """Seconds for which codes stay ahead of their sound, at the pace for growing, if no more come."""
         passed = self._clock() - request.first_code
         return GROWTH_PACE * self._layout.code_seconds * len(request.codes) - passed
 
@@ -257,9 +238,9 @@ class CodecScheduler:
         leads = [
             self._lead(r)
             for r in self._requests.values()
-            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block * r.least_blocks
+            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block * r.min_blocks
         ]
-        return max(min(leads), 0.0) + _MOMENT if leads else None
+        return max(min(leads), 0.0) + _WAIT_MARGIN if leads else None
 
 
 def _plan(request: _Request, shape: Shape) -> WindowPlan:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.core.errors import InvalidRequestError, OmniError, StageError
-from omnistage.core.failures import stage_failure
+from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.failures import isolate
 from omnistage.core.params import DiffusionParams
-from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import (
-    FinishReason,
-    ImageChunk,
-    Latents,
-    Modality,
-    StageChunk,
-    StageFeed,
-    StageInput,
-    VideoChunk,
-)
+from omnistage.core.stage import StageStats
+from omnistage.core.types import ImageChunk, Latents, Modality, StageChunk, StageFeed, StageInput, VideoChunk
 from omnistage.engines.diffusion.component import LatentDecoder
 from omnistage.engines.diffusion.request_queue import RequestQueue
+from omnistage.engines.stage import BatchedStage
 
 
 @dataclass(slots=True)
@@ -36,38 +27,33 @@ class _Request:
     """Latents that wait."""
     complete: bool = False
     """No more will come."""
-    started: bool = False
 
 
-class DecodeStage(Stage):
+class DecodeStage(BatchedStage[Latents, DiffusionParams]):
     """Runs one `LatentDecoder`. A request gives an `ImageChunk` or `VideoChunk` for each of its latents.
 
     Previews that a newer one of the same picture has overtaken are dropped undecoded.
     """
 
     params_type = DiffusionParams
+    payload_type = Latents
 
     def __init__(self, name: str, decoder: LatentDecoder, budget: DiffusionBudget) -> None:
-        self.name = name
+        super().__init__(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.decoder = decoder
         self._max_batch = budget.max_batch
         self._queue: RequestQueue[Latents] = RequestQueue(budget.ageing_steps)
         self._requests: dict[str, _Request] = {}
-        self._steps = 0
         self._decoded = 0
-        cuda = torch.cuda.is_available()
-        self._stream = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
 
-    def check(self, stage_input: StageInput) -> None:
-        self._typed(stage_input)
-
-    def submit(self, stage_input: StageInput) -> None:
-        params, latents = self._typed(stage_input)
+    def _add(self, stage_input: StageInput, params: DiffusionParams, payload: Latents) -> None:
         info = stage_input.info
-        if info.request_id in self._requests:
-            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
         self._requests[info.request_id] = _Request(params, info.priority)
-        self._put(info.request_id, latents)
+        self._put(info.request_id, payload)
+
+    def _remove(self, request_id: str) -> None:
+        del self._requests[request_id]
+        self._queue.remove(request_id)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if request_id not in self._requests:
@@ -75,42 +61,6 @@ class DecodeStage(Stage):
         if not isinstance(feed, Latents):
             raise InvalidRequestError(f"stage {self.name!r} is fed Latents, not {type(feed).__name__}")
         self._put(request_id, feed)
-
-    def abort(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-        self._queue.remove(request_id)
-
-    def step(self) -> list[StageChunk]:
-        taken = self._queue.take(self._max_batch, self._group)
-        self._steps += 1
-        chunks: list[StageChunk] = []
-        for request_id, _ in taken:
-            request = self._requests[request_id]
-            if not request.started:
-                request.started = True
-                chunks.append(StageChunk(request_id, self.name))
-        for (request_id, latents), result in zip(taken, self._decode([item for _, item in taken]), strict=True):
-            if request_id in self._requests:  # else an earlier picture of it failed just now
-                chunks.append(self._emit(request_id, latents, result))
-        return chunks
-
-    def has_work(self) -> bool:
-        return len(self._queue) > 0
-
-    def stats(self) -> StageStats:
-        running = sum(request.started for request in self._requests.values())
-        return StageStats(
-            waiting=len(self._requests) - running,
-            running=running,
-            starved=sum(not request.left for request in self._requests.values()),
-            steps=self._steps,
-            tokens=self._decoded,
-        )
-
-    def close(self) -> None:
-        self.decoder.close()
-
-    # --------------------------------------------------------------------------------------------- pieces
 
     def _put(self, request_id: str, latents: Latents) -> None:
         request = self._requests[request_id]
@@ -120,38 +70,25 @@ class DecodeStage(Stage):
         # Pictures that are done go before previews of others.
         self._queue.put(request_id, latents, request.priority + (1 if latents.preview else 0))
 
+    def step(self) -> list[StageChunk]:
+        batch = self._queue.take(self._max_batch, self._group)
+        chunks = self._mark_started(request_id for request_id, _ in batch)
+        for (request_id, latents), result in isolate(batch, self._run, "decoding"):
+            if request_id in self._requests:  # else an earlier picture of it failed just now
+                chunks.append(self._emit(request_id, latents, result))
+        self._steps += 1
+        return chunks
+
     def _group(self, latents: Latents) -> object:
         size = (latents.width, latents.height, latents.num_frames)
         return self.decoder.group(latents.picture), size
 
-    def _decode(self, items: Sequence[Latents]) -> list[np.ndarray | OmniError]:
-        """Pixels of each; where all together fail, each gets one try alone."""
-        try:
-            return list(self._run(items))
-        except Exception as error:  # the step's boundary: whatever a decoder raises ends at most this batch
-            if len(items) == 1:
-                return [_own(error)]
-        results: list[np.ndarray | OmniError] = []
-        for item in items:
-            try:
-                results += self._run([item])
-            except Exception as error:  # the same boundary
-                results.append(_own(error))
-        return results
-
-    def _run(self, items: Sequence[Latents]) -> list[np.ndarray]:
-        first = items[0]
-        with self._on_stream():
-            pixels = self.decoder.decode(
-                [item.picture for item in items],
-                width=first.width,
-                height=first.height,
-                num_frames=first.num_frames,
-            )
-        if len(pixels) != len(items):
-            raise StageError(f"the decoder gave {len(pixels)} results for {len(items)} latents")
-        self._decoded += len(items)
-        return pixels
+    def _run(self, batch: Sequence[tuple[str, Latents]]) -> list[np.ndarray]:
+        """On a CUDA stream beside the denoiser's where there is one. Pixels end on the host."""
+        first = batch[0][1]
+        pictures = [latents.picture for _, latents in batch]
+        with self.stream.use():
+            return self.decoder.decode(pictures, width=first.width, height=first.height, num_frames=first.num_frames)
 
     def _emit(self, request_id: str, latents: Latents, result: np.ndarray | OmniError) -> StageChunk:
         request = self._requests[request_id]
@@ -159,38 +96,30 @@ class DecodeStage(Stage):
         if isinstance(result, OmniError):
             if latents.preview:  # the picture itself may still come out right
                 return StageChunk(request_id, self.name)
-            self.abort(request_id)
-            return StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=result)
-        ended = request.complete and not request.left
-        if ended:
-            self.abort(request_id)
+            return self._fail(request_id, result)
+        self._decoded += 1
         payload: ImageChunk | VideoChunk
         if self.decoder.modality is Modality.VIDEO:
             fps = request.params.fps or self.decoder.fps
             payload = VideoChunk(result, fps, latents.index, latents.preview, latents.seed)
         else:
             payload = ImageChunk(result, latents.index, latents.preview, latents.seed)
-        return StageChunk(request_id, self.name, payload, finish=FinishReason.STOP if ended else None)
+        if request.complete and not request.left:
+            return self._finish(request_id, payload)
+        return StageChunk(request_id, self.name, payload)
 
-    def _typed(self, stage_input: StageInput) -> tuple[DiffusionParams, Latents]:
-        params, payload = stage_input.params, stage_input.payload
-        if not isinstance(params, DiffusionParams) or not isinstance(payload, Latents):
-            raise InvalidRequestError(
-                f"stage {self.name!r} takes Latents with DiffusionParams, "
-                f"not {type(payload).__name__} with {type(params).__name__}"
-            )
-        return params, payload
+    def has_work(self) -> bool:
+        return len(self._queue) > 0
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Inference mode, on a CUDA stream beside the denoiser's where there is one. Pixels end on the host."""
-        with torch.inference_mode():
-            if self._stream is None:
-                yield
-            else:
-                with torch.cuda.stream(self._stream):
-                    yield
+    def stats(self) -> StageStats:
+        running = sum(self._started.values())
+        return StageStats(
+            waiting=len(self._started) - running,
+            running=running,
+            starved=sum(not request.left for request in self._requests.values()),
+            steps=self._steps,
+            tokens=self._decoded,
+        )
 
-
-def _own(error: Exception) -> OmniError:
-    return stage_failure(error, "decoding", doing="decoding a picture")
+    def close(self) -> None:
+        self.decoder.close()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.core.errors import InvalidRequestError, OmniError, StageError
-from omnistage.core.failures import stage_failure
+from omnistage.core.errors import OmniError
+from omnistage.core.failures import isolate, stage_failure
 from omnistage.core.params import DiffusionParams
-from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import Condition, DiffusionInput, FinishReason, StageChunk, StageFeed, StageInput
+from omnistage.core.stage import StageStats
+from omnistage.core.types import DiffusionInput, RequestInfo, StageChunk, StageInput
 from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
 from omnistage.engines.diffusion.request_queue import RequestQueue
+from omnistage.engines.stage import BatchedStage
+
+_FAILED = "encoding the prompt"
 
 
 class PromptCache(ByteCache[Tensors]):
@@ -56,53 +59,41 @@ class _Item:
         return next((job.options for job in self.jobs.values()), ())
 
 
-class EncodeStage(Stage):
+class EncodeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     """Runs one `PromptEncoder`. A request gives a started marker and one `Condition`, which ends it here."""
 
     params_type = DiffusionParams
+    payload_type = DiffusionInput
 
     def __init__(self, name: str, encoder: PromptEncoder, budget: DiffusionBudget) -> None:
-        self.name = name
+        super().__init__(name)
         self.encoder = encoder
         self.cache = PromptCache(budget.prompt_cache)
         self._queue: RequestQueue[_Item] = RequestQueue(budget.ageing_steps)
         self._max_batch = budget.max_batch
-        self._steps = 0
         self._encoded = 0
 
-    def check(self, stage_input: StageInput) -> None:
-        params, payload = self._typed(stage_input)
+    def _check(self, info: RequestInfo, params: DiffusionParams, payload: DiffusionInput) -> None:
         self.encoder.check(payload, params)
 
-    def submit(self, stage_input: StageInput) -> None:
-        self.check(stage_input)
-        params, payload = self._typed(stage_input)
-        info = stage_input.info
-        if info.request_id in self._queue:
-            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
-        jobs = self.encoder.jobs(payload, params)
+    def _add(self, stage_input: StageInput, params: DiffusionParams, payload: DiffusionInput) -> None:
+        info, jobs = stage_input.info, self.encoder.jobs(payload, params)
         order = tuple(job_key(job) for job in jobs)
-        self._queue.put(
-            info.request_id, _Item(payload, params, dict(zip(order, jobs, strict=True)), order), info.priority
-        )
+        item = _Item(payload, params, dict(zip(order, jobs, strict=True)), order)
+        self._queue.put(info.request_id, item, info.priority)
 
-    def feed(self, request_id: str, feed: StageFeed) -> None:
-        if request_id in self._queue:
-            raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
-
-    def abort(self, request_id: str) -> None:
+    def _remove(self, request_id: str) -> None:
         self._queue.remove(request_id)
 
     def step(self) -> list[StageChunk]:
-        taken = self._queue.take(self._max_batch, lambda item: item.options)
-        self._steps += 1
-        chunks = [StageChunk(request_id, self.name) for request_id, _ in taken]
+        batch = self._queue.take(self._max_batch, lambda item: item.options)
+        chunks = self._mark_started(request_id for request_id, _ in batch)
         with torch.inference_mode():
-            encoded, failed = self._encode({key: job for _, item in taken for key, job in item.jobs.items()})
-            for request_id, item in taken:
-                chunks.append(self._condition(request_id, item, encoded, failed))
+            encoded = self._encode({key: job for _, item in batch for key, job in item.jobs.items()})
+            chunks += [self._emit(request_id, item, encoded) for request_id, item in batch]
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # the next stage reads on a stream of its own
+        self._steps += 1
         return chunks
 
     def has_work(self) -> bool:
@@ -120,80 +111,39 @@ class EncodeStage(Stage):
     def close(self) -> None:
         self.encoder.close()
 
-    # --------------------------------------------------------------------------------------------- pieces
-
-    def _encode(self, jobs: dict[bytes, EncodeJob]) -> tuple[dict[bytes, Tensors], dict[bytes, OmniError]]:
-        """Every job's tensors, from the cache or fresh, and the jobs that failed even alone."""
-        found: dict[bytes, Tensors] = {}
-        failed: dict[bytes, OmniError] = {}
-        missing: dict[Hashable, dict[bytes, EncodeJob]] = {}
+    def _encode(self, jobs: dict[bytes, EncodeJob]) -> dict[bytes, Tensors | OmniError]:
+        """Every job's tensors, from the cache or computed, or why it failed."""
+        encoded: dict[bytes, Tensors | OmniError] = {}
+        missing: dict[Hashable, list[tuple[bytes, EncodeJob]]] = {}
         for key, job in jobs.items():
             kept = self.cache.get(key)
             if kept is not None:
-                found[key] = kept
+                encoded[key] = kept
             else:
-                missing.setdefault(job.options, {})[key] = job
+                missing.setdefault(job.options, []).append((key, job))
         for group in missing.values():
-            fresh = _all_or_each(group, self._run, failed)
-            found.update(fresh)
-            for key, tensors in fresh.items():
-                self.cache.put(key, tensors)
-        return found, failed
+            for (key, _), tensors in isolate(group, self._run, _FAILED):
+                encoded[key] = tensors
+                if not isinstance(tensors, OmniError):
+                    self._encoded += 1
+                    self.cache.put(key, tensors)
+        return encoded
 
-    def _run(self, jobs: dict[bytes, EncodeJob]) -> dict[bytes, Tensors]:
-        results = self.encoder.encode(list(jobs.values()))
-        if len(results) != len(jobs):
-            raise StageError(f"the encoder gave {len(results)} results for {len(jobs)} texts")
-        self._encoded += len(jobs)
-        return dict(zip(jobs, results, strict=True))
+    def _run(self, jobs: Sequence[tuple[bytes, EncodeJob]]) -> list[Tensors]:
+        return self.encoder.encode([job for _, job in jobs])
 
-    def _condition(
-        self, request_id: str, item: _Item, encoded: dict[bytes, Tensors], failed: dict[bytes, OmniError]
-    ) -> StageChunk:
-        error = next((failed[key] for key in item.order if key in failed), None)
-        condition: Condition | None = None
-        if error is None:
-            try:
-                condition = self.encoder.condition(item.payload, item.params, [encoded[key] for key in item.order])
-            except Exception as failure:  # the boundary of one request's pictures
-                error = _own(failure)
-        if condition is None:
-            return StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=error)
-        return StageChunk(request_id, self.name, condition, finish=FinishReason.STOP)
-
-    def _typed(self, stage_input: StageInput) -> tuple[DiffusionParams, DiffusionInput]:
-        params, payload = stage_input.params, stage_input.payload
-        if not isinstance(params, DiffusionParams) or not isinstance(payload, DiffusionInput):
-            raise InvalidRequestError(
-                f"stage {self.name!r} takes a DiffusionInput with DiffusionParams, "
-                f"not {type(payload).__name__} with {type(params).__name__}"
-            )
-        return params, payload
-
-
-def _all_or_each(
-    jobs: dict[bytes, EncodeJob],
-    run: Callable[[dict[bytes, EncodeJob]], dict[bytes, Tensors]],
-    failed: dict[bytes, OmniError],
-) -> dict[bytes, Tensors]:
-    """All together; where that fails each alone, so that only the culprit fails."""
-    try:
-        return run(jobs)
-    except Exception as error:  # the step's boundary
-        if len(jobs) == 1:
-            failed[next(iter(jobs))] = _own(error)
-            return {}
-    results: dict[bytes, Tensors] = {}
-    for key, job in jobs.items():
+    def _emit(self, request_id: str, item: _Item, encoded: dict[bytes, Tensors | OmniError]) -> StageChunk:
+        parts: list[Tensors] = []
+        for key in item.order:
+            tensors = encoded[key]
+            if isinstance(tensors, OmniError):
+                return self._fail(request_id, tensors)
+            parts.append(tensors)
         try:
-            results.update(run({key: job}))
-        except Exception as error:  # the same boundary
-            failed[key] = _own(error)
-    return results
-
-
-def _own(error: Exception) -> OmniError:
-    return stage_failure(error, "encoding the prompt", doing="encoding a prompt")
+            condition = self.encoder.condition(item.payload, item.params, parts)
+        except Exception as error:  # the boundary of one request's pictures
+            return self._fail(request_id, stage_failure(error, _FAILED))
+        return self._finish(request_id, condition)
 
 
 def _size(tensors: Tensors) -> int:

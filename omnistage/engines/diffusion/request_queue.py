@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from omnistage.engines.ageing import Turn, Turns
 
 T = TypeVar("T")
 
@@ -14,18 +15,15 @@ T = TypeVar("T")
 class _Waiting(Generic[T]):
     request_id: str
     item: T
-    priority: int
-    turn: int
-    age: int = 0
+    turn: Turn
 
 
 class RequestQueue(Generic[T]):
-    """First come, first served within a priority; being passed over often enough is worth a priority level."""
+    """First come, first served within a priority; waiting makes up for priority (`Turns`)."""
 
     def __init__(self, ageing_steps: int) -> None:
-        self._ageing_steps = ageing_steps
         self._waiting: list[_Waiting[T]] = []
-        self._turns = itertools.count()
+        self._turns = Turns(ageing_steps)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -34,7 +32,7 @@ class RequestQueue(Generic[T]):
         return any(entry.request_id == request_id for entry in self._waiting)
 
     def put(self, request_id: str, item: T, priority: int) -> None:
-        self._waiting.append(_Waiting(request_id, item, priority, next(self._turns)))
+        self._waiting.append(_Waiting(request_id, item, self._turns.new(priority)))
 
     def remove(self, request_id: str) -> None:
         self._waiting = [entry for entry in self._waiting if entry.request_id != request_id]
@@ -48,7 +46,7 @@ class RequestQueue(Generic[T]):
 
     def take(self, max_items: int, group: Callable[[T], Hashable]) -> list[tuple[str, T]]:
         """The most urgent item and those that agree with it in `group`, at most `max_items`."""
-        ranked = sorted(self._waiting, key=lambda e: (e.priority - e.age // self._ageing_steps, e.turn))
+        ranked = sorted(self._waiting, key=lambda entry: self._turns.rank(entry.turn))
         if not ranked:
             return []
         wanted = group(ranked[0].item)
@@ -56,5 +54,5 @@ class RequestQueue(Generic[T]):
         chosen = {id(entry) for entry in taken}
         self._waiting = [entry for entry in self._waiting if id(entry) not in chosen]
         for entry in self._waiting:
-            entry.age += 1
+            entry.turn.age += 1
         return [(entry.request_id, entry.item) for entry in taken]

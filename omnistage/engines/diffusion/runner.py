@@ -6,7 +6,6 @@ and lets each lane's own scheduler move it on.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,14 @@ import torch
 from torch import Tensor
 
 from omnistage.core.errors import OmniError, StageError
-from omnistage.core.failures import stage_failure
+from omnistage.core.failures import isolate, stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, Latents
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
 from omnistage.engines.diffusion.scheduler import LaneKey
-
-logger = logging.getLogger(__name__)
+from omnistage.engines.streams import DeviceStream
 
 
 @dataclass(slots=True)
@@ -56,7 +54,13 @@ class DiffusionRunner:
     """Owns the lanes of one stage."""
 
     def __init__(
-        self, denoiser: Denoiser, *, max_batch_tokens: int, max_batch: int, cache: StepCache | None = None
+        self,
+        denoiser: Denoiser,
+        *,
+        max_batch_tokens: int,
+        max_batch: int,
+        stream: DeviceStream,
+        cache: StepCache | None = None,
     ) -> None:
         self.denoiser = denoiser
         self._max_tokens = max_batch_tokens
@@ -64,8 +68,7 @@ class DiffusionRunner:
         self._cache = cache
         self._jobs: dict[str, _Job] = {}
         self._lanes: dict[LaneKey, _Running] = {}
-        device = next(denoiser.transformer.parameters()).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._event: torch.cuda.Event | None = None
         """Behind the last step on the device."""
         self.forwards = 0
@@ -74,12 +77,10 @@ class DiffusionRunner:
     def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
         seed = secrets.randbits(31) if params.seed is None else params.seed
         self._jobs[request_id] = _Job(condition, params, seed)
-        if self._stream is not None:
-            # They are of the encoding stage's stream, which must not give their memory away while this one reads it.
-            for tensors in (condition.positive, condition.negative or {}, condition.shared):
-                for tensor in tensors.values():
-                    if tensor.is_cuda:
-                        tensor.record_stream(self._stream)
+        # They are of the encoding stage's stream, which must not give their memory away while this one reads it.
+        for tensors in (condition.positive, condition.negative or {}, condition.shared):
+            for tensor in tensors.values():
+                self._stream.share(tensor)
 
     def remove(self, request_id: str) -> None:
         self._jobs.pop(request_id, None)
@@ -90,7 +91,7 @@ class DiffusionRunner:
         """Draw a lane's noise and set its schedule; the groups of its first rows, and what one row costs."""
         job = self._jobs[key.request_id]
         seed = (job.seed + key.index) % 2**63
-        with self.on_stream():
+        with self._stream.use():
             lane = self.denoiser.open(job.condition, job.params, torch.Generator().manual_seed(seed))
         limit = job.params.early_stop
         self._lanes[key] = _Running(lane, seed, Convergence(limit) if limit is not None else None)
@@ -117,7 +118,7 @@ class DiffusionRunner:
         aborted request's work ends within a step.
         """
         output = RunnerOutput()
-        with self.on_stream():
+        with self._stream.use():
             rows_of = {key: self.denoiser.rows(self._lanes[key].lane) for key in batch}
             predictions, failed = self._predict([row for rows in rows_of.values() for row in rows])
             for key, rows in rows_of.items():
@@ -138,7 +139,7 @@ class DiffusionRunner:
         """A lane's latents for the decoder; a finished lane is closed. Raises if they are not numbers."""
         running = self._lanes[key]
         condition = running.lane.condition
-        with self.on_stream():
+        with self._stream.use():
             if preview:
                 shown = expected_picture(running.lane)
                 latents, running.lane.latents = running.lane.latents, shown
@@ -157,60 +158,38 @@ class DiffusionRunner:
     # --------------------------------------------------------------------------------------------- pieces
 
     def _wait_for_last_step(self) -> None:
-        if self._stream is None:
+        if self._stream.cuda is None:
             return
-        last, self._event = self._event, self._stream.record_event()
+        last, self._event = self._event, self._stream.cuda.record_event()
         if last is not None:
             last.synchronize()
 
     def _predict(self, rows: Sequence[Row]) -> tuple[dict[tuple[int, str], Tensor], dict[int, OmniError]]:
-        """Predictions by lane and branch, and lanes whose rows failed even alone."""
+        """Predictions by lane and branch, and lanes with a row that failed by itself."""
         predictions: dict[tuple[int, str], Tensor] = {}
         failed: dict[int, OmniError] = {}
         for part in self._forwards(rows):
-            found: Sequence[Tensor | None]
-            try:
-                found = self._forward(part)
-            except Exception as error:  # the step's boundary: whatever a forward raises ends at most its own lanes
-                found = self._one_by_one(part, error, failed)
-            for row, prediction in zip(part, found, strict=True):
-                if prediction is not None:
+            for row, prediction in isolate(part, self._forward, "denoising"):
+                if isinstance(prediction, OmniError):
+                    failed[id(row.lane)] = prediction
+                else:
                     predictions[id(row.lane), row.branch] = prediction
         return predictions, failed
-
-    def _one_by_one(self, rows: Sequence[Row], error: Exception, failed: dict[int, OmniError]) -> list[Tensor | None]:
-        """Each row alone, so that only the culprit fails."""
-        if len(rows) > 1:
-            logger.warning("a forward of %d rows failed (%s); running each alone", len(rows), type(error).__name__)
-        results: list[Tensor | None] = []
-        for row in rows:
-            try:
-                if len(rows) == 1:
-                    raise error
-                results += self._forward([row])
-            except Exception as own:  # the same boundary
-                failed[id(row.lane)] = stage_failure(own, "denoising", doing="a denoising step")
-                results.append(None)
-        return results
 
     def _forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         self.forwards += 1
         self.rows += len(rows)
-        with _fast_attention(self._stream is not None):
+        with _fast_attention(self._stream.cuda is not None):
             if self._cache is not None:
-                predictions = self._cache.forward(self.denoiser, rows)
-            else:
-                predictions = self.denoiser.forward(rows)
-        if len(predictions) != len(rows):
-            raise StageError(f"the denoiser gave {len(predictions)} predictions for {len(rows)} rows")
-        return predictions
+                return self._cache.forward(self.denoiser, rows)
+            return self.denoiser.forward(rows)
 
     def _forwards(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Rows by group, split where they exceed the budget; a cache takes the rows of one lane and branch alone."""
+        """Rows by group, split where they exceed the budget; a cache runs each lane and branch by itself."""
         groups: dict[Hashable, list[Row]] = {}
         for row in rows:
-            alone = (id(row.lane), row.branch) if self._cache is not None else None
-            groups.setdefault((self.denoiser.group(row), alone), []).append(row)
+            state = (id(row.lane), row.branch) if self._cache is not None else None
+            groups.setdefault((self.denoiser.group(row), state), []).append(row)
         for group in groups.values():
             size = max(1, min(self._max_rows, self._max_tokens // max(group[0].lane.tokens, 1)))
             for first in range(0, len(group), size):
@@ -227,23 +206,13 @@ class DiffusionRunner:
                 lane.latents = expected_picture(lane)
                 lane.timesteps = lane.timesteps[: lane.step]
         except Exception as error:  # the boundary of one lane's schedule
-            return stage_failure(error, "denoising", doing="a denoising schedule")
+            return stage_failure(error, "denoising")
         return None
 
     def _close(self, key: LaneKey) -> None:
         running = self._lanes.pop(key, None)
         if running is not None and self._cache is not None:
             self._cache.forget(self.denoiser, running.lane)
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Inference mode, on the stage's own CUDA stream where it has one."""
-        with torch.inference_mode():
-            if self._stream is None:
-                yield
-            else:
-                with torch.cuda.stream(self._stream):
-                    yield
 
 
 @contextmanager

@@ -9,11 +9,12 @@ among the requests that wait.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from omnistage.engines.ageing import Turn, Turns
 
 
 class DiffusionLimits(Protocol):
@@ -40,15 +41,11 @@ class LaneKey:
 @dataclass(slots=True)
 class _Lane:
     key: LaneKey
-    priority: int
-    turn: int
-    """When it last ran, or arrived: the smallest has waited longest."""
+    turn: Turn
     groups: tuple[Hashable, ...] = ()
     """Of its rows; empty until it is opened."""
     tokens: int = 0
     """Of one row."""
-    age: int = 0
-    """Steps of others since its turn."""
     running: bool = False
 
     @property
@@ -62,13 +59,13 @@ class DiffusionScheduler:
     def __init__(self, limits: DiffusionLimits) -> None:
         self._limits = limits
         self._lanes: dict[LaneKey, _Lane] = {}
-        self._turns = itertools.count()
+        self._turns = Turns(limits.ageing_steps)
 
     def add(self, request_id: str, count: int, *, priority: int = 0) -> None:
         """Queue `count` pictures of a request."""
         for index in range(count):
             key = LaneKey(request_id, index)
-            self._lanes[key] = _Lane(key, priority, next(self._turns))
+            self._lanes[key] = _Lane(key, self._turns.new(priority))
 
     def opened(self, key: LaneKey, groups: Sequence[Hashable], tokens: int) -> None:
         """A lane was opened, or moved on: the groups of its next rows, and what one of them costs."""
@@ -111,8 +108,8 @@ class DiffusionScheduler:
         waiting = sorted((lane for lane in self._lanes.values() if not lane.running), key=self._rank)
         ranked: list[tuple[int, int, int, _Lane]] = []
         for lane in waiting:
-            level, turn = self._rank(lane)
-            ranked.append((level, places[lane.key.request_id], turn, lane))
+            level, number = self._rank(lane)
+            ranked.append((level, places[lane.key.request_id], number, lane))
             places[lane.key.request_id] += 1
         admitted = [lane for *_, lane in heapq.nsmallest(free, ranked)]
         for lane in admitted:
@@ -142,11 +139,10 @@ class DiffusionScheduler:
         for lane in self._lanes.values():
             # Pictures that wait to be opened do not age while others of their request go on.
             waits = lane.running or lane.key.request_id not in served
-            lane.age = lane.age + 1 if lane.key not in chosen and waits else 0
+            lane.turn.age = lane.turn.age + 1 if lane.key not in chosen and waits else 0
         for lane in picked:
-            lane.turn = next(self._turns)
+            self._turns.take(lane.turn)
         return tuple(lane.key for lane in picked)
 
     def _rank(self, lane: _Lane) -> tuple[int, int]:
-        """Smaller runs first: by priority, which waiting raises, then the longest wait."""
-        return lane.priority - lane.age // self._limits.ageing_steps, lane.turn
+        return self._turns.rank(lane.turn)

@@ -15,21 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError, StageError
-from omnistage.core.failures import log_defect
+from omnistage.core.errors import ConfigError, OmniError, StageError
+from omnistage.core.failures import stage_failure
 from omnistage.core.params import DiffusionParams
-from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import (
-    DiffusionInput,
-    FinishReason,
-    ImageChunk,
-    Progress,
-    StageChunk,
-    StageFeed,
-    StageInput,
-    VideoChunk,
-)
+from omnistage.core.stage import StageStats
+from omnistage.core.types import DiffusionInput, ImageChunk, Progress, RequestInfo, StageChunk, StageInput, VideoChunk
 from omnistage.engines.diffusion.request_queue import RequestQueue
+from omnistage.engines.stage import BatchedStage
 
 OnStep = Callable[[int, int], None]
 """Called behind every denoising step with how many are done, of how many. What it raises must not be caught."""
@@ -123,10 +115,9 @@ class _Request:
     """Of the picture that is being drawn."""
     before: int = 0
     """Steps that the pictures before it took."""
-    started: bool = False
 
 
-class WholeStage(Stage):
+class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     """Runs one `WholePipeline`, one picture at a time; a request that has begun is finished before the next.
 
     Each request gives a started marker, a `Progress` a step, and an `ImageChunk` or `VideoChunk` for each of its n
@@ -135,6 +126,7 @@ class WholeStage(Stage):
     """
 
     params_type = DiffusionParams
+    payload_type = DiffusionInput
     uses_torch = False  # not in its own thread: a pipeline runs in one for each picture
 
     def __init__(self, name: str, component: WholePipeline, budget: DiffusionBudget) -> None:
@@ -143,60 +135,39 @@ class WholeStage(Stage):
                 raise ConfigError(
                     f"stage {name!r} runs a pipeline whole, which takes no {field}", param=f"{name}.{field}"
                 )
-        self.name = name
+        super().__init__(name)
         self.component = component
         self._queue: RequestQueue[_Request] = RequestQueue(budget.ageing_steps)
         self._current: tuple[str, _Request] | None = None
         self._run: _Run | None = None
-        self._steps = 0
         self._moved = 0
 
-    # ------------------------------------------------------------------------------------------- requests
-
-    def check(self, stage_input: StageInput) -> None:
-        params, payload = self._typed(stage_input)
+    def _check(self, info: RequestInfo, params: DiffusionParams, payload: DiffusionInput) -> None:
         self.component.check(payload, params)
 
-    def submit(self, stage_input: StageInput) -> None:
-        self.check(stage_input)
-        params, payload = self._typed(stage_input)
+    def _add(self, stage_input: StageInput, params: DiffusionParams, payload: DiffusionInput) -> None:
         info = stage_input.info
-        if info.request_id in self:
-            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
         seed = secrets.randbits(31) if params.seed is None else params.seed
         self._queue.put(info.request_id, _Request(payload, params, seed), info.priority)
 
-    def feed(self, request_id: str, feed: StageFeed) -> None:
-        if request_id in self:
-            raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
-
-    def abort(self, request_id: str) -> None:
+    def _remove(self, request_id: str) -> None:
         self._queue.remove(request_id)
         if self._current is not None and self._current[0] == request_id:
-            self._forget()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._queue or (self._current is not None and self._current[0] == request_id)
-
-    # ------------------------------------------------------------------------------------------- stepping
+            self._drop_current()
 
     def step(self) -> list[StageChunk]:
         if self._current is None:
-            taken = self._queue.take(1, lambda request: None)
-            if not taken:
-                return []
-            self._current = taken[0]
+            self._current = next(iter(self._queue.take(1, lambda request: None)), None)
+        if self._current is None:
+            return []
         request_id, request = self._current
-        self._steps += 1
-        chunks: list[StageChunk] = []
-        if not request.started:
-            request.started = True
-            chunks.append(StageChunk(request_id, self.name))
+        chunks = self._mark_started([request_id])
         run = self._run = self._run or self._begin(request)
         run.advance()
+        self._steps += 1
         if run.ended:
             self._run = None
-            return chunks + self._ended(request_id, request, run)
+            return chunks + self._emit(request_id, request, run)
         self._moved += 1
         return [*chunks, self._progress(request_id, request, run.at)]
 
@@ -208,10 +179,8 @@ class WholeStage(Stage):
         return StageStats(waiting=len(self._queue), running=running, steps=self._steps, tokens=self._moved)
 
     def close(self) -> None:
-        self._forget()
+        self._drop_current()
         self.component.close()
-
-    # --------------------------------------------------------------------------------------------- pieces
 
     def _begin(self, request: _Request) -> _Run:
         seed = (request.seed + request.index) % 2**63
@@ -227,13 +196,12 @@ class WholeStage(Stage):
         total = request.before + steps * (request.params.n - request.index)
         return StageChunk(request_id, self.name, Progress(request.before + done, total))
 
-    def _ended(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
+    def _emit(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
         """A picture is done, or failed."""
         try:
             picture = self._picture(request, run)
         except OmniError as error:
-            self._forget()
-            return [StageChunk(request_id, self.name, finish=FinishReason.ERROR, error=error)]
+            return [self._fail(request_id, error)]
         chunks: list[StageChunk] = []
         if run.at == (0, 0):  # a pipeline that does not say: all of it is one step
             self._moved += 1
@@ -241,14 +209,13 @@ class WholeStage(Stage):
             chunks.append(self._progress(request_id, request, run.at))
         request.before += run.at[0]
         request.index += 1
-        final = request.index == request.params.n
-        if final:
-            self._forget()
-        return [*chunks, StageChunk(request_id, self.name, picture, finish=FinishReason.STOP if final else None)]
+        if request.index == request.params.n:
+            return [*chunks, self._finish(request_id, picture)]
+        return [*chunks, StageChunk(request_id, self.name, picture)]
 
     def _picture(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk:
         if run.error is not None:
-            raise _own(run.error)
+            raise stage_failure(run.error, "the pipeline")
         pixels, seed = run.drawn, (request.seed + request.index) % 2**63
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[-1:] != (3,):
             raise StageError("the pipeline gave something that is no picture")
@@ -258,26 +225,8 @@ class WholeStage(Stage):
             return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed)
         raise StageError(f"the pipeline gave something of shape {pixels.shape}, which is no picture")
 
-    def _forget(self) -> None:
-        """Let go of what is being drawn."""
+    def _drop_current(self) -> None:
+        """End what is being drawn."""
         run, self._run, self._current = self._run, None, None
         if run is not None:
             run.abandon()
-
-    def _typed(self, stage_input: StageInput) -> tuple[DiffusionParams, DiffusionInput]:
-        params, payload = stage_input.params, stage_input.payload
-        if not isinstance(params, DiffusionParams) or not isinstance(payload, DiffusionInput):
-            raise InvalidRequestError(
-                f"stage {self.name!r} takes a DiffusionInput with DiffusionParams, "
-                f"not {type(payload).__name__} with {type(params).__name__}"
-            )
-        return params, payload
-
-
-def _own(error: BaseException) -> OmniError:
-    if isinstance(error, OmniError):
-        return error
-    log_defect("a pipeline", error)
-    failure = StageError(f"the pipeline failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure
