@@ -286,8 +286,8 @@ def test_what_the_entry_finds_wrong_stays_the_client_s_fault() -> None:
     [
         ([ModuleInput(text="a", final=False)], "left the stage waiting"),
         ([ModuleInput(text="a"), ChatInput()], "a second time"),
-        ([ChatInput()], "takes a ModuleInput"),
-        ([ARInput((1,))], "takes a ModuleInput"),
+        ([ChatInput()], "takes ModuleInput"),
+        ([ARInput((1,))], "takes ModuleInput"),
     ],
 )
 def test_a_bridge_that_gives_a_module_what_it_cannot_take_ends_its_request(
