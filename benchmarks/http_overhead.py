@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from omnistage.bench.child import served
+from omnistage.bench.child import serve_models
 from omnistage.bench.client import Client, EventReader
 from omnistage.bench.load import connect
 from omnistage.bench.measure import Outcome, count_event
@@ -117,10 +117,11 @@ def http_asks(client: Client, tokens: int, *, speech: bool) -> Ask:
     async def ask(messages: Messages) -> float:
         outcome = Outcome(0, Kind.TEXT, 0.0, 0.0)
         events, start = EventReader(), time.perf_counter()
-        async with client.ask("/v1/chat/completions", json.dumps({**fields, "messages": messages}).encode()) as answer:
-            if answer.status != 200:
-                raise SystemExit(f"the service answered {answer.status}: {(await answer.read())[:500]!r}")
-            async for moment, piece in answer.pieces():
+        body = json.dumps({**fields, "messages": messages}).encode()
+        async with client.request("/v1/chat/completions", body) as response:
+            if response.status != 200:
+                raise SystemExit(f"the service answered {response.status}: {(await response.read())[:500]!r}")
+            async for moment, piece in response.stream():
                 for event in events.push(piece):
                     count_event(outcome, moment - start, event)
         if outcome.error is not None:
@@ -132,7 +133,7 @@ def http_asks(client: Client, tokens: int, *, speech: bool) -> Ask:
 
 def _found(heard: float | None) -> float:
     if heard is None:
-        raise SystemExit("an answer of the benchmark has no sound")
+        raise SystemExit("an response of the benchmark has no sound")
     return heard
 
 
@@ -212,7 +213,7 @@ async def compare(
     tokens = options.speech_tokens if speech else options.tokens
     target = (MOST_FIRST_AUDIO if speech else MOST_TIME) if counts else None
     found = []
-    with served(arguments, {"OMP_NUM_THREADS": "1"}) as (url, pid):
+    with serve_models(arguments, {"OMP_NUM_THREADS": "1"}) as (url, pid):
         client = connect(url, None)
         ask = http_asks(client, tokens, speech=speech)
 

@@ -1,6 +1,6 @@
-"""`omnistage bench serve`: load on a running service from a process of its own, and what its clients see.
+"""`omnistage bench serve`: load on a running service from a separate process, and what its clients see.
 
-`workload` says which requests are sent and when, `client` sends one, `load` sends them all, `measure` says what the
-answers were worth, `report`, `tables` and `plot` show it, `child` starts a service to be measured. Nothing here
-imports torch.
+`workload` has the requests and when they are sent, `client` sends one, `load` sends them all, `measure` computes the
+figures, `report`, `tables` and `plot` present them, `child` starts a service to be measured; none of these imports
+torch. `offline` is `omnistage bench`: the engine beside the reference library.
 """

@@ -1,4 +1,4 @@
-"""A service to be measured, in a process of its own: started, waited for, stopped."""
+"""A service to be measured, in a child process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from omnistage.core.errors import InvalidRequestError
 
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 _STOP_SECONDS = 15.0
-_KEPT_LINES = 20
+_LOG_LINES = 20
 
 
 @contextlib.contextmanager
-def served(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, patience: float = 600.0
+def serve_models(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 600.0
 ) -> Iterator[tuple[str, int]]:
     """Run `omnistage serve ARGUMENTS` on a free port; its address and its process id once its models are loaded.
 
-    Raises `InvalidRequestError` with what it said if it ends before that, or has not come so far in `patience` seconds.
+    Raises `InvalidRequestError` with its message if it ends before that, or has not loaded within `timeout` seconds.
     """
     command = [sys.executable, "-c", "from omnistage.cli import app; app()", "serve", *arguments, "--port", "0"]
     child = subprocess.Popen(
@@ -36,29 +36,29 @@ def served(
         errors="replace",
         # One line a message, and no colours in the middle of an address.
         env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **(environment or {})},
-        # Ctrl-C is for the generator: it still has a summary to print, and then stops the service itself.
+        # Ctrl-C must reach the generator only: it prints its summary and then stops the service.
         start_new_session=True,
     )
-    last: deque[str] = deque(maxlen=_KEPT_LINES)
+    log: deque[str] = deque(maxlen=_LOG_LINES)
     address: list[str] = []
-    settled = threading.Event()
+    started = threading.Event()
 
-    def listen() -> None:
+    def read_log() -> None:
         if child.stderr is not None:
             for line in child.stderr:
-                last.append(line)
-                if found := _READY.search(line):
-                    address.append(found.group(1))
-                    settled.set()
-        settled.set()
+                log.append(line)
+                if match := _READY.search(line):
+                    address.append(match.group(1))
+                    started.set()
+        started.set()
 
-    threading.Thread(target=listen, name="service-log", daemon=True).start()
+    threading.Thread(target=read_log, name="service-log", daemon=True).start()
     try:
-        if not settled.wait(patience):
-            raise InvalidRequestError(f"the service has not loaded its models within {patience:g} s", param="--serve")
+        if not started.wait(timeout):
+            raise InvalidRequestError(f"the service has not loaded its models within {timeout:g} s", param="--serve")
         if not address:
-            said = "".join(last).partition("error: ")[2].strip() or "".join([*last][-1:]).strip() or "it said nothing"
-            raise InvalidRequestError(f"the service did not start: {said}", param="--serve")
+            message = "".join(log).partition("error: ")[2].strip() or "".join([*log][-1:]).strip() or "no message"
+            raise InvalidRequestError(f"the service did not start: {message}", param="--serve")
         yield address[0], child.pid
     finally:
         child.terminate()

@@ -1,7 +1,8 @@
-"""A small HTTP client that knows when each piece of an answer arrived.
+"""A small HTTP client that knows when each part of a response body arrived.
 
-h11, which the service's own extra brings, does the protocol: a general client costs the generator several times as
-much for each event, and whoever measures must not be the slowest part.
+h11, which the extra `server` brings, does the protocol. Measured at 64 streams of 50 events per second on two cores:
+60 µs of CPU per event here, 105 µs and a median delay of 36 instead of 1.4 ms with httpx, 45 µs with aiohttp, which
+would bring nine packages.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 try:
     import h11
 except ModuleNotFoundError as error:
-    raise MissingDependencyError("the load generator needs more: pip install 'omnistage[server]'") from error
+    raise MissingDependencyError("the load generator needs more packages: pip install 'omnistage[server]'") from error
 
-_READ = 2**16
+_READ_BYTES = 2**16
 _CONNECT_SECONDS = 10.0
 
 
@@ -44,7 +45,7 @@ class Address:
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise InvalidRequestError(f"{url!r} is no address like http://127.0.0.1:8000", param="URL")
+            raise InvalidRequestError(f"{url!r} is not an address like http://127.0.0.1:8000", param="URL")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
@@ -55,25 +56,39 @@ class Address:
         return f"{host}:{self.port}"
 
 
-class BrokenAnswerError(Exception):
-    """The connection ended or spoke nonsense before the answer was whole."""
+class BrokenResponseError(Exception):
+    """The connection ended or broke the protocol before the response was complete."""
 
 
 @dataclass(slots=True)
-class Answer:
+class Response:
     """A response whose body is read as it arrives."""
 
     status: int
     headers: dict[str, str]
     _connection: _Connection = field(repr=False)
 
-    async def pieces(self) -> AsyncIterator[tuple[float, bytes]]:
-        """Pieces of the body, each with the moment at which it was here (`time.perf_counter`)."""
-        async for piece in self._connection.body():
-            yield piece
+    async def stream(self) -> AsyncIterator[tuple[float, bytes]]:
+        """Parts of the body, each with the time at which it arrived (`time.perf_counter`)."""
+        connection = self._connection
+        with _protocol_errors():
+            while not isinstance(event := await connection.next_event(), h11.EndOfMessage):
+                if not isinstance(event, h11.Data):
+                    raise BrokenResponseError("the response is incomplete")
+                yield connection.arrived, bytes(event.data)
 
     async def read(self) -> bytes:
-        return b"".join([data async for _, data in self.pieces()])
+        return b"".join([data async for _, data in self.stream()])
+
+
+@contextlib.contextmanager
+def _protocol_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BrokenResponseError(type(error).__name__) from error
+    except h11.ProtocolError as error:
+        raise BrokenResponseError("the response is incomplete") from error
 
 
 class _Connection:
@@ -81,40 +96,29 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.CLIENT)
-        self._arrived = 0.0
+        self.arrived = 0.0
 
-    async def ask(self, method: str, target: str, headers: list[tuple[str, str]], body: bytes) -> Answer:
+    async def send(self, method: str, target: str, headers: list[tuple[str, str]], body: bytes) -> Response:
         http = self._http
-        try:
-            head = http.send(h11.Request(method=method, target=target, headers=headers)) or b""
-            self._writer.write(head + (http.send(h11.Data(data=body)) or b"") + (http.send(h11.EndOfMessage()) or b""))
+        with _protocol_errors():
+            events = (h11.Request(method=method, target=target, headers=headers), h11.Data(body), h11.EndOfMessage())
+            self._writer.write(b"".join(http.send(event) or b"" for event in events))
             await self._writer.drain()
-            while not isinstance(event := await self._next(), h11.Response):
+            while not isinstance(event := await self.next_event(), h11.Response):
                 if not isinstance(event, h11.InformationalResponse):
-                    raise BrokenAnswerError("no answer came")
-        except (OSError, h11.ProtocolError) as error:
-            raise BrokenAnswerError(_reason(error)) from error
-        return Answer(event.status_code, {n.decode("latin-1"): v.decode("latin-1") for n, v in event.headers}, self)
+                    raise BrokenResponseError("there was no response")
+        return Response(event.status_code, {n.decode("latin-1"): v.decode("latin-1") for n, v in event.headers}, self)
 
-    async def body(self) -> AsyncIterator[tuple[float, bytes]]:
-        try:
-            while not isinstance(event := await self._next(), h11.EndOfMessage):
-                if not isinstance(event, h11.Data):
-                    raise BrokenAnswerError("the answer broke off")
-                yield self._arrived, bytes(event.data)
-        except (OSError, h11.ProtocolError) as error:
-            raise BrokenAnswerError(_reason(error)) from error
-
-    async def _next(self) -> h11.Event | type[h11.PAUSED]:
+    async def next_event(self) -> h11.Event | type[h11.PAUSED]:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            data = await self._reader.read(_READ)
-            self._arrived = time.perf_counter()
+            data = await self._reader.read(_READ_BYTES)
+            self.arrived = time.perf_counter()
             self._http.receive_data(data)
         return event  # type: ignore[return-value]  # h11 types its markers as classes of themselves
 
-    def reusable(self) -> bool:
-        """Whether another request may follow on it; makes it ready for one."""
-        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._reader.at_eof():
+    def reset(self) -> bool:
+        """Prepare for another request; whether the connection can take one."""
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or not self.alive:
             return False
         self._http.start_next_cycle()
         return True
@@ -127,12 +131,8 @@ class _Connection:
         self._writer.close()
 
 
-def _reason(error: Exception) -> str:
-    return type(error).__name__ if isinstance(error, OSError) else "the answer broke off"
-
-
 class Client:
-    """Sends requests, each on a connection that no other request is on; connections are kept for later requests."""
+    """Sends requests, each on a connection of its own; connections are kept for later requests."""
 
     def __init__(self, address: Address, api_key: str | None = None) -> None:
         self.address = address
@@ -143,25 +143,25 @@ class Client:
         self._idle: list[_Connection] = []
 
     @contextlib.asynccontextmanager
-    async def ask(self, path: str, body: bytes | None = None) -> AsyncIterator[Answer]:
-        """The answer to a GET, or with a body to a POST. Raises `OSError` or `BrokenAnswerError`."""
+    async def request(self, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
+        """The response to a GET, or with a body to a POST. Raises `OSError` or `BrokenResponseError`."""
         headers = [*self._headers]
         if body is not None:
             headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        method, target = "GET" if body is None else "POST", f"{self.address.prefix}{path}"
-        connection = self._kept()
+        message = ("GET" if body is None else "POST", f"{self.address.prefix}{path}", headers, body or b"")
+        connection = self._take_idle()
         try:
             if connection is not None:
                 try:
-                    answer = await connection.ask(method, target, headers, body or b"")
-                except BrokenAnswerError:
-                    connection.close()  # the service had closed it while nothing was going on
+                    response = await connection.send(*message)
+                except BrokenResponseError:
+                    connection.close()  # the service had closed it while it was idle
                     connection = None
             if connection is None:
-                connection = await self._open()
-                answer = await connection.ask(method, target, headers, body or b"")
-            yield answer
-            if connection.reusable():
+                connection = await self._connect()
+                response = await connection.send(*message)
+            yield response
+            if connection.reset():
                 self._idle.append(connection)
                 connection = None
         finally:
@@ -170,12 +170,12 @@ class Client:
 
     async def get(self, path: str) -> tuple[int, Any]:
         """The status and the JSON of a page; None where it is none."""
-        async with self.ask(path) as answer:
-            data = await answer.read()
+        async with self.request(path) as response:
+            data = await response.read()
         try:
-            return answer.status, json.loads(data)
+            return response.status, json.loads(data)
         except ValueError:
-            return answer.status, None
+            return response.status, None
 
     async def close(self) -> None:
         for connection in self._idle:
@@ -183,7 +183,7 @@ class Client:
         self._idle.clear()
         await asyncio.sleep(0)
 
-    def _kept(self) -> _Connection | None:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.alive:
@@ -191,31 +191,30 @@ class Client:
             connection.close()
         return None
 
-    async def _open(self) -> _Connection:
+    async def _connect(self) -> _Connection:
+        host, port = self.address.host, self.address.port
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                return _Connection(
-                    *await asyncio.open_connection(self.address.host, self.address.port, ssl=self._tls, limit=_READ)
-                )
+                return _Connection(*await asyncio.open_connection(host, port, ssl=self._tls, limit=_READ_BYTES))
         except TimeoutError:
-            raise ConnectionError("no connection within 10 s") from None
+            raise ConnectionError(f"no connection within {_CONNECT_SECONDS:g} s") from None
 
 
 class EventReader:
-    """Server-sent events out of pieces of bytes: the data of each, as JSON."""
+    """Parses server-sent events from parts of a body: the data of each, as JSON."""
 
     def __init__(self) -> None:
         self.done = False
-        """Whether the mark was there with which OpenAI ends a stream."""
-        self._held: list[bytes] = []
+        """Whether the stream has had OpenAI's end marker, `[DONE]`."""
+        self._buffer: list[bytes] = []
         self._data: list[bytes] = []
 
-    def push(self, piece: bytes) -> Iterator[Any]:
-        self._held.append(piece)
-        if b"\n" not in piece:
-            return  # a picture comes in many pieces: they are joined once
-        *lines, rest = b"".join(self._held).split(b"\n")
-        self._held = [rest]
+    def push(self, received: bytes) -> Iterator[Any]:
+        self._buffer.append(received)
+        if b"\n" not in received:
+            return  # a picture arrives in many parts: they are joined once
+        *lines, rest = b"".join(self._buffer).split(b"\n")
+        self._buffer = [rest]
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):

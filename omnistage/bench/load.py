@@ -1,4 +1,4 @@
-"""Sends the requests: one after another by a number of workers, or at their own times, whoever is still waiting."""
+"""Sends the requests: one after another by a number of workers, or at given times whatever is still running."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from omnistage.bench.client import Address, BrokenAnswerError, Client, EventReader
+from omnistage.bench.client import Address, BrokenResponseError, Client, EventReader
 from omnistage.bench.measure import PCM_BYTES, Outcome, count_event, error_of
 from omnistage.bench.workload import Kind, Request, Workload, arrivals
 from omnistage.core.errors import InvalidRequestError
 
-_PAUSE_SECONDS = 0.2
-_LONGEST_RETRY = 5.0
-_PROBES = (16, 80)
-Notice = Callable[[Outcome], None]
+_POLL_SECONDS = 0.2
+_MAX_RETRY_SECONDS = 5.0
+_PROBE_WORDS = (16, 80)
+OnOutcome = Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How much load there is. `rate` requests a second, or `concurrency` workers; `count` requests or `seconds`."""
+class Load:
+    """`rate` requests per second, or `concurrency` workers; for `count` requests or `seconds`."""
 
     rate: float | None = None
     concurrency: int = 1
@@ -33,54 +33,57 @@ class Plan:
     timeout: float = 600.0
     sample_rate: int = 24_000
 
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s" if self.rate is not None else f"{self.concurrency} at a time"
+
 
 @dataclass(slots=True)
 class Run:
-    """What a run gave."""
+    """The outcomes of a run."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
-    """From the first request to the last end."""
+    """From sending the first request to the end of the last."""
     cpu_seconds: float = 0.0
-    """Of this process, meanwhile."""
+    """CPU time of this process."""
     interrupted: bool = False
-    """Someone pressed Ctrl-C."""
+    """By Ctrl-C."""
     unfinished: int = 0
-    """Requests that were cut off by that."""
+    """Requests that this cancelled."""
 
 
 class Generator:
-    """The process that makes the load. `notice` is told of every outcome."""
+    """Sends the load. `on_outcome` is called with every outcome."""
 
-    def __init__(self, client: Client, workload: Workload, plan: Plan, notice: Notice | None = None) -> None:
+    def __init__(self, client: Client, workload: Workload, load: Load, on_outcome: OnOutcome | None = None) -> None:
         self._client = client
         self._workload = workload
-        self._plan = plan
-        self._notice = notice
+        self._load = load
+        self._on_outcome = on_outcome
         self._start = 0.0
         self._run = Run()
 
     async def warm_up(self, count: int) -> None:
-        """Send `count` requests of each kind that nobody measures. Raises what the service says against them."""
+        """Send `count` requests of each kind that are not measured. Raises if one of them fails."""
         for kind in self._workload.mix:
             for number in range(count):
-                outcome = await self._one(-1 - number, self._workload.of_kind(kind, -1 - number), self.now())
+                outcome = await self.send(-1 - number, self._workload.of_kind(kind, -1 - number), self.now())
                 if not outcome.ok and not outcome.refused:
-                    said = f": {outcome.message}" if outcome.message else ""
+                    message = f": {outcome.message}" if outcome.message else ""
                     status = f"status {outcome.status}, " if outcome.status is not None else ""
-                    raise InvalidRequestError(f"a {kind} request to warm up failed ({status}{outcome.error}){said}")
+                    raise InvalidRequestError(f"a {kind} warm-up request failed ({status}{outcome.error}){message}")
 
     async def run(self) -> Run:
-        """Send everything. Ctrl-C ends it early: what there is then is what it gives."""
+        """Send everything. Ctrl-C ends it early, with the outcomes so far."""
         self._run = Run()
         cpu, self._start = time.process_time(), time.perf_counter()
-        load = asyncio.ensure_future(self._open_loop() if self._plan.rate is not None else self._closed_loop())
-        with _on_interrupt(load.cancel):
-            await asyncio.wait({load})
+        task = asyncio.ensure_future(self._open_loop() if self._load.rate is not None else self._closed_loop())
+        with _on_interrupt(task.cancel):
+            await asyncio.wait({task})
         run = self._run
-        run.interrupted = load.cancelled()
+        run.interrupted = task.cancelled()
         if not run.interrupted:
-            load.result()
+            task.result()
         run.cpu_seconds = time.process_time() - cpu
         if run.outcomes:
             run.seconds = max(o.ended for o in run.outcomes) - min(o.sent for o in run.outcomes)
@@ -91,11 +94,11 @@ class Generator:
         return time.perf_counter() - self._start
 
     def _numbers(self) -> Iterator[int]:
-        """Which requests are still to be sent."""
+        """Numbers of the requests to send."""
         for number in itertools.count():
-            if self._plan.count is not None and number >= self._plan.count:
+            if self._load.count is not None and number >= self._load.count:
                 return
-            if self._plan.seconds is not None and self.now() >= self._plan.seconds:
+            if self._load.seconds is not None and self.now() >= self._load.seconds:
                 return
             yield number
 
@@ -105,43 +108,44 @@ class Generator:
         async def worker() -> None:
             for number in numbers:
                 request = self._workload.request(number)
-                outcome = await self._one(number, request, self.now())
+                outcome = await self.send(number, request, self.now())
                 self._add(outcome)
                 if outcome.refused:
-                    # A client with manners: asking again at once would measure refusals only.
-                    await asyncio.sleep(min(outcome.retry_after or 1.0, _LONGEST_RETRY))
+                    # As a client should: retrying at once would measure refusals only.
+                    await asyncio.sleep(min(outcome.retry_after or 1.0, _MAX_RETRY_SECONDS))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._plan.concurrency):
+            for _ in range(self._load.concurrency):
                 group.create_task(worker())
 
     async def _open_loop(self) -> None:
         async def at(number: int, request: Request, due: float) -> None:
-            self._add(await self._one(number, request, due))
+            self._add(await self.send(number, request, due))
 
         async with asyncio.TaskGroup() as group:
-            moments = arrivals(self._plan.rate or 1.0, self._workload.seed)
-            for number, due in zip(self._numbers(), moments, strict=False):
-                if self._plan.seconds is not None and due >= self._plan.seconds:
+            times = arrivals(self._load.rate or 1.0, self._workload.seed)
+            for number, due in zip(self._numbers(), times, strict=False):
+                if self._load.seconds is not None and due >= self._load.seconds:
                     return
-                request = self._workload.request(number)  # made while there is time
+                request = self._workload.request(number)  # before it is due
                 await asyncio.sleep(due - self.now())
                 group.create_task(at(number, request, due))
 
     def _add(self, outcome: Outcome) -> None:
         self._run.outcomes.append(outcome)
-        if self._notice is not None:
-            self._notice(outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(outcome)
 
-    async def _one(self, number: int, request: Request, due: float) -> Outcome:
+    async def send(self, number: int, request: Request, due: float) -> Outcome:
+        """Send one request and wait for its end, whatever that is."""
         outcome = Outcome(number, request.kind, due, self.now())
         try:
-            async with asyncio.timeout(self._plan.timeout):
+            async with asyncio.timeout(self._load.timeout):
                 await self._exchange(request, outcome)
         except TimeoutError:
             outcome.error = "timeout"
-        except BrokenAnswerError as error:
-            outcome.error = "broken_answer"
+        except BrokenResponseError as error:
+            outcome.error = "broken_response"
             outcome.message = str(error)
         except OSError as error:
             outcome.error = type(error).__name__
@@ -153,41 +157,41 @@ class Generator:
         return outcome
 
     async def _exchange(self, request: Request, outcome: Outcome) -> None:
-        async with self._client.ask(request.path, request.body) as answer:
-            outcome.status = answer.status
-            if answer.status >= 400:
-                outcome.error, outcome.message = error_of(_json(await answer.read()), f"status_{answer.status}")
+        async with self._client.request(request.path, request.body) as response:
+            outcome.status = response.status
+            if response.status >= 400:
+                outcome.error, outcome.message = error_of(_json(await response.read()), f"status_{response.status}")
                 with contextlib.suppress(KeyError, ValueError):
-                    outcome.retry_after = float(answer.headers["retry-after"])
+                    outcome.retry_after = float(response.headers["retry-after"])
                 return
             if request.kind is Kind.TTS:
-                async for moment, piece in answer.pieces():
-                    outcome.sounds.append((moment - self._start, len(piece)))
+                async for arrived, data in response.stream():
+                    outcome.audio_chunks.append((arrived - self._start, len(data)))
             else:
-                await self._read_events(answer.pieces(), outcome)
-        if outcome.sounds and not outcome.audio_seconds:
-            outcome.audio_seconds = sum(size for _, size in outcome.sounds) / (PCM_BYTES * self._plan.sample_rate)
+                await self._read_events(response.stream(), outcome)
+        if outcome.audio_chunks and not outcome.audio_seconds:
+            outcome.audio_seconds = sum(size for _, size in outcome.audio_chunks) / (PCM_BYTES * self._load.sample_rate)
         if outcome.ok:
             outcome.error = _missing(outcome)
 
-    async def _read_events(self, pieces: AsyncIterator[tuple[float, bytes]], outcome: Outcome) -> None:
+    async def _read_events(self, body: AsyncIterator[tuple[float, bytes]], outcome: Outcome) -> None:
         reader = EventReader()
-        async for moment, piece in pieces:
+        async for arrived, data in body:
             try:
-                for event in reader.push(piece):
-                    count_event(outcome, moment - self._start, event)
+                for event in reader.push(data):
+                    count_event(outcome, arrived - self._start, event)
             except (ValueError, AttributeError, TypeError) as error:
-                raise BrokenAnswerError("an event is not what OpenAI's API says") from error
-        outcome.whole = outcome.whole or reader.done
-        if outcome.ok and outcome.kind is not Kind.IMAGE and not outcome.whole:
-            raise BrokenAnswerError("the stream ended with neither a finish_reason nor [DONE]")
+                raise BrokenResponseError("an event does not follow OpenAI's API") from error
+        outcome.complete = outcome.complete or reader.done
+        if outcome.ok and outcome.kind is not Kind.IMAGE and not outcome.complete:
+            raise BrokenResponseError("the stream ended with neither a finish_reason nor [DONE]")
 
 
 def _missing(outcome: Outcome) -> str | None:
-    """What was asked for and never came."""
+    """An error where the response lacks what was requested."""
     if outcome.kind is Kind.IMAGE and not outcome.pictures:
-        return "no_picture"  # each picture says itself that it is whole
-    if outcome.kind in (Kind.SPEECH, Kind.TTS) and not outcome.sounds:
+        return "no_picture"  # an event marks each picture as complete
+    if outcome.kind in (Kind.SPEECH, Kind.TTS) and not outcome.audio_chunks:
         return "no_sound"
     return None
 
@@ -205,7 +209,7 @@ def _on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
     try:
         loop.add_signal_handler(signal.SIGINT, stop)
     except (NotImplementedError, RuntimeError, ValueError):
-        yield  # Windows, or a thread that is not the main one: Ctrl-C is for someone else to handle
+        yield  # Windows, or a thread that is not the main one: Ctrl-C is handled elsewhere
         return
     try:
         yield
@@ -216,66 +220,68 @@ def _on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------- before a run
 
 
-async def models_for(client: Client, kinds: list[Kind], chosen: dict[Kind, str], patience: float) -> dict[Kind, str]:
-    """A model for each kind: the chosen one, or the first that gives what the kind needs. Raises what to change."""
-    described = await _models(client, patience)
-    found: dict[Kind, str] = {}
+async def choose_models(client: Client, kinds: list[Kind], named: dict[Kind, str], timeout: float) -> dict[Kind, str]:
+    """A model for each kind: the one that was named, or the first with the modality that the kind needs."""
+    modalities = await _output_modalities(client, timeout)
+    models: dict[Kind, str] = {}
     for kind in kinds:
-        if kind in chosen:
-            if described and chosen[kind] not in described:
-                known = ", ".join(described)
-                raise InvalidRequestError(f"there is no model {chosen[kind]!r}; models: {known}", param="--model")
-            found[kind] = chosen[kind]
+        if kind in named:
+            if modalities and named[kind] not in modalities:
+                known = ", ".join(modalities)
+                raise InvalidRequestError(f"there is no model {named[kind]!r}; models: {known}", param="--model")
+            models[kind] = named[kind]
             continue
-        able = [name for name, gives in described.items() if kind.modality in gives]
-        if not able:
+        fitting = [name for name, outputs in modalities.items() if kind.modality in outputs]
+        if not fitting:
             raise InvalidRequestError(
-                f"no model of the service says that it gives {kind.modality}; name one with --model {kind}=NAME, "
-                f"or take {kind} out of --mix",
+                f"no model of the service lists {kind.modality} as output; name one with --model {kind}=NAME, "
+                f"or remove {kind} from --mix",
                 param="--model",
             )
-        found[kind] = able[0]
-    return found
+        models[kind] = fitting[0]
+    return models
 
 
-async def _models(client: Client, patience: float) -> dict[str, list[str]]:
-    """What each model gives; a service that is still loading is waited for."""
-    give_up = time.monotonic() + patience
+async def _output_modalities(client: Client, timeout: float) -> dict[str, list[str]]:
+    """The output modalities of each model, when the service has loaded them."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
             ready, _ = await client.get("/ready")
             status, body = await client.get("/v1/models")
-        except (OSError, BrokenAnswerError) as error:
+        except (OSError, BrokenResponseError) as error:
             where = client.address.netloc
-            raise InvalidRequestError(f"no answer from {where} ({error}); is the service up?", param="URL") from error
-        if ready != 503 or time.monotonic() > give_up:
+            raise InvalidRequestError(
+                f"no response from {where} ({error}); start the service or check the address", param="URL"
+            ) from error
+        if ready != 503 or time.monotonic() > deadline:
             break
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
     if status != 200:
         _, message = error_of(body, "")
-        raise InvalidRequestError(f"/v1/models answered {status}: {message or 'no reason given'}", param="URL")
+        raise InvalidRequestError(f"/v1/models responded with status {status}: {message or 'no message'}", param="URL")
     try:
         return {str(m["id"]): list((m.get("modalities") or {}).get("output") or ["text"]) for m in body["data"]}
     except (TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError("/v1/models does not list models as OpenAI's API does", param="URL") from error
 
 
-async def calibrated(client: Client, workload: Workload, plan: Plan) -> Workload:
-    """The workload with prompts of the asked lengths: how many tokens a word is, the service's usage tells."""
+async def calibrate(client: Client, workload: Workload, load: Load) -> Workload:
+    """The workload with prompts of the right lengths in tokens, from the usage that the service reports for two."""
     kind = next((kind for kind in (Kind.TEXT, Kind.SPEECH) if kind in workload.mix), None)
-    if kind is None or workload.lines:
+    if kind is None or workload.prompts:
         return workload
-    generator = Generator(client, workload, plan)
+    generator = Generator(client, workload, load)
     counts = []
-    for words in _PROBES:
-        outcome = await generator._one(-1, workload.probe(kind, words), 0.0)
+    for words in _PROBE_WORDS:
+        outcome = await generator.send(-1, workload.probe(kind, words), 0.0)
         if not outcome.ok or not outcome.prompt_tokens:
-            return workload  # a service that does not count: a word is then taken for a token
+            return workload  # without usage a word counts as a token
         counts.append(outcome.prompt_tokens)
-    per_word = (counts[1] - counts[0]) / (_PROBES[1] - _PROBES[0])
+    per_word = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
     if per_word <= 0:
         return workload
-    return replace(workload, tokens_per_word=per_word, tokens_around=max(0.0, counts[0] - per_word * _PROBES[0]))
+    return replace(workload, tokens_per_word=per_word, template_tokens=max(0.0, counts[0] - per_word * _PROBE_WORDS[0]))
 
 
 def connect(url: str, api_key: str | None) -> Client:

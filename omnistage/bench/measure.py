@@ -1,4 +1,4 @@
-"""What an answer was worth to its client: when things came, and whether a player would have stuttered."""
+"""Figures of one request as its client sees it: times, gaps, and whether a player would have stuttered."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from omnistage.bench.workload import Kind
 from omnistage.core.errors import InvalidRequestError
 
 PCM_BYTES = 2
-"""Bytes of a sample: raw sound is mono, 16 bits."""
+"""Bytes of a sample: raw audio is mono, 16 bits."""
 _LIMITS = ("ttft", "ttfa", "tpot", "rtf", "latency")
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request that was sent and how it went. Moments are seconds from the run's start."""
+    """One request and its response. Times are seconds from the start of the run."""
 
     number: int
     kind: Kind
     due: float
-    """When it was to be sent; for a worker that sends when it is free, the moment at which it was."""
+    """When it should be sent; for a worker, when the worker was free."""
     sent: float
     ended: float = 0.0
     status: int | None = None
     error: str | None = None
-    """What went wrong, in a word or two: the service's code, or what happened to the connection."""
+    """The service's error code, or a name for what happened to the connection."""
     message: str | None = None
     retry_after: float | None = None
     token_times: list[float] = field(default_factory=list)
-    """When each piece of text came."""
-    sounds: list[tuple[float, int]] = field(default_factory=list)
-    """When each piece of sound came, and its bytes."""
-    whole: bool = False
-    """Whether a stream of events has said that it is at its end: one that is cut may look like one that ends."""
+    """Arrival of each text chunk."""
+    audio_chunks: list[tuple[float, int]] = field(default_factory=list)
+    """Arrival and bytes of each audio chunk."""
+    complete: bool = False
+    """Whether an event stream had its end marker: a truncated one may look like one that ends."""
     pictures: int = 0
     prompt_tokens: int = 0
     text_tokens: int = 0
-    """Of the answer; what was spoken is counted in seconds."""
+    """Generated text tokens; speech is counted in seconds."""
     audio_seconds: float = 0.0
 
     @property
@@ -48,12 +48,12 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Turned away because the service was full: it did what it should."""
+        """Rejected because the service was full, as it should."""
         return self.status == 429
 
     @property
     def failed(self) -> bool:
-        """Whether the service is to blame: a 5xx, a stream that broke off, no connection, no end in time."""
+        """Whether the service failed: a 5xx, an incomplete stream, no connection, a timeout."""
         return not self.ok and (self.status is None or self.status >= 500 or self.status < 400)
 
     @property
@@ -66,34 +66,38 @@ class Outcome:
 
     @property
     def ttfa(self) -> float | None:
-        return self.sounds[0][0] - self.sent if self.sounds else None
+        return self.audio_chunks[0][0] - self.sent if self.audio_chunks else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token behind the first."""
+        """Seconds for each token after the first."""
         if len(self.token_times) < 2 or self.text_tokens < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.text_tokens - 1)
 
     @property
     def rtf(self) -> float | None:
-        """Seconds until all the sound was there, for each second of it."""
-        return (self.sounds[-1][0] - self.sent) / self.audio_seconds if self.sounds and self.audio_seconds else None
+        """Real-time factor: seconds until all audio had arrived, per second of audio."""
+        return (
+            (self.audio_chunks[-1][0] - self.sent) / self.audio_seconds
+            if self.audio_chunks and self.audio_seconds
+            else None
+        )
 
     def token_gaps(self) -> list[float]:
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
-    def sound_gaps(self) -> list[float]:
-        return [later - earlier for (earlier, _), (later, _) in pairwise(self.sounds)]
+    def audio_gaps(self) -> list[float]:
+        return [later - earlier for (earlier, _), (later, _) in pairwise(self.audio_chunks)]
 
     def playback(self, buffer: float) -> Playback:
-        total = sum(size for _, size in self.sounds)
-        lengths = [(moment, self.audio_seconds * size / total) for moment, size in self.sounds] if total else []
-        return play(lengths, buffer)
+        total = sum(size for _, size in self.audio_chunks)
+        chunks = [(arrival, self.audio_seconds * size / total) for arrival, size in self.audio_chunks] if total else []
+        return play(chunks, buffer)
 
 
-def count_event(outcome: Outcome, moment: float, event: Mapping[str, Any]) -> None:
-    """Add what an event of a stream brought."""
+def count_event(outcome: Outcome, arrival: float, event: Mapping[str, Any]) -> None:
+    """Add the contents of an event of a stream."""
     if (problem := event.get("error")) is not None:
         outcome.error, outcome.message = error_of({"error": problem}, "stream_error")
         return
@@ -101,13 +105,13 @@ def count_event(outcome: Outcome, moment: float, event: Mapping[str, Any]) -> No
         outcome.pictures += 1
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        sound = delta.get("audio") or {}
-        if delta.get("content") or sound.get("transcript") or delta.get("reasoning_content"):
-            outcome.token_times.append(moment)
+        audio = delta.get("audio") or {}
+        if delta.get("content") or audio.get("transcript") or delta.get("reasoning_content"):
+            outcome.token_times.append(arrival)
         if choice.get("finish_reason"):
-            outcome.whole = True
-        if data := sound.get("data"):
-            outcome.sounds.append((moment, len(data) * 3 // 4 - data.count("=", len(data) - 2)))
+            outcome.complete = True
+        if data := audio.get("data"):
+            outcome.audio_chunks.append((arrival, len(data) * 3 // 4 - data.count("=", len(data) - 2)))
     if usage := event.get("usage"):
         details = usage.get("completion_tokens_details") or {}
         outcome.prompt_tokens = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
@@ -115,13 +119,13 @@ def count_event(outcome: Outcome, moment: float, event: Mapping[str, Any]) -> No
         outcome.audio_seconds = details.get("audio_seconds") or 0.0
 
 
-def error_of(body: object, otherwise: str) -> tuple[str, str | None]:
-    """The code and the message of OpenAI's error body."""
+def error_of(body: object, default: str) -> tuple[str, str | None]:
+    """The code and the message of an error body of OpenAI's API."""
     problem = body.get("error") if isinstance(body, Mapping) else None
     if not isinstance(problem, Mapping):
-        return otherwise, None
+        return default, None
     message = problem.get("message")
-    return str(problem.get("code") or problem.get("type") or otherwise), str(message) if message else None
+    return str(problem.get("code") or problem.get("type") or default), str(message) if message else None
 
 
 # -------------------------------------------------------------------------------------------------- playback
@@ -129,28 +133,28 @@ def error_of(body: object, otherwise: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """What a listener heard."""
+    """How a player got on with the audio of a request."""
 
     seconds: float = 0.0
     waited: float = 0.0
-    """Silence in the middle, because what came next was not there yet."""
+    """Silence because the next chunk had not arrived."""
     stalls: int = 0
 
     @property
     def share(self) -> float:
-        """Waiting for each second of sound."""
+        """Waiting per second of audio."""
         return self.waited / self.seconds if self.seconds else 0.0
 
 
-def play(pieces: Iterable[tuple[float, float]], buffer: float) -> Playback:
-    """Play pieces (arrival, seconds) as a player does that begins `buffer` seconds after the first has arrived.
+def play(chunks: Iterable[tuple[float, float]], buffer: float) -> Playback:
+    """Play chunks (arrival, seconds) from `buffer` seconds after the first arrival.
 
-    Where a piece is late the player waits for it, and goes on at once when it is there.
+    The player waits for a late chunk and goes on as soon as it arrives.
     """
     clock: float | None = None
     seconds = waited = 0.0
     stalls = 0
-    for arrival, length in pieces:
+    for arrival, length in chunks:
         if clock is None:
             clock = arrival + buffer
         if arrival > clock:
@@ -167,7 +171,7 @@ def play(pieces: Iterable[tuple[float, float]], buffer: float) -> Playback:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a quantity is spread over its samples."""
+    """The distribution of a quantity."""
 
     count: int
     mean: float
@@ -178,7 +182,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None where there is nothing to measure: a figure that stands for nothing would be taken for one."""
+        """None without values."""
         if not values:
             return None
         import numpy as np
@@ -189,40 +193,40 @@ class Spread:
 
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread | None]:
     """Every quantity over the requests that succeeded, in seconds but for `rtf`."""
-    good = [outcome for outcome in outcomes if outcome.ok]
+    succeeded = [outcome for outcome in outcomes if outcome.ok]
 
-    def each(name: str) -> list[float]:
-        return [value for outcome in good if (value := getattr(outcome, name)) is not None]
+    def values(name: str) -> list[float]:
+        return [value for outcome in succeeded if (value := getattr(outcome, name)) is not None]
 
     return {
-        "ttft": Spread.of(each("ttft")),
-        "token_gap": Spread.of([gap for outcome in good for gap in outcome.token_gaps()]),
-        "tpot": Spread.of(each("tpot")),
-        "ttfa": Spread.of(each("ttfa")),
-        "sound_gap": Spread.of([gap for outcome in good for gap in outcome.sound_gaps()]),
-        "rtf": Spread.of(each("rtf")),
-        "latency": Spread.of(each("latency")),
+        "ttft": Spread.of(values("ttft")),
+        "token_gap": Spread.of([gap for outcome in succeeded for gap in outcome.token_gaps()]),
+        "tpot": Spread.of(values("tpot")),
+        "ttfa": Spread.of(values("ttfa")),
+        "sound_gap": Spread.of([gap for outcome in succeeded for gap in outcome.audio_gaps()]),
+        "rtf": Spread.of(values("rtf")),
+        "latency": Spread.of(values("latency")),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Stutter:
-    """What listeners of all requests heard."""
+    """Playback over all requests."""
 
     underrun_seconds: float
     underrun_share: float
-    """Of the sound's length."""
+    """Of the duration of the audio."""
     requests_share: float
-    """Of the requests with sound: those in which the player had to wait at all."""
+    """Of the requests with audio: those in which the player had to wait."""
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], buffer: float) -> Stutter | None:
-        heard = [outcome.playback(buffer) for outcome in outcomes if outcome.ok and outcome.sounds]
-        seconds = sum(playback.seconds for playback in heard)
+        playbacks = [outcome.playback(buffer) for outcome in outcomes if outcome.ok and outcome.audio_chunks]
+        seconds = sum(playback.seconds for playback in playbacks)
         if not seconds:
             return None
-        waited = sum(playback.waited for playback in heard)
-        return cls(waited, waited / seconds, sum(playback.stalls > 0 for playback in heard) / len(heard))
+        waited = sum(playback.waited for playback in playbacks)
+        return cls(waited, waited / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks))
 
 
 def parse_goodput(text: str) -> dict[str, float]:
@@ -231,7 +235,7 @@ def parse_goodput(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
         if name not in _LIMITS:
-            raise InvalidRequestError(f"{name!r} cannot be bound; use {', '.join(_LIMITS)}", param="--goodput")
+            raise InvalidRequestError(f"{name!r} has no limit; use {', '.join(_LIMITS)}", param="--goodput")
         try:
             limits[name] = float(value)
         except ValueError:
@@ -242,8 +246,8 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def within(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """Whether a request was answered within the limits; one for what its kind does not give says nothing of it."""
+    """Whether a request succeeded within the limits; those for what its kind does not output are ignored."""
     if not outcome.ok:
         return False
-    given = {name: getattr(outcome, name) for name in limits}
-    return all(value is None or value <= limits[name] for name, value in given.items())
+    values = {name: getattr(outcome, name) for name in limits}
+    return all(value is None or value <= limits[name] for name, value in values.items())

@@ -1,4 +1,4 @@
-"""A run as figures: over all requests and for each kind, with where and how they were measured."""
+"""The figures of a run: over all requests and by kind, with where and how they were measured."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from omnistage import __version__
-from omnistage.bench.load import Plan, Run
+from omnistage.bench.load import Load, Run
 from omnistage.bench.measure import Outcome, Spread, Stutter, spreads, within
 from omnistage.bench.workload import Kind
 
 SCHEMA = "omnistage.bench_serve/1"
-LAG_BOUND = 0.05
-"""Seconds: where requests go out later than that, figures are the generator's and not the service's."""
-CPU_BOUND = 0.8
+MAX_LAG = 0.05
+"""Seconds: where requests are sent later than that, the generator limits the figures and not the service."""
+MAX_CPU_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """A second of the run gave so much."""
+    """Per second of the run."""
 
     requests: float
     prompt_tokens: float
@@ -41,7 +41,7 @@ class Goodput:
     share: float
     """Of the requests that were sent."""
     requests: float
-    """A second."""
+    """Per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Summary:
     refused: int
     failed: int
     by_status: dict[str, int]
-    """`none`: there was no answer."""
+    """`none`: without a response."""
     errors: dict[str, int]
     throughput: Throughput
     spreads: dict[str, Spread | None]
-    """Seconds, `rtf` without a unit; None: nothing of the sort was measured."""
+    """Seconds, `rtf` without a unit; None: not measured."""
     rtf_overall: float | None
-    """From the first request with sound to the last sound, for each second of sound of all requests."""
+    """From the first request with audio to the last audio chunk, per second of audio of all requests."""
     stutter: Stutter | None
     goodput: Goodput | None
 
@@ -67,7 +67,7 @@ class Summary:
     def of(
         cls, outcomes: Sequence[Outcome], seconds: float, buffer: float, limits: Mapping[str, float] | None
     ) -> Summary:
-        good = [outcome for outcome in outcomes if outcome.ok]
+        succeeded = [outcome for outcome in outcomes if outcome.ok]
         span = seconds or float("inf")
         goodput = None
         if limits:
@@ -75,39 +75,39 @@ class Summary:
             goodput = Goodput(dict(limits), met / len(outcomes) if outcomes else 0.0, met / span)
         return cls(
             sent=len(outcomes),
-            succeeded=len(good),
+            succeeded=len(succeeded),
             refused=sum(outcome.refused for outcome in outcomes),
             failed=sum(outcome.failed for outcome in outcomes),
-            by_status=_counted("none" if o.status is None else str(o.status) for o in outcomes),
-            errors=_counted(_named(o) for o in outcomes if not o.ok),
+            by_status=_count("none" if o.status is None else str(o.status) for o in outcomes),
+            errors=_count(_error_name(o) for o in outcomes if not o.ok),
             throughput=Throughput(
-                len(good) / span,
-                sum(o.prompt_tokens for o in good) / span,
-                sum(o.text_tokens for o in good) / span,
-                sum(o.audio_seconds for o in good) / span,
-                sum(o.pictures for o in good) / span,
+                len(succeeded) / span,
+                sum(o.prompt_tokens for o in succeeded) / span,
+                sum(o.text_tokens for o in succeeded) / span,
+                sum(o.audio_seconds for o in succeeded) / span,
+                sum(o.pictures for o in succeeded) / span,
             ),
             spreads=spreads(outcomes),
-            rtf_overall=_rtf_overall(good),
+            rtf_overall=_rtf_overall(succeeded),
             stutter=Stutter.of(outcomes, buffer),
             goodput=goodput,
         )
 
 
-def _counted(names: Any) -> dict[str, int]:
+def _count(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
 
 
-def _named(outcome: Outcome) -> str:
+def _error_name(outcome: Outcome) -> str:
     return f"{outcome.status} {outcome.error}" if outcome.status is not None else str(outcome.error)
 
 
-def _rtf_overall(good: Sequence[Outcome]) -> float | None:
-    heard = [outcome for outcome in good if outcome.sounds and outcome.audio_seconds]
-    if not heard:
+def _rtf_overall(succeeded: Sequence[Outcome]) -> float | None:
+    spoken = [outcome for outcome in succeeded if outcome.audio_chunks and outcome.audio_seconds]
+    if not spoken:
         return None
-    took = max(outcome.sounds[-1][0] for outcome in heard) - min(outcome.sent for outcome in heard)
-    return took / sum(outcome.audio_seconds for outcome in heard)
+    seconds = max(outcome.audio_chunks[-1][0] for outcome in spoken) - min(outcome.sent for outcome in spoken)
+    return seconds / sum(outcome.audio_seconds for outcome in spoken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +115,22 @@ class GeneratorLoad:
     """Whether the generator itself kept up."""
 
     lag: Spread | None
-    """Seconds between the moment at which a request was due and the one at which it was sent."""
+    """Seconds by which requests were sent late."""
     cpu_share: float
     """Of one core."""
 
     def warnings(self) -> list[str]:
-        found = []
-        if self.lag is not None and self.lag.p99 > LAG_BOUND:
-            found.append(
+        warnings = []
+        if self.lag is not None and self.lag.p99 > MAX_LAG:
+            warnings.append(
                 f"1 of 100 requests was sent {1e3 * self.lag.p99:.0f} ms late or more: the generator did not keep up; "
-                "lower the rate, or run it on another machine than the service"
+                "lower the rate, or run it on another machine"
             )
-        if self.cpu_share > CPU_BOUND:
-            found.append(
-                f"the generator used {100 * self.cpu_share:.0f}% of a core: it may be the slowest part; lower the load"
+        if self.cpu_share > MAX_CPU_SHARE:
+            warnings.append(
+                f"the generator used {100 * self.cpu_share:.0f}% of a core and may be the bottleneck; lower the load"
             )
-        return found
+        return warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Report:
         """1 where the service failed, or nothing of a kind succeeded; a refusal (429) is no failure. 130: Ctrl-C."""
         if self.interrupted:
             return 130
-        lost = any(summary.sent and not summary.succeeded for summary in self.kinds.values())
-        return 1 if self.summary.failed or not self.summary.succeeded or lost else 0
+        none_succeeded = any(summary.sent and not summary.succeeded for summary in self.kinds.values())
+        return 1 if self.summary.failed or not self.summary.succeeded or none_succeeded else 0
 
     def to_json(self, buffer: float) -> dict[str, Any]:
         return {
@@ -168,17 +168,17 @@ class Report:
         }
 
     def dumps(self, buffer: float) -> str:
-        """The same as text: a request a line, for each has as many moments as its answer had pieces."""
+        """The same as text, one request per line."""
         value = self.to_json(buffer)
         rows = ",\n  ".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in value.pop("requests"))
         head = json.dumps(value, indent=1, allow_nan=False).removesuffix("\n}")
         return f'{head},\n "requests": [\n  {rows}\n ]\n}}\n'
 
 
-def build(run: Run, plan: Plan, settings: dict[str, Any], buffer: float, limits: Mapping[str, float] | None) -> Report:
+def build(run: Run, load: Load, settings: dict[str, Any], buffer: float, limits: Mapping[str, float] | None) -> Report:
     """The figures of a run."""
     kinds = [kind for kind in Kind if any(outcome.kind is kind for outcome in run.outcomes)]
-    lag = Spread.of([max(0.0, o.sent - o.due) for o in run.outcomes]) if plan.rate is not None else None
+    lag = Spread.of([max(0.0, o.sent - o.due) for o in run.outcomes]) if load.rate is not None else None
     return Report(
         settings=settings,
         environment=environment(),
@@ -209,11 +209,11 @@ def environment() -> dict[str, Any]:
 
 
 def shown_command(arguments: Sequence[str]) -> list[str]:
-    """The command line without its key: reports are passed on."""
+    """The command line without the API key, for reports are shared."""
     shown, hide = [], False
     for argument in arguments:
-        option, given, _ = argument.partition("=")
-        if hide or (given and option == "--api-key"):
+        option, equals, _ = argument.partition("=")
+        if hide or (equals and option == "--api-key"):
             argument = "***" if hide else "--api-key=***"
         hide = not hide and argument == "--api-key"
         shown.append(argument)
@@ -249,7 +249,7 @@ def _row(outcome: Outcome, buffer: float) -> dict[str, Any]:
         "pictures": outcome.pictures,
         "underrun_seconds": playback.waited,
         "underruns": playback.stalls,
-        # Seconds from sending: what all figures are made of.
-        "token_times": [round(moment - outcome.sent, 6) for moment in outcome.token_times],
-        "sounds": [[round(moment - outcome.sent, 6), size] for moment, size in outcome.sounds],
+        # Seconds from sending.
+        "token_times": [round(arrival - outcome.sent, 6) for arrival in outcome.token_times],
+        "sounds": [[round(arrival - outcome.sent, 6), size] for arrival, size in outcome.audio_chunks],
     }

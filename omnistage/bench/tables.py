@@ -1,4 +1,4 @@
-"""A report on the terminal, by itself and beside an older one."""
+"""Prints a report, by itself and compared with an older one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
     "rtf": "real-time factor",
     "latency": "whole request",
 }
-_BETTER_HIGHER = ("requests", "prompt_tokens", "output_tokens", "audio_seconds", "pictures")
+_HIGHER_IS_BETTER = ("requests", "prompt_tokens", "output_tokens", "audio_seconds", "pictures")
 _UNITS = {
     "requests": "requests/s",
     "prompt_tokens": "prompt tokens/s",
@@ -40,15 +40,15 @@ def show(report: Report, console: Console) -> None:
     console.print(_counts(report))
     for name, summary in report.kinds.items():
         console.print(_spreads(name, summary))
-    _heard(report, console)
-    _failures(report, console)
+    _print_stutter(report, console)
+    _print_errors(report, console)
     generator = report.generator
     lag = "" if generator.lag is None else f", requests sent {1e3 * generator.lag.p99:.1f} ms late (p99)"
     console.print(f"generator: {100 * generator.cpu_share:.0f}% of a core{lag}", style="dim")
     for warning in generator.warnings():
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if report.interrupted:
-        console.print(f"interrupted: {report.unfinished} requests were cut off and are not counted", style="yellow")
+        console.print(f"interrupted: {report.unfinished} requests were cancelled and are not counted", style="yellow")
 
 
 def _counts(report: Report) -> Table:
@@ -83,7 +83,7 @@ def _rate(value: float) -> str:
 def _spreads(name: str, summary: Summary) -> Table:
     table = _table(name)
     table.add_column("", no_wrap=True)
-    for heading in ("p50", "p90", "p99", "mean", "most", "of"):
+    for heading in ("p50", "p90", "p99", "mean", "max", "count"):
         table.add_column(heading, justify="right", no_wrap=True)
     for key, spread in summary.spreads.items():
         if spread is not None:
@@ -100,28 +100,28 @@ def _shown(key: str, value: float) -> str:
     return f"{1e3 * value:.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
 
 
-def _heard(report: Report, console: Console) -> None:
+def _print_stutter(report: Report, console: Console) -> None:
     for name, summary in report.kinds.items():
         if (stutter := summary.stutter) is not None:
             buffer = report.settings.get("player_buffer", 0.0)
             console.print(
-                f"{name}: a player that begins {buffer:g} s behind the first sound waits for "
-                f"{100 * stutter.underrun_share:.1f}% of the audio's length; "
+                f"{name}: a player that buffers {buffer:g} s waits for "
+                f"{100 * stutter.underrun_share:.1f}% of the audio's duration; "
                 f"{100 * stutter.requests_share:.0f}% of requests stutter; "
-                f"real-time factor of all together {summary.rtf_overall or 0.0:.3f}",
+                f"overall real-time factor {summary.rtf_overall or 0.0:.3f}",
                 soft_wrap=True,
             )
 
 
-def _failures(report: Report, console: Console) -> None:
+def _print_errors(report: Report, console: Console) -> None:
     if not report.summary.errors:
         return
     table = _table("errors")
-    for heading in ("status and reason", "count", "the service said"):
+    for heading in ("status and reason", "count", "message"):
         table.add_column(heading, justify="right" if heading == "count" else "left")
     for name, count in report.summary.errors.items():
-        said = next((o.message for o in report.outcomes if o.message and name.endswith(str(o.error))), "")
-        table.add_row(name, str(count), (said or "")[:120].replace("[", "\\["))
+        message = next((o.message for o in report.outcomes if o.message and name.endswith(str(o.error))), "")
+        table.add_row(name, str(count), (message or "")[:120].replace("[", "\\["))
     console.print(table)
 
 
@@ -129,31 +129,31 @@ def _failures(report: Report, console: Console) -> None:
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """An older report. Raises for what is none."""
+    """An older report. Raises `InvalidRequestError` for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InvalidRequestError(f"{file} cannot be read as JSON: {error}", param="--compare") from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise InvalidRequestError(
-            f"{file} is no report of this version ({SCHEMA}); run the older load again", param="--compare"
+            f"{file} is not a report of this version ({SCHEMA}); measure again with this version", param="--compare"
         )
     return value
 
 
 def compare(old: Mapping[str, Any], report: Report, console: Console) -> None:
     """Print what changed since `old`, kind by kind."""
-    table = _table("against the older report")
-    for heading in ("kind", "what", "then", "now", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("kind", "what") else "right")
+    table = _table("compared with the older report")
+    for heading in ("kind", "figure", "older", "now", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("kind", "figure") else "right")
     for name, summary in report.kinds.items():
         before = old.get("kinds", {}).get(name)
         if before is None:
             continue
-        for key in _BETTER_HIGHER:
+        for key in _HIGHER_IS_BETTER:
             then, now = before["throughput"][key], getattr(summary.throughput, key)
             if then and now:
-                table.add_row(name, _UNITS[key], f"{then:.2f}", f"{now:.2f}", _ratio(now / then, more_is_good=True))
+                table.add_row(name, _UNITS[key], f"{then:.2f}", f"{now:.2f}", _ratio(now / then, higher_is_better=True))
         for key, spread in summary.spreads.items():
             older = before["spreads"].get(key)
             if spread is not None and older is not None:
@@ -162,18 +162,18 @@ def compare(old: Mapping[str, Any], report: Report, console: Console) -> None:
     changed = sorted(k for k in settings if old.get("settings", {}).get(k) != report.settings[k])
     console.print(table)
     if changed:
-        console.print(f"the two loads differ in: {', '.join(changed)}", style="yellow", soft_wrap=True)
+        console.print(f"the two runs differ in: {', '.join(changed)}", style="yellow", soft_wrap=True)
 
 
 def _add_spread(table: Table, name: str, key: str, then: Spread, now: Spread) -> None:
     for quantile in ("p50", "p99"):
         older, newer = getattr(then, quantile), getattr(now, quantile)
         if older and newer:
-            ratio = _ratio(newer / older, more_is_good=False)
+            ratio = _ratio(newer / older, higher_is_better=False)
             table.add_row(name, f"{NAMES[key]}, {quantile}", _shown(key, older), _shown(key, newer), ratio)
 
 
-def _ratio(value: float, *, more_is_good: bool) -> str:
+def _ratio(value: float, *, higher_is_better: bool) -> str:
     if abs(value - 1) < _NOTABLE:
         return f"{value:.2f}"
-    return f"[{'green' if (value > 1) == more_is_good else 'red'}]{value:.2f}[/]"
+    return f"[{'green' if (value > 1) == higher_is_better else 'red'}]{value:.2f}[/]"

@@ -1,4 +1,4 @@
-"""Which requests are sent, and when: the same for the same seed, whatever the service makes of them."""
+"""Which requests are sent, and when: equal for equal seeds, whatever the service does."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from typing import Any
 from omnistage.core.errors import InvalidRequestError
 
 _WORDS = ("river", "stone", "lamp", "garden", "winter", "paper", "bridge", "morning", "copper", "letter", "window")
-_MOST_WEIGHT = 10_000
+_MAX_WEIGHT = 10_000
 
 
 class Kind(StrEnum):
-    """What is asked for."""
+    """What a request asks for."""
 
     TEXT = "text"
-    """A conversation answered in text."""
+    """A conversation, text out."""
     SPEECH = "speech"
-    """A conversation answered in text and speech."""
+    """A conversation, text and speech out."""
     TTS = "tts"
     """A text read aloud by `/v1/audio/speech`, as raw samples."""
     IMAGE = "image"
 
     @property
     def modality(self) -> str:
-        """What a model must give for it."""
+        """The output modality that a model needs for it."""
         return "audio" if self in (Kind.SPEECH, Kind.TTS) else str(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A number drawn evenly from `low` to `high`, both included."""
+class Range:
+    """A whole number from `low` to `high`, both included, sampled uniformly."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str, param: str) -> Span:
+    def parse(cls, text: str, param: str) -> Range:
         low, dots, high = text.partition("..")
         try:
-            span = cls(int(low), int(high if dots else low))
+            value = cls(int(low), int(high if dots else low))
         except ValueError:
             raise InvalidRequestError(
                 f"{text!r} is neither a number nor LOW..HIGH, like 32..256", param=param
             ) from None
-        if not 1 <= span.low <= span.high:
-            raise InvalidRequestError(f"{text!r} must begin at 1 or above and not end below its begin", param=param)
-        return span
+        if not 1 <= value.low <= value.high:
+            raise InvalidRequestError(f"{text!r} must start at 1 or above and not end below its start", param=param)
+        return value
 
-    def draw(self, rng: random.Random) -> int:
+    def sample(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -64,14 +64,14 @@ def parse_mix(text: str) -> dict[Kind, int]:
     """`text=8,speech=1` as weights; a kind alone weighs 1."""
     mix: dict[Kind, int] = {}
     for part in text.split(","):
-        name, given, weight = part.strip().partition("=")
+        name, equals, weight = part.strip().partition("=")
         if name not in list(Kind):
-            raise InvalidRequestError(f"{name!r} is no kind of request; kinds: {', '.join(Kind)}", param="--mix")
+            raise InvalidRequestError(f"{name!r} is not a kind of request; use {', '.join(Kind)}", param="--mix")
         if Kind(name) in mix:
             raise InvalidRequestError(f"{name} is named twice; give it one weight", param="--mix")
-        if given and not (weight.isdecimal() and len(weight) <= 5 and 1 <= int(weight) <= _MOST_WEIGHT):
-            raise InvalidRequestError(f"the weight of {name} must be 1 to {_MOST_WEIGHT}, like {name}=2", param="--mix")
-        mix[Kind(name)] = int(weight) if given else 1
+        if equals and not (weight.isdecimal() and len(weight) <= 5 and 1 <= int(weight) <= _MAX_WEIGHT):
+            raise InvalidRequestError(f"the weight of {name} must be 1 to {_MAX_WEIGHT}, like {name}=2", param="--mix")
+        mix[Kind(name)] = int(weight) if equals else 1
     return mix
 
 
@@ -85,32 +85,32 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A prompt of a user's own, from a line of `--prompts`."""
+class Prompt:
+    """A prompt, generated or from a line of `--prompts`."""
 
     kind: Kind
     messages: list[dict[str, Any]]
-    prompt: str
+    text: str
     max_tokens: int | None = None
 
 
-def read_prompts(file: Path, mix: Mapping[Kind, int]) -> dict[Kind, list[Line]]:
-    """The lines of a JSON-lines file by kind. Raises for a line that says nothing and for a kind without lines."""
-    found: dict[Kind, list[Line]] = {}
+def read_prompts(file: Path, mix: Mapping[Kind, int]) -> dict[Kind, list[Prompt]]:
+    """The prompts of a JSON-lines file by kind. Raises for a line without a prompt and for a kind without lines."""
+    prompts: dict[Kind, list[Prompt]] = {}
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if text.strip():
-            line = _line(text, f"--prompts, line {number}")
-            found.setdefault(line.kind, []).append(line)
+            prompt = _prompt(text, f"--prompts, line {number}")
+            prompts.setdefault(prompt.kind, []).append(prompt)
     for kind in mix:
-        if kind not in found:
+        if kind not in prompts:
             raise InvalidRequestError(
-                f'no line is of kind {kind}; add {{"kind": "{kind}", "prompt": ...}} or take it out of --mix',
+                f'no line is of kind {kind}; add {{"kind": "{kind}", "prompt": ...}} or remove it from --mix',
                 param="--prompts",
             )
-    return found
+    return prompts
 
 
-def _line(text: str, where: str) -> Line:
+def _prompt(text: str, where: str) -> Prompt:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -120,76 +120,77 @@ def _line(text: str, where: str) -> Line:
     unknown = set(value) - {"kind", "prompt", "messages", "max_tokens"}
     if unknown:
         known = "kind, prompt, messages, max_tokens"
-        raise InvalidRequestError(f"{sorted(unknown)[0]!r} is not known; known: {known}", param=where)
+        raise InvalidRequestError(f"unknown field {sorted(unknown)[0]!r}; known: {known}", param=where)
     kind, prompt, messages = value.get("kind", "text"), value.get("prompt"), value.get("messages")
     if kind not in list(Kind):
         raise InvalidRequestError(f"kind must be one of {', '.join(Kind)}", param=where)
-    most = value.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+    max_tokens = value.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise InvalidRequestError("max_tokens must be a whole number above 0", param=where)
     if isinstance(messages, list) and messages and prompt is None and Kind(kind) in (Kind.TEXT, Kind.SPEECH):
-        return Line(Kind(kind), messages, "", most)
+        return Prompt(Kind(kind), messages, "", max_tokens)
     if not isinstance(prompt, str) or not prompt or messages is not None:
         raise InvalidRequestError(
             "needs a prompt (a text); text and speech may have messages (a conversation) instead", param=where
         )
-    return Line(Kind(kind), [{"role": "user", "content": prompt}], prompt, most)
+    return Prompt(Kind(kind), [{"role": "user", "content": prompt}], prompt, max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Makes the requests. Each is a function of the seed and its number alone."""
+    """The requests. Each depends on the seed and its number alone."""
 
     mix: Mapping[Kind, int]
     models: Mapping[Kind, str]
     seed: int = 0
-    prompt_tokens: Span = Span(32, 256)
-    max_tokens: Span = Span(16, 128)
+    prompt_tokens: Range = Range(32, 256)
+    max_tokens: Range = Range(16, 128)
     ignore_eos: bool = True
     image_size: str | None = None
     steps: int | None = None
     voice: str | None = None
-    lines: Mapping[Kind, list[Line]] = field(default_factory=dict)
+    prompts: Mapping[Kind, list[Prompt]] = field(default_factory=dict)
     tokens_per_word: float = 1.0
-    """Measured on the service: how long a prompt of so many tokens is depends on the model."""
-    tokens_around: float = 0.0
-    """What the chat template adds to a prompt."""
+    """Measured on the service, for it depends on the tokenizer."""
+    template_tokens: float = 0.0
+    """Tokens that the chat template adds to a prompt."""
 
     def request(self, number: int) -> Request:
         """Request `number`; negative ones are for warming up."""
         return self.of_kind(self.kind(number), number)
 
     def kind(self, number: int) -> Kind:
-        """Kinds are dealt from a shuffled deck, so that a short run has its shares too."""
+        """Kinds come from a shuffled deck, so that a short run has the shares of the mix too."""
         deck = [kind for kind, weight in self.mix.items() for _ in range(weight)]
         random.Random(f"{self.seed}:deck:{number // len(deck)}").shuffle(deck)
         return deck[number % len(deck)]
 
     def of_kind(self, kind: Kind, number: int) -> Request:
         rng = random.Random(f"{self.seed}:request:{number}")
-        words = max(1, round((self.prompt_tokens.draw(rng) - self.tokens_around) / self.tokens_per_word))
-        prompt, most = " ".join(rng.choices(_WORDS, k=words)), self.max_tokens.draw(rng)
-        line = Line(kind, [{"role": "user", "content": prompt}], prompt)
-        if own := self.lines.get(kind):
-            line = own[number % len(own)]
-        body = {"model": self.models[kind], **self._fields(kind, line, line.max_tokens or most, rng.getrandbits(31))}
+        words = max(1, round((self.prompt_tokens.sample(rng) - self.template_tokens) / self.tokens_per_word))
+        text, max_tokens = " ".join(rng.choices(_WORDS, k=words)), self.max_tokens.sample(rng)
+        prompt = Prompt(kind, [{"role": "user", "content": text}], text)
+        if prompts := self.prompts.get(kind):
+            prompt = prompts[number % len(prompts)]
+        fields = self._fields(kind, prompt, prompt.max_tokens or max_tokens, rng.getrandbits(31))
+        body = {"model": self.models[kind], **fields}
         return Request(kind, _PATHS[kind], json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
 
     def probe(self, kind: Kind, words: int) -> Request:
-        """A request of one token with a prompt of a known number of words: its usage tells how words are counted."""
+        """A request of one token with a prompt of a known number of words: its usage has their count in tokens."""
         messages = [{"role": "user", "content": " ".join((_WORDS * (words // len(_WORDS) + 1))[:words])}]
         body = {"model": self.models[kind], "messages": messages, "modalities": ["text"], "max_tokens": 1, **_STREAM}
         return Request(Kind.TEXT, _PATHS[Kind.TEXT], json.dumps(body).encode())
 
-    def _fields(self, kind: Kind, line: Line, most: int, seed: int) -> dict[str, Any]:
+    def _fields(self, kind: Kind, prompt: Prompt, max_tokens: int, seed: int) -> dict[str, Any]:
         if kind is Kind.IMAGE:
-            drawing = {"size": self.image_size, "steps": self.steps, "seed": seed}
-            given = {name: value for name, value in drawing.items() if value is not None}
-            return {"prompt": line.prompt, "stream": True, **given}
+            params = {"size": self.image_size, "steps": self.steps, "seed": seed}
+            params = {name: value for name, value in params.items() if value is not None}
+            return {"prompt": prompt.text, "stream": True, **params}
         if kind is Kind.TTS:
             voice = {"voice": self.voice} if self.voice is not None else {}
-            return {"input": line.prompt, "response_format": "pcm", **voice}
-        fields: dict[str, Any] = {"messages": line.messages, "max_tokens": most, "seed": seed, **_STREAM}
+            return {"input": prompt.text, "response_format": "pcm", **voice}
+        fields: dict[str, Any] = {"messages": prompt.messages, "max_tokens": max_tokens, "seed": seed, **_STREAM}
         if self.ignore_eos:
             fields["ignore_eos"] = True
         if kind is Kind.SPEECH:
@@ -208,7 +209,7 @@ _PATHS = {
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds from the start at which requests arrive by themselves, `rate` a second on average: a Poisson process."""
+    """Seconds from the start at which requests are sent, `rate` per second on average: a Poisson process."""
     rng, moment = random.Random(f"{seed}:arrivals"), 0.0
     while True:
         moment += rng.expovariate(rate)

@@ -13,6 +13,7 @@ from omnistage.cli.chat import chat
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
+from omnistage.cli.options import expand_options
 from omnistage.cli.pull import list_bundles, pull
 from omnistage.cli.serve import serve
 from omnistage.cli.tiny import tiny
@@ -32,8 +33,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"omnistage {__version__}")
         raise typer.Exit
 
@@ -51,7 +52,7 @@ def _main(
 
 
 for _command in (generate, chat, serve, config, tiny, verify):
-    app.command()(ends_on_error(_command))
+    app.command()(ends_on_error(expand_options(_command)))
 app.command("pull")(ends_on_error(pull))
 app.command("list")(ends_on_error(list_bundles))
 app.add_typer(bench, name="bench")

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, out, resolve_model
+from omnistage.cli.common import out
+from omnistage.cli.options import ModelArgument, ModelOptions
 
 
 def config(
     model: ModelArgument,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    device: DeviceOption = None,
-    dtype: DTypeOption = None,
+    settings: ModelOptions,
     check: Annotated[bool, typer.Option("--check", help="Only say whether the configuration is valid.")] = False,
 ) -> None:
     """Print the whole configuration of MODEL as YAML, with the origin of every value beside it.
@@ -31,12 +29,12 @@ def config(
     """
     from omnistage.config import to_yaml
 
-    resolved = resolve_model(model, config=config, overrides=overrides, device=device, dtype=dtype)
+    resolved = settings.resolve(model)
     console = out()
     if check:
         stages = " -> ".join(resolved.graph.order)
-        gives = ", ".join(resolved.graph.outputs)
-        console.print(f"valid: family {resolved.model.family}, stages {stages}, gives {gives}", soft_wrap=True)
+        outputs = ", ".join(resolved.graph.outputs)
+        console.print(f"valid: family {resolved.model.family}, stages {stages}, outputs {outputs}", soft_wrap=True)
         return
     text = to_yaml(resolved)
     if console.is_terminal:

@@ -1,15 +1,14 @@
-"""What `omnistage generate` knows of pictures and videos: their options, asking for them, writing them."""
+"""Pictures and videos of `omnistage generate` and `omnistage chat`: options, requests, files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, ClassVar
 
 from omnistage.cli.common import err
+from omnistage.cli.options import option, set_values
 from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,81 +18,66 @@ if TYPE_CHECKING:
     from omnistage.omni import Omni
     from omnistage.pipeline.outputs import OmniRequestOutput
 
-_PANEL = "Pictures and videos"
 FORMATS = ("png", "jpg", "webp")
 DEFAULT_FOLDER = Path("out")
 
-Width = Annotated[int | None, typer.Option(help="Pixels; default: the model's.", rich_help_panel=_PANEL)]
-Height = Annotated[int | None, typer.Option(help="Pixels; default: the model's.", rich_help_panel=_PANEL)]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=_PANEL)]
-Guidance = Annotated[float | None, typer.Option(help="How closely to follow the prompt.", rich_help_panel=_PANEL)]
-TrueCfg = Annotated[
-    float | None,
-    typer.Option(help="Guidance away from the negative prompt, on distilled models.", rich_help_panel=_PANEL),
-]
-NegativePrompt = Annotated[str | None, typer.Option(help="What to keep away from.", rich_help_panel=_PANEL)]
-Count = Annotated[
-    int | None, typer.Option("--n", help="How many; picture i starts from seed + i.", rich_help_panel=_PANEL)
-]
-Strength = Annotated[
-    float | None, typer.Option(help="How far to leave the input picture, 0 to 1.", rich_help_panel=_PANEL)
-]
-Mask = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="White where the picture is to change.", rich_help_panel=_PANEL)
-]
-Frames = Annotated[int | None, typer.Option("--frames", help="Frames of a video.", rich_help_panel=_PANEL)]
-Fps = Annotated[float | None, typer.Option(help="Frames a second of a video.", rich_help_panel=_PANEL)]
-Scheduler = Annotated[
-    str | None,
-    typer.Option(
-        help="A diffusers scheduler class that can take the place of the model's own.", rich_help_panel=_PANEL
-    ),
-]
-Cache = Annotated[
-    str | None,
-    typer.Option(help="Reuse work of earlier steps, like first_block:0.1; off by default.", rich_help_panel=_PANEL),
-]
-Format = Annotated[str, typer.Option("--format", help="png, jpg or webp.", rich_help_panel=_PANEL)]
-Metadata = Annotated[
-    bool,
-    typer.Option("--metadata/--no-metadata", help="Keep prompt and parameters in the file.", rich_help_panel=_PANEL),
-]
-ContactSheet = Annotated[
-    bool, typer.Option("--contact-sheet", help="Also write all pictures as one.", rich_help_panel=_PANEL)
-]
+
+@dataclass(frozen=True, slots=True)
+class DrawingOptions:
+    """The parameters of a picture or video. Those of `DiffusionParams` bear its names."""
+
+    PANEL: ClassVar[str] = "Pictures and videos"
+    width: int | None = option(None, "Pixels; default: the model's.")
+    height: int | None = option(None, "Pixels; default: the model's.")
+    steps: int | None = option(None, "Denoising steps.")
+    guidance: float | None = option(None, "How closely to follow the prompt.")
+    true_cfg: float | None = option(None, "Guidance away from the negative prompt, on distilled models.")
+    negative_prompt: str | None = option(None, "What to avoid.")
+    n: int | None = option(None, "How many; picture i starts from seed + i.", "--n")
+    strength: float | None = option(None, "How far to leave the input picture, 0 to 1.")
+    mask: Path | None = option(None, "White where the picture is to change.", metavar="FILE")
+    num_frames: int | None = option(None, "Frames of a video.", "--frames")
+    fps: float | None = option(None, "Frames per second of a video.")
+    scheduler: str | None = option(None, "A diffusers scheduler class compatible with the model's.")
+    cache: str | None = option(None, "Reuse work of earlier steps, like first_block:0.1; off by default.")
+
+    def params(self, seed: int | None) -> DiffusionParams | None:
+        """The parameters that are set; None where none is."""
+        from omnistage.core.params import DiffusionParams
+
+        values = {name: value for name, value in set_values(self).items() if name not in ("mask", "cache")}
+        if seed is not None:
+            values["seed"] = seed
+        return DiffusionParams.parse(values) if values else None
+
+    def overrides(self) -> tuple[str, ...]:
+        return () if self.cache is None else (f"denoise.cache={self.cache}",)
+
+    def names(self) -> list[str]:
+        """The options that are set and go with a picture, as they are written."""
+        return sorted(_flag(name) for name in set_values(self) if name != "cache")
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """How pictures are written."""
+class FileOptions:
+    """How pictures and videos are written."""
 
-    format: str
-    metadata: bool
-    sheet: bool
+    PANEL: ClassVar[str] = DrawingOptions.PANEL
+    format: str = option("png", "png, jpg or webp.")
+    metadata: bool = option(True, "Keep prompt and parameters in the file.", "--metadata/--no-metadata")
+    contact_sheet: bool = option(False, "Also write all pictures as one.", "--contact-sheet")
 
     def __post_init__(self) -> None:
         if self.format.lower() not in FORMATS:
             raise InvalidRequestError(f"must be one of {', '.join(FORMATS)}, got {self.format!r}", param="--format")
 
 
-def parse_params(**options: object) -> DiffusionParams | None:
-    """The options that were given; None where there are none."""
-    from omnistage.core.params import DiffusionParams
-
-    given = {name: value for name, value in options.items() if value is not None}
-    return DiffusionParams.parse(given) if given else None
-
-
-def cache_override(spec: str | None) -> tuple[str, ...]:
-    return () if spec is None else (f"denoise.cache={spec}",)
-
-
-def draws(omni: Omni, wanted: Sequence[Modality] | None) -> bool:
-    """Whether this request is for pictures or videos: asked for, or all that the model gives."""
+def is_drawing(omni: Omni, modalities: Sequence[Modality] | None) -> bool:
+    """Whether a request is for pictures or videos alone: by its modalities, or because the model gives nothing else."""
     from omnistage.core.types import Modality
 
-    given = set(omni.modalities) if wanted is None else set(wanted)
-    return bool(given) and given <= {Modality.IMAGE, Modality.VIDEO}
+    outputs = set(omni.modalities if modalities is None else modalities)
+    return bool(outputs) and outputs <= {Modality.IMAGE, Modality.VIDEO}
 
 
 def draw(
@@ -101,8 +85,7 @@ def draw(
     text: str | None,
     images: Sequence[Path],
     mask: Path | None,
-    sampling: SamplingParams | None,
-    asked: DiffusionParams | None,
+    params: Mapping[str, StageParams],
     modalities: Sequence[Modality] | None = None,
 ) -> OmniRequestOutput:
     prompt: dict[str, object] = {"prompt": text or ""}
@@ -110,21 +93,17 @@ def draw(
         prompt["images"] = [str(path) for path in images]
     if mask is not None:
         prompt["mask"] = str(mask)
-    [answer] = omni.generate(prompt, stage_params(omni, sampling, asked), modalities=modalities)
-    return answer
+    [output] = omni.generate(prompt, params, modalities=modalities)
+    return output
 
 
-def refuse_unused(**options: object) -> None:
-    """Raise for an option that a drawing model would silently leave aside."""
-    for name, value in options.items():
+def refuse_options(**values: object) -> None:
+    """Raise for an option that is set and that a drawing model would ignore."""
+    for name, value in values.items():
         if value:
-            raise InvalidRequestError("means nothing to this model, which draws; leave it out", param=_flag(name))
-
-
-def given_options(asked: DiffusionParams | None, **options: object) -> list[str]:
-    """The drawing options of a request, as they are written; the seed is every model's."""
-    names = asked.model_fields_set - {"seed"} if asked is not None else set()
-    return sorted(_flag(name) for name in {*names, *(name for name, value in options.items() if value)})
+            raise InvalidRequestError(
+                "is not supported by this model, which generates pictures; remove it", param=_flag(name)
+            )
 
 
 def _flag(name: str) -> str:
@@ -132,53 +111,53 @@ def _flag(name: str) -> str:
 
 
 def stage_params(
-    omni: Omni, sampling: SamplingParams | None, asked: DiffusionParams | None
+    omni: Omni, sampling: SamplingParams | None, diffusion: DiffusionParams | None
 ) -> Mapping[str, StageParams]:
-    """The options of each kind, given to the first stage that takes them; those that none takes are refused."""
-    chosen: dict[str, StageParams] = {}
-    for params in (sampling, asked):
+    """The parameters of each kind for the first stage of that kind; those of a kind without a stage are refused."""
+    by_stage: dict[str, StageParams] = {}
+    for params in (sampling, diffusion):
         if params is None:
             continue
-        takers = [n for n, stage in omni.orchestrator.stages.items() if isinstance(params, stage.params_type)]
-        if takers:
-            chosen[takers[0]] = params
+        stages = [n for n, stage in omni.orchestrator.stages.items() if isinstance(params, stage.params_type)]
+        if stages:
+            by_stage[stages[0]] = params
         else:  # the seed is one option for both kinds
-            refuse_unused(**dict.fromkeys(sorted(params.model_fields_set - {"seed"}), True))
-    return chosen
+            refuse_options(**dict.fromkeys(sorted(params.model_fields_set - {"seed"}), True))
+    return by_stage
 
 
-def save(answer: OmniRequestOutput, folder: Path | None, saving: Saving) -> list[Path]:
-    """Write the pictures and videos of an answer; where they went."""
+def save_files(output: OmniRequestOutput, folder: Path | None, options: FileOptions) -> list[Path]:
+    """Write the pictures and videos of an output; where they are."""
     from omnistage.media.image_output import contact_sheet
 
-    if not answer.images and not answer.videos:
+    if not output.images and not output.videos:
         return []
     folder = folder or DEFAULT_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    suffix = saving.format.lower()
-    written = [
-        _written(picture, folder / f"picture{_number(i, len(answer.images))}.{suffix}", saving)
-        for i, picture in enumerate(answer.images)
+    suffix = options.format.lower()
+    files = [
+        _save_picture(picture, folder / f"picture{_number(i, len(output.images))}.{suffix}", options)
+        for i, picture in enumerate(output.images)
     ]
-    written += [
-        video.save(folder / f"video{_number(i, len(answer.videos))}.mp4", metadata=saving.metadata)
-        for i, video in enumerate(answer.videos)
+    files += [
+        video.save(folder / f"video{_number(i, len(output.videos))}.mp4", metadata=options.metadata)
+        for i, video in enumerate(output.videos)
     ]
-    if saving.sheet and len(answer.images) > 1:
-        written.append(_written(contact_sheet(answer.images), folder / f"contact-sheet.{suffix}", saving))
-    elif saving.sheet:
-        err().print("no contact sheet: it takes several pictures, add --n", style="yellow")
-    return written
+    if options.contact_sheet and len(output.images) > 1:
+        files.append(_save_picture(contact_sheet(output.images), folder / f"contact-sheet.{suffix}", options))
+    elif options.contact_sheet:
+        err().print("no contact sheet: it needs several pictures, add --n", style="yellow")
+    return files
 
 
-def _written(picture: ImageOutput, path: Path, saving: Saving) -> Path:
-    """Save a picture; one whose metadata a format has no room for is kept without."""
+def _save_picture(picture: ImageOutput, path: Path, options: FileOptions) -> Path:
+    """Save a picture, without its metadata where the format has no room for them."""
     try:
-        return picture.save(path, metadata=saving.metadata)
+        return picture.save(path, metadata=options.metadata)
     except InvalidRequestError as error:
         if error.param != "metadata":
             raise
-        err().print(f"{path} is without metadata, which is too long for it; --format png has room", style="yellow")
+        err().print(f"{path}: the metadata are too long for this format and left out; use --format png", style="yellow")
         return picture.save(path, metadata=False)
 
 

@@ -3,79 +3,107 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from omnistage.cli import drawing
-from omnistage.cli.common import ConfigOption, DeviceOption, DTypeOption, ModelArgument, SetOption, err, out
+from omnistage.cli.common import err, out
+from omnistage.cli.options import ModelArgument, ModelOptions, option, set_values
 from omnistage.cli.terminal import timeline
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 
 if TYPE_CHECKING:
-    from omnistage.core.params import SamplingParams
+    from omnistage.core.params import DiffusionParams, SamplingParams
     from omnistage.core.types import Modality
+    from omnistage.omni import Omni
     from omnistage.pipeline.outputs import OmniRequestOutput
 
 MediaFiles = dict[str, list[Path]]
 """Files by kind: image, audio, video."""
 
 
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What goes into a request beside its text."""
+
+    image: list[Path] = option([], "A picture. Repeatable.", metavar="FILE")
+    audio: list[Path] = option([], "An audio file. Repeatable.", metavar="FILE")
+    video: list[Path] = option([], "A video. Repeatable.", metavar="FILE")
+    use_audio_in_video: bool = option(False, "Also use the audio track of the videos.", "--use-audio-in-video")
+    system: str | None = option(None, "The system message.")
+    raw: bool = option(False, "Continue PROMPT as it is, without the chat template.", "--raw")
+
+    @property
+    def files(self) -> MediaFiles:
+        return {"image": self.image, "audio": self.audio, "video": self.video}
+
+    def check(self, text: str | None, mask: Path | None) -> None:
+        """Refuse what cannot run before the model is loaded, which may take minutes."""
+        media = [path for paths in self.files.values() for path in paths]
+        if not text and not media:
+            raise InvalidRequestError(
+                "is missing; give a text, or a file with --image, --audio or --video", param="PROMPT"
+            )
+        if self.raw and (media or self.system is not None or not text):
+            raise InvalidRequestError(
+                "takes a text alone; leave out --image, --audio, --video and --system", param="--raw"
+            )
+        for kind, paths in {**self.files, "mask": [mask] if mask is not None else []}.items():
+            for path in paths:
+                if not path.is_file():
+                    raise InvalidRequestError(f"there is no file {path}; check the path", param=f"--{kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What the request generates, and where it goes."""
+
+    modalities: str | None = option(None, "What to generate, like text,audio; default: text.")
+    voice: str | None = option(None, "Who speaks; default: the model's first voice.")
+    folder: Path | None = option(
+        None, "Write answer.txt, answer.wav, pictures and videos here; pictures: ./out.", "--out", metavar="DIR"
+    )
+    trace: bool = option(False, "Print when each stage ran.", "--trace")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Sampling parameters of the stage that generates text, under the names of `SamplingParams`."""
+
+    max_tokens: int | None = option(None, "Maximum tokens of text.")
+    temperature: float | None = option(None, "0 always takes the likeliest token.")
+    top_p: float | None = option(None, "Sample from the likeliest tokens up to this mass.")
+    top_k: int | None = option(None, "Sample from the k likeliest tokens; 0: from all.")
+    seed: int | None = option(None, "Same seed, same output.")
+    stop: list[str] = option([], "Text that ends the output. Repeatable.")
+
+    def params(self) -> SamplingParams | None:
+        from omnistage.core.params import SamplingParams
+
+        values = set_values(self)
+        return SamplingParams.parse(values) if values else None
+
+
 def generate(
     model: ModelArgument,
+    inputs: InputOptions,
+    output: OutputOptions,
+    sampling: SamplingOptions,
+    pictures: drawing.DrawingOptions,
+    files: drawing.FileOptions,
+    settings: ModelOptions,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The text; - reads it from standard input.")
     ] = None,
-    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A picture. Repeatable.")] = None,
-    audio: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A sound. Repeatable.")] = None,
-    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A video. Repeatable.")] = None,
-    use_audio_in_video: Annotated[
-        bool, typer.Option("--use-audio-in-video", help="Also listen to the sound of the videos.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    modalities: Annotated[str | None, typer.Option(help="What to answer with, like text,audio; default: text.")] = None,
-    voice: Annotated[str | None, typer.Option(help="Who speaks; default: the model's first voice.")] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Write answer.txt, answer.wav, pictures and videos here; pictures: ./out."
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of text.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens up to this mass.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
-    width: drawing.Width = None,
-    height: drawing.Height = None,
-    steps: drawing.Steps = None,
-    guidance: drawing.Guidance = None,
-    true_cfg: drawing.TrueCfg = None,
-    negative_prompt: drawing.NegativePrompt = None,
-    n: drawing.Count = None,
-    strength: drawing.Strength = None,
-    mask: drawing.Mask = None,
-    num_frames: drawing.Frames = None,
-    fps: drawing.Fps = None,
-    scheduler: drawing.Scheduler = None,
-    cache: drawing.Cache = None,
-    picture_format: drawing.Format = "png",
-    metadata: drawing.Metadata = True,
-    sheet: drawing.ContactSheet = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    device: DeviceOption = None,
-    dtype: DTypeOption = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Print when each stage ran.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")] = False,
 ) -> None:
-    """Answer one request, or draw it.
+    """Run one request: text, speech, pictures or video.
 
-    The text goes to standard output, progress to standard error. Speech needs `--out` to be kept; pictures and
-    videos are always written. The options for sampling are those of the stage that writes; any stage's are set with
-    `--set`, like `--set talker.temperature=0.9`.
+    The text goes to standard output, progress to standard error. Speech is kept with `--out` only; pictures and
+    videos are always written. The sampling options are for the stage that generates text; those of any stage are set
+    with `--set`, like `--set talker.temperature=0.9`.
 
     Examples:
 
@@ -88,104 +116,93 @@ def generate(
     ```
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    files: MediaFiles = {"image": image or [], "audio": audio or [], "video": video or []}
-    _check_request(text, files, mask, raw=raw, system=system)
-    wanted = parse_modalities(modalities)
-    sampling = sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    inputs.check(text, pictures.mask)
+    request = _Request(
+        text,
+        inputs,
+        parse_modalities(output.modalities),
+        output.voice,
+        sampling.params(),
+        pictures.params(sampling.seed),
+        pictures,
+        contact_sheet=files.contact_sheet,
     )
-    asked = drawing.parse_params(
-        width=width,
-        height=height,
-        steps=steps,
-        guidance=guidance,
-        true_cfg=true_cfg,
-        negative_prompt=negative_prompt,
-        n=n,
-        strength=strength,
-        num_frames=num_frames,
-        fps=fps,
-        scheduler=scheduler,
-        seed=seed,
-    )
-    saving = drawing.Saving(picture_format, metadata=metadata, sheet=sheet)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # an answer that took minutes must have somewhere to go
-    from omnistage.omni import Omni
+    if output.folder is not None:
+        output.folder.mkdir(parents=True, exist_ok=True)  # before the work: it may take minutes
+    with settings.load(model, overrides=pictures.overrides()) as omni:
+        result = request.run(omni)
+    _present(result, output, files)
 
-    # The front door shows bars of its own on a terminal; in a log this line says what takes the time.
-    err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
-    given = (*(overrides or ()), *drawing.cache_override(cache))
-    with Omni(model, config=config, overrides=given, device=device, dtype=dtype) as omni:
-        mixed = wanted is not None and "image" in wanted  # a picture beside text or speech
-        if drawing.draws(omni, wanted):
-            drawing.refuse_unused(
-                audio=audio,
-                video=video,
-                system=system,
-                voice=voice,
-                raw=raw,
-                use_audio_in_video=use_audio_in_video,
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that was checked as far as it can be without its model."""
+
+    text: str | None
+    inputs: InputOptions
+    modalities: tuple[Modality, ...] | None
+    voice: str | None
+    sampling: SamplingParams | None
+    diffusion: DiffusionParams | None
+    pictures: drawing.DrawingOptions
+    contact_sheet: bool
+
+    def run(self, omni: Omni) -> OmniRequestOutput:
+        inputs = self.inputs
+        if drawing.is_drawing(omni, self.modalities):
+            drawing.refuse_options(
+                audio=inputs.audio,
+                video=inputs.video,
+                system=inputs.system,
+                voice=self.voice,
+                raw=inputs.raw,
+                use_audio_in_video=inputs.use_audio_in_video,
             )
-            answer = drawing.draw(omni, text, files["image"], mask, sampling, asked, wanted)
-        elif others := drawing.given_options(None if mixed else asked, mask=mask, contact_sheet=sheet and not mixed):
-            raise InvalidRequestError(_unused(mixed), param=others[0])
-        elif raw:
-            [answer] = omni.generate(text or "", modalities=wanted, sampling_params=sampling, voice=voice)
+            params = drawing.stage_params(omni, self.sampling, self.diffusion)
+            return drawing.draw(omni, self.text, inputs.image, self.pictures.mask, params, self.modalities)
+        with_picture = self.modalities is not None and "image" in self.modalities
+        self._refuse_picture_options(with_picture)
+        if inputs.raw:
+            [output] = omni.generate(
+                self.text or "", modalities=self.modalities, sampling_params=self.sampling, voice=self.voice
+            )
+            return output
+        return omni.chat(
+            chat_messages(self.text, inputs.files, inputs.system),
+            modalities=self.modalities,
+            sampling_params=(
+                drawing.stage_params(omni, self.sampling, self.diffusion) if with_picture else self.sampling
+            ),
+            voice=self.voice,
+            use_audio_in_video=inputs.use_audio_in_video,
+        )
+
+    def _refuse_picture_options(self, with_picture: bool) -> None:
+        """Raise for an option that needs a picture, or a picture without text or speech beside it."""
+        if with_picture:
+            names = [] if self.pictures.mask is None else ["--mask"]
+            reason = "is only for pictures alone, not beside text or speech; remove it"
         else:
-            answer = omni.chat(
-                chat_messages(text, files, system),
-                modalities=wanted,
-                sampling_params=drawing.stage_params(omni, sampling, asked) if mixed else sampling,
-                voice=voice,
-                use_audio_in_video=use_audio_in_video,
-            )
-    _present(answer, folder, saving, trace=trace)
-
-
-def _unused(mixed: bool) -> str:
-    """Why an option for pictures is refused."""
-    if mixed:
-        return "goes with pictures alone, not beside text or speech; leave it out"
-    return "no picture is asked for; leave it out, or add image to --modalities where the model draws"
-
-
-def _check_request(text: str | None, files: MediaFiles, mask: Path | None, *, raw: bool, system: str | None) -> None:
-    """Refuse what cannot run before the model is loaded, which may take minutes."""
-    media = [path for paths in files.values() for path in paths]
-    if not text and not media:
-        raise InvalidRequestError("is missing; give a text, or a file with --image, --audio or --video", param="PROMPT")
-    if raw and (media or system is not None or not text):
-        raise InvalidRequestError("takes a text alone; leave out --image, --audio, --video and --system", param="--raw")
-    for kind, paths in {**files, "mask": [mask] if mask is not None else []}.items():
-        for path in paths:
-            if not path.is_file():
-                raise InvalidRequestError(f"there is no file {path}; check the path", param=f"--{kind}")
+            names = self.pictures.names() + ["--contact-sheet"] * self.contact_sheet
+            reason = "is only for pictures; remove it, or add image to --modalities if the model supports it"
+        if names:
+            raise InvalidRequestError(reason, param=names[0])
 
 
 def parse_modalities(text: str | None) -> tuple[Modality, ...] | None:
-    """`text,audio` as modalities; None where nothing was asked for."""
+    """`text,audio` as modalities."""
     from omnistage.core.types import Modality
     from omnistage.core.validation import short_repr
 
     if text is None:
         return None
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in list(Modality)]
-    if unknown or not names:
-        known = ", ".join(Modality)
+    if not names or any(name not in list(Modality) for name in names):
         raise UnsupportedModalityError(
-            f"{short_repr(text)} is not a list of modalities; join some of {known} with commas", param="--modalities"
+            f"{short_repr(text)} is not a list of modalities; join some of {', '.join(Modality)} with commas",
+            param="--modalities",
         )
     return tuple(dict.fromkeys(Modality(name) for name in names))
-
-
-def sampling_params(**options: object) -> SamplingParams | None:
-    """The options that were given, over the stage's defaults; None where there are none."""
-    from omnistage.core.params import SamplingParams
-
-    given = {name: value for name, value in options.items() if value is not None and value != []}
-    return SamplingParams.parse(given) if given else None
 
 
 def chat_messages(text: str | None, files: MediaFiles, system: str | None) -> list[dict[str, object]]:
@@ -199,29 +216,35 @@ def chat_messages(text: str | None, files: MediaFiles, system: str | None) -> li
     return [*messages, {"role": "user", "content": content}]
 
 
-def _present(answer: OmniRequestOutput, folder: Path | None, saving: drawing.Saving, *, trace: bool) -> None:
-    """Print and write the answer; an answer that failed is raised as its error."""
-    if answer.error is not None:
-        raise answer.error
-    notes = err()
-    for path in drawing.save(answer, folder, saving):
+def _present(output: OmniRequestOutput, options: OutputOptions, files: drawing.FileOptions) -> None:
+    """Print and write an output; one that failed is raised as its error."""
+    if output.error is not None:
+        raise output.error
+    notes, folder = err(), options.folder
+    for path in drawing.save_files(output, folder, files):
         notes.print(f"wrote {path}", soft_wrap=True)
-    if answer.outputs:
-        typer.echo(answer.text)
-    if folder is not None and answer.outputs:
-        (folder / "answer.txt").write_text(answer.text + "\n", encoding="utf-8")
+    if output.outputs:
+        typer.echo(output.text)
+    if folder is not None and output.outputs:
+        (folder / "answer.txt").write_text(output.text + "\n", encoding="utf-8")
         notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
-    if folder is not None and answer.audio is not None:
-        answer.audio.save(folder / "answer.wav")
-        notes.print(f"wrote {folder / 'answer.wav'} ({answer.audio.seconds:.2f} s of speech)", soft_wrap=True)
-    elif answer.audio is not None:
-        notes.print(f"{answer.audio.seconds:.2f} s of speech were made and not kept; add --out DIR", style="yellow")
-    usage = answer.usage
-    made = [f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens"] if answer.outputs else []
-    made += [f"{usage.audio_seconds:.2f} s of audio"] if answer.audio is not None or answer.outputs else []
-    made += [f"{usage.images} picture{'s' if usage.images > 1 else ''}"] if usage.images else []
-    made += [f"{usage.video_seconds:.2f} s of video"] if usage.video_seconds else []
-    made += [f"{usage.steps} denoising steps"] if usage.steps else []
-    notes.print(f"{', '.join(made)}, ended by {answer.finish_reason}", style="dim")
-    if trace and answer.trace is not None:
-        out().print(f"{answer.trace}\n\n{timeline(answer.trace)}", soft_wrap=True, markup=False)
+    if folder is not None and output.audio is not None:
+        output.audio.save(folder / "answer.wav")
+        notes.print(f"wrote {folder / 'answer.wav'} ({output.audio.seconds:.2f} s of speech)", soft_wrap=True)
+    elif output.audio is not None:
+        notes.print(f"{output.audio.seconds:.2f} s of speech were not saved; add --out DIR", style="yellow")
+    notes.print(f"{_usage(output)}, finish reason {output.finish_reason}", style="dim")
+    if options.trace and output.trace is not None:
+        out().print(f"{output.trace}\n\n{timeline(output.trace)}", soft_wrap=True, markup=False)
+
+
+def _usage(output: OmniRequestOutput) -> str:
+    usage = output.usage
+    counts = {
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} text tokens": output.outputs,
+        f"{usage.audio_seconds:.2f} s of audio": output.audio is not None or output.outputs,
+        f"{usage.images} picture{'s' if usage.images > 1 else ''}": usage.images,
+        f"{usage.video_seconds:.2f} s of video": usage.video_seconds,
+        f"{usage.steps} denoising steps": usage.steps,
+    }
+    return ", ".join(text for text, there in counts.items() if there)

@@ -1,4 +1,4 @@
-"""Where a conversation happens: a person at a terminal, or lines from a pipe."""
+"""Input and output of a conversation: an interactive terminal, or a pipe."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from omnistage.pipeline.outputs import Trace
 
 PROMPT = "> "
-MOST_COLUMNS = 48
-"""Of a picture: more rows would push the conversation off the screen."""
-# What models say is text: an escape sequence in it must not move the cursor or rename the window.
-_UNSEEN = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+MAX_COLUMNS = 48
+"""Of a picture: a larger one would scroll the conversation off the screen."""
+# Output of a model is text: an escape sequence in it must not move the cursor or rename the window.
+_CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
     """The text without control characters other than line ends and tabs."""
-    return text.translate(_UNSEEN)
+    return text.translate(_CONTROL)
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Lines in, streamed text and notes out. Without a person at it there are no prompts, bars or colours."""
+    """Lines in, streamed text and notes out. Prompts, bars and colours only where it is interactive."""
 
     interactive: bool
-    answers: Console
+    output: Console
     notes: Console
 
     @classmethod
     def here(cls) -> Terminal:
-        """Over this process's own streams. A person is there where both ends are a terminal."""
+        """Over this process's streams; interactive where both ends are a terminal."""
         for stream in (sys.stdin, sys.stdout):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a byte that is no text must not end the conversation
+                stream.reconfigure(errors="replace")  # invalid UTF-8 must not end the conversation
         interactive = sys.stdin.isatty() and sys.stdout.isatty()
         plain = None if interactive else False
         return cls(
@@ -54,7 +54,7 @@ class Terminal:
         )
 
     def lines(self) -> Iterator[str]:
-        """What is typed or piped, line by line, until its end. Ctrl-C at the prompt gives up the line, no more."""
+        """Lines of input until its end. Ctrl-C at the prompt only discards the line."""
         if not self.interactive:
             for line in sys.stdin:
                 yield line.rstrip("\r\n")
@@ -64,26 +64,26 @@ class Terminal:
             try:
                 yield input(PROMPT)
             except KeyboardInterrupt:
-                self.note("\nCtrl-D or /quit ends it")
+                self.note("\nend the conversation with Ctrl-D or /quit")
             except EOFError:
-                self.answers.print()
+                self.output.print()
                 return
 
     def write(self, text: str) -> None:
-        """A piece of an answer, at once."""
-        print(printable(text), end="", file=self.answers.file, flush=True)
+        """Print streamed text at once."""
+        print(printable(text), end="", file=self.output.file, flush=True)
 
-    def say(self, text: str = "") -> None:
-        """A line of a result."""
-        self.answers.print(Text(printable(text)), soft_wrap=True)
+    def print(self, text: str = "") -> None:
+        """Print a line of a result."""
+        self.output.print(Text(printable(text)), soft_wrap=True)
 
     def note(self, text: str, style: str = "dim") -> None:
-        """A line about the conversation."""
+        """Print a line about the conversation."""
         self.notes.print(Text(printable(text), style=style), soft_wrap=True)
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Report]:
-        """A bar for long work where somebody watches."""
+        """A progress bar where the terminal is interactive."""
         if not self.interactive:
             yield lambda what, done: None
             return
@@ -92,9 +92,9 @@ class Terminal:
 
     def show(self, picture: Image.Image) -> bool:
         """Show a picture as coloured half blocks; whether the terminal could."""
-        if not self.interactive or self.answers.color_system is None:
+        if not self.interactive or self.output.color_system is None:
             return False
-        self.answers.print(half_blocks(picture, min(MOST_COLUMNS, self.answers.width)))
+        self.output.print(half_blocks(picture, min(MAX_COLUMNS, self.output.width)))
         return True
 
 
@@ -118,15 +118,15 @@ def half_blocks(picture: Image.Image, columns: int) -> Text:
 
 
 def timeline(trace: Trace, columns: int = 60) -> str:
-    """When each stage ran, a bar each on one time axis; pale where it had the request and did not run yet."""
+    """When each stage ran: a bar per stage on one time axis, light where the request was queued."""
     ends = [stage.last_chunk for stage in trace.stages.values() if stage.last_chunk is not None]
-    whole = max([*ends, trace.finished or 0.0, 1e-9])
+    total = max([*ends, trace.finished or 0.0, 1e-9])
     width = max([5, *map(len, trace.stages)])
 
     def column(seconds: float) -> int:
-        return min(int(seconds / whole * columns), columns - 1)
+        return min(int(seconds / total * columns), columns - 1)
 
-    lines = [f"{'stage':<{width}}  0{f'{whole:.2f} s':>{columns - 1}}"]
+    lines = [f"{'stage':<{width}}  0{f'{total:.2f} s':>{columns - 1}}"]
     for stage in trace.stages.values():
         bar = [" "] * columns
         if stage.submitted is not None and stage.started is not None:
@@ -140,8 +140,8 @@ def timeline(trace: Trace, columns: int = 60) -> str:
 
 
 def _use_history() -> None:
-    """Let `input` edit the line and go back to earlier ones, where the system can."""
+    """Line editing and history for `input`, where the system has them."""
     try:
-        import readline  # noqa: F401  (to have imported it is enough)
+        import readline  # noqa: F401  (the import has the effect)
     except ImportError:
         return

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from PIL import Image
 from pydantic import ValidationError
 
-from omnistage.cli.serve import _media
+from omnistage.cli.serve import MediaOptions
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch, source
 from omnistage.media.context import abort_fetches_on_exit
@@ -38,7 +38,7 @@ HOST = "media.example.org"
 
 def test_a_service_takes_media_from_nowhere_unless_it_is_told_to(tmp_path: Path) -> None:
     def settings(*given: Any) -> dict[str, Any]:
-        read = (entry.removeprefix("limits.media.").partition("=") for entry in _media(*given))
+        read = (entry.removeprefix("limits.media.").partition("=") for entry in MediaOptions(*given).overrides())
         return MediaLimits(**{key: json.loads(value) for key, _, value in read}).model_dump()
 
     closed = settings([], False, [])
@@ -54,7 +54,7 @@ def test_a_service_takes_media_from_nowhere_unless_it_is_told_to(tmp_path: Path)
     ]
     for *given, param in wrong:
         with pytest.raises(InvalidRequestError) as caught:
-            _media(*given)  # type: ignore[arg-type]
+            MediaOptions(*given).overrides()  # type: ignore[arg-type]
         assert caught.value.param == param
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from rich.console import Console
 
-from omnistage.cli.chat import Talk
+from omnistage.cli.chat import ChatSession
 from omnistage.cli.conversation import Conversation
 from omnistage.cli.terminal import Terminal
 from omnistage.core.errors import (
@@ -83,9 +83,11 @@ class FakeOmni:
         return output
 
 
-def make(omni: FakeOmni, tmp_path: Path, *, interactive: bool = False, **options: object) -> tuple[Talk, io.StringIO]:
+def make(
+    omni: FakeOmni, tmp_path: Path, *, interactive: bool = False, **options: object
+) -> tuple[ChatSession, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=interactive, color_system="truecolor" if interactive else None)
-    talk = Talk(omni, Terminal(interactive, console, console), Conversation(), **options)  # type: ignore[arg-type]
+    talk = ChatSession(omni, Terminal(interactive, console, console), Conversation(), **options)  # type: ignore[arg-type]
     talk._folder = tmp_path / "out"
     return talk, screen

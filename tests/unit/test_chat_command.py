@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from omnistage.cli import app
 from omnistage.cli import terminal as terminal_module
-from omnistage.cli.conversation import Said, file_and_words, next_file
+from omnistage.cli.conversation import UserMessage, next_file, split_file
 from omnistage.cli.terminal import Terminal, half_blocks, printable, timeline
 from omnistage.core.errors import (
     LimitExceededError,
@@ -35,8 +35,8 @@ from tests.unit.chat_harness import ALL, FakeOmni, Processor, make
 def test_an_answer_streams_and_the_next_question_tells_of_it(tmp_path):
     omni = FakeOmni("It is Paris.", "Yes.")
     talk, screen = make(omni, tmp_path)
-    assert talk.take("  What is the capital of France?  ")
-    assert talk.take("Sure?")
+    assert talk.handle("  What is the capital of France?  ")
+    assert talk.handle("Sure?")
     assert screen.getvalue() == "It is Paris. \nYes. \n"
     messages, _, modalities = omni.asked[1]
     assert [(message["role"], message["content"]) for message in messages] == [
@@ -51,45 +51,45 @@ def test_new_forgets_the_turns_and_keeps_the_system_message(tmp_path):
     omni = FakeOmni("one", "two")
     talk, _ = make(omni, tmp_path)
     talk.conversation.system = "Be brief."
-    talk.take("a")
-    talk.take("/new")
-    talk.take("b")
+    talk.handle("a")
+    talk.handle("/new")
+    talk.handle("b")
     assert [message["role"] for message in omni.asked[1][0]] == ["system", "user"]
 
 
 def test_empty_lines_are_passed_over_and_quit_ends(tmp_path):
     talk, _ = make(FakeOmni(), tmp_path)
-    assert talk.take("   ")
-    assert not talk.take("/quit")
+    assert talk.handle("   ")
+    assert not talk.handle("/quit")
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tmp_path):
     omni = FakeOmni(KeyboardInterrupt(), "more")
     talk, screen = make(omni, tmp_path)
-    assert talk.take("Tell me all")
+    assert talk.handle("Tell me all")
     assert "half \n(stopped)" in screen.getvalue()
     assert omni.closed == 1
-    talk.take("go on")
+    talk.handle("go on")
     assert omni.asked[1][0][1] == {"role": "assistant", "content": "half "}
-    assert talk.failed == 0
+    assert talk.errors == 0
 
 
 def test_an_error_is_one_line_and_its_question_is_not_remembered(tmp_path, capsys):
     omni = FakeOmni(StageError("the stage\nfailed"), "fine")
     talk, _ = make(omni, tmp_path)
-    assert talk.take("a")
-    assert talk.take("b")
+    assert talk.handle("a")
+    assert talk.handle("b")
     assert capsys.readouterr().err == "error: the stage failed\n"
     assert len(omni.asked[1][0]) == 1
-    assert talk.failed == 1
+    assert talk.errors == 1
 
 
 def test_what_is_too_long_loses_its_oldest_turns_and_says_so(tmp_path):
     omni = FakeOmni("1", "2", "3", "4", most=3)
     talk, screen = make(omni, tmp_path)
     for line in ("a", "b", "c"):
-        talk.take(line)
-    assert "not told of the oldest turn" in screen.getvalue()
+        talk.handle(line)
+    assert "the oldest turn was left out" in screen.getvalue()
     assert [message["content"] for message in omni.asked[2][0]][1] == "2 "
     assert len(talk.conversation.turns) == 3
 
@@ -97,16 +97,16 @@ def test_what_is_too_long_loses_its_oldest_turns_and_says_so(tmp_path):
 def test_a_question_that_is_too_long_by_itself_forgets_nothing(tmp_path, capsys):
     omni = FakeOmni("1", LimitExceededError("too many seconds"), LimitExceededError("too many seconds"), "2")
     talk, _ = make(omni, tmp_path)
-    talk.take("a")
-    talk.take("b")
+    talk.handle("a")
+    talk.handle("b")
     assert "too many seconds" in capsys.readouterr().err
-    talk.take("c")
+    talk.handle("c")
     assert len(omni.asked[-1][0]) == 3
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
     talk, screen = make(FakeOmni("a\x1b]0;owned\x07b\x9bc\td"), tmp_path)
-    talk.take("hi")
+    talk.handle("hi")
     assert screen.getvalue() == "a]0;ownedbc\td \n"
     assert printable("é\r\n") == "é\n"
 
@@ -117,11 +117,11 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path):
 def test_speech_is_written_where_it_is_on(tmp_path):
     omni = FakeOmni("one", "two", "three")
     talk, screen = make(omni, tmp_path, sampling=SamplingParams(max_tokens=5))
-    talk.take("/speak on")
-    talk.take("a")
-    talk.take("b")
-    talk.take("/speak off")
-    talk.take("c")
+    talk.handle("/speak on")
+    talk.handle("a")
+    talk.handle("b")
+    talk.handle("/speak off")
+    talk.handle("c")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["answer-1.wav", "answer-2.wav"]
     assert "answer-2.wav: 0.1 s of speech" in screen.getvalue()
     assert [modalities for _, _, modalities in omni.asked] == [ALL[:2], ALL[:2], ALL[:1]]
@@ -130,8 +130,8 @@ def test_speech_is_written_where_it_is_on(tmp_path):
 
 def test_a_picture_is_drawn_beside_the_conversation(tmp_path):
     omni = FakeOmni("", "fine")
-    talk, screen = make(omni, tmp_path, asked=DiffusionParams(seed=3))
-    talk.take("/draw a red apple")
+    talk, screen = make(omni, tmp_path, diffusion=DiffusionParams(seed=3))
+    talk.handle("/draw a red apple")
     path = tmp_path / "out" / "picture-1.png"
     assert Image.open(path).size == (4, 4)
     assert screen.getvalue() == f"{path}\n"
@@ -140,13 +140,13 @@ def test_a_picture_is_drawn_beside_the_conversation(tmp_path):
         {"draw": DiffusionParams(seed=3)},
         (Modality.IMAGE,),
     )
-    talk.take("hello")
+    talk.handle("hello")
     assert len(omni.asked[1][0]) == 1
 
 
 def test_a_terminal_with_colour_shows_the_picture(tmp_path):
     talk, screen = make(FakeOmni(""), tmp_path, interactive=True)
-    talk.take("/draw it")
+    talk.handle("/draw it")
     assert "\x1b[38;2;200;200;200;48;2;200;200;200m▀" in screen.getvalue()
 
 
@@ -156,11 +156,11 @@ def test_files_are_heard_and_seen_with_words_beside_them(tmp_path):
     picture.write_bytes(b"PNG")
     omni = FakeOmni("1", "2", "3", "4")
     talk, _ = make(omni, tmp_path)
-    talk.take(f"/listen {sound}")
-    talk.take(f"/listen '{sound}' Who is this?")
-    talk.take(f"/look {picture}")
+    talk.handle(f"/listen {sound}")
+    talk.handle(f"/listen '{sound}' Who is this?")
+    talk.handle(f"/look {picture}")
     sound.unlink()  # what was said stays said
-    talk.take("And now?")
+    talk.handle("And now?")
     said = [message["content"] for message in omni.asked[3][0] if message["role"] == "user"]
     assert said[0] == [{"type": "audio", "audio": b"RIFF"}]
     assert said[1] == [{"type": "audio", "audio": b"RIFF"}, {"type": "text", "text": "Who is this?"}]
@@ -178,11 +178,11 @@ def test_what_is_understood_of_a_sound_is_shown_and_saved(tmp_path):
     omni = FakeOmni("Indeed.")
     omni.processor = Ears()
     talk, screen = make(omni, tmp_path)
-    talk.take(f"/listen {sound}")
-    assert screen.getvalue() == "(heard: 1600 samples)\nIndeed. \n"
-    talk.take(f"/save {tmp_path / 'kept'}")
+    talk.handle(f"/listen {sound}")
+    assert screen.getvalue() == "(transcript: 1600 samples)\nIndeed. \n"
+    talk.handle(f"/save {tmp_path / 'kept'}")
     saved = (tmp_path / "kept" / "conversation.txt").read_text()
-    assert saved == "you: [a.wav]\nheard: 1600 samples\nmodel: Indeed. \n"
+    assert saved == "you: [a.wav]\ntranscript: 1600 samples\nmodel: Indeed. \n"
     assert omni.asked[0][0][0]["content"][0]["type"] == "audio"
 
 
@@ -190,26 +190,26 @@ def test_save_writes_text_messages_and_files(tmp_path):
     sound = tmp_path / "hello.wav"
     sound.write_bytes(b"RIFF")
     talk, screen = make(FakeOmni("Hi.", "", "No."), tmp_path)
-    talk.take("/speak on")
-    talk.take(f"/listen {sound}")
-    talk.take("/draw it")
-    talk.take("ok?")
-    talk.take(f"/save {tmp_path / 'kept'}")
+    talk.handle("/speak on")
+    talk.handle(f"/listen {sound}")
+    talk.handle("/draw it")
+    talk.handle("ok?")
+    talk.handle(f"/save {tmp_path / 'kept'}")
     kept = tmp_path / "kept"
     assert (kept / "conversation.txt").read_text() == "you: [hello.wav]\nmodel: Hi. \nyou: ok?\nmodel: No. \n"
     messages = json.loads((kept / "conversation.json").read_text())
-    assert messages[0] == {"role": "user", "content": [{"type": "audio", "audio": "said-1.wav"}]}
-    names = {"conversation.txt", "conversation.json", "said-1.wav", "answer-1.wav", "answer-2.wav", "picture-1.png"}
+    assert messages[0] == {"role": "user", "content": [{"type": "audio", "audio": "input-1.wav"}]}
+    names = {"conversation.txt", "conversation.json", "input-1.wav", "answer-1.wav", "answer-2.wav", "picture-1.png"}
     assert {path.name for path in kept.iterdir()} == names
-    assert (kept / "said-1.wav").read_bytes() == b"RIFF"
+    assert (kept / "input-1.wav").read_bytes() == b"RIFF"
     assert all(name in screen.getvalue() for name in names)
 
 
 def test_saving_into_the_folder_of_its_files_copies_nothing(tmp_path):
     talk, _ = make(FakeOmni("Hi."), tmp_path)
-    talk.take("/speak on")
-    talk.take("a")
-    talk.take(f"/save {tmp_path / 'out'}")
+    talk.handle("/speak on")
+    talk.handle("a")
+    talk.handle(f"/save {tmp_path / 'out'}")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "answer-1.wav",
         "conversation.txt",
@@ -219,27 +219,27 @@ def test_saving_into_the_folder_of_its_files_copies_nothing(tmp_path):
 
 def test_the_trace_is_of_the_last_answer(tmp_path):
     talk, screen = make(FakeOmni("Hi."), tmp_path)
-    talk.take("a")
-    talk.take("/trace")
+    talk.handle("a")
+    talk.handle("/trace")
     assert "request r: 500.0 ms in all" in screen.getvalue()
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("/dance", "there is no command /dance; /help lists them"),
-        ("/draw", "say what to draw: /draw WORDS"),
-        ("/speak loudly", "say /speak on or /speak off"),
-        ("/listen", "name a file: /listen FILE"),
+        ("/dance", "unknown command /dance; /help lists the commands"),
+        ("/draw", "the text is missing; use /draw TEXT"),
+        ("/speak loudly", "use /speak on or /speak off"),
+        ("/listen", "the file is missing; use /listen FILE"),
         ("/look nowhere.png", "no such file"),
-        ("/save", "name a folder: /save DIR"),
+        ("/save", "the folder is missing; use /save DIR"),
         ("/save /proc/x", "/proc/x: No such file or directory"),
-        ("/trace", "nothing was answered yet"),
+        ("/trace", "there is no reply yet"),
     ],
 )
 def test_a_command_that_cannot_be_done_says_why_in_one_line(line, says, tmp_path, capsys):
     talk, _ = make(FakeOmni(), tmp_path)
-    assert talk.take(line)
+    assert talk.handle(line)
     told = capsys.readouterr().err
     assert says in told
     assert told.count("\n") == 1
@@ -250,11 +250,12 @@ def test_commands_follow_what_the_model_gives_and_takes(tmp_path, capsys):
     omni.processor.input_modalities = frozenset({Modality.TEXT})
     talk, screen = make(omni, tmp_path)
     for line in ("/speak on", "/draw it", "/listen a.wav", "/look a.png"):
-        talk.take(line)
+        talk.handle(line)
     told = capsys.readouterr().err
-    assert all(f"this model does not {verb};" in told for verb in ("speak", "draw", "hear", "see"))
-    talk.take("/help")
-    assert screen.getvalue().count("not with this model") == 4
+    missing = ("speech output", "picture output", "audio input", "picture input")
+    assert all(f"this model has no {name};" in told for name in missing)
+    talk.handle("/help")
+    assert screen.getvalue().count("not supported by this model") == 4
 
 
 def test_a_model_that_does_not_write_is_refused(tmp_path):
@@ -288,7 +289,7 @@ def test_ctrl_c_at_the_prompt_gives_up_the_line_and_ctrl_d_ends(monkeypatch):
     screen = io.StringIO()
     lines = list(Terminal(True, Console(file=screen), Console(file=screen)).lines())
     assert lines == ["one", "two"]
-    assert "Ctrl-D or /quit ends" in screen.getvalue()
+    assert "with Ctrl-D or /quit" in screen.getvalue()
 
 
 def test_names_are_counted_on_and_files_may_have_blanks(tmp_path, monkeypatch):
@@ -296,10 +297,10 @@ def test_names_are_counted_on_and_files_may_have_blanks(tmp_path, monkeypatch):
     assert next_file(tmp_path, "answer", ".wav").name == "answer-2.wav"
     (tmp_path / "a b.wav").touch()
     monkeypatch.chdir(tmp_path)
-    assert file_and_words("a b.wav") == ("a b.wav", "")
-    assert file_and_words("'a b.wav'  what?") == ("a b.wav", "what?")
-    assert file_and_words("c.wav what is it?") == ("c.wav", "what is it?")
-    assert str(Said("what?", Modality.AUDIO, Path("x/a.wav"))) == "[a.wav] what?"
+    assert split_file("a b.wav") == ("a b.wav", "")
+    assert split_file("'a b.wav'  what?") == ("a b.wav", "what?")
+    assert split_file("c.wav what is it?") == ("c.wav", "what is it?")
+    assert str(UserMessage("what?", Modality.AUDIO, Path("x/a.wav"))) == "[a.wav] what?"
 
 
 # ------------------------------------------------------------------------------------------------ the command

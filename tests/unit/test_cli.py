@@ -139,7 +139,7 @@ def test_config_is_coloured_on_a_terminal(model, monkeypatch):
 
 def test_config_check_only_validates(model):
     output = run("config", model, "--check").stdout
-    assert output == "valid: family fake, stages thinker, gives text\n"
+    assert output == "valid: family fake, stages thinker, outputs text\n"
 
 
 def test_an_error_is_one_line_with_a_hint_and_no_traceback(model, tmp_path):
@@ -349,7 +349,7 @@ def test_generate_leaves_what_is_not_given_to_the_model(omni):
 
 
 def test_generate_says_that_speech_was_not_kept(omni):
-    assert "not kept; add --out" in run("generate", "m", "hi").stderr
+    assert "not saved; add --out" in run("generate", "m", "hi").stderr
 
 
 def test_generate_without_speech(omni, tmp_path):
@@ -387,8 +387,8 @@ def test_a_picture_beside_text_and_speech_is_drawn_with_its_own_options(omni, tm
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--steps", "8"], "--steps: no picture is asked for"),
-        (["--steps", "8", "--modalities", "text,image", "--mask", "{picture}"], "--mask: goes with pictures alone"),
+        (["--steps", "8"], "--steps: is only for pictures"),
+        (["--steps", "8", "--modalities", "text,image", "--mask", "{picture}"], "--mask: is only for pictures alone"),
     ],
 )
 def test_options_for_pictures_are_refused_where_they_mean_nothing(options, says, omni, tmp_path):

@@ -25,7 +25,7 @@ def test_a_part_that_is_missing_is_named_with_what_brings_it(line, kind, tmp_pat
     omni = FakeOmni()
     omni.processor = Deaf()
     talk, _ = make(omni, tmp_path)
-    assert talk.take(line)
+    assert talk.handle(line)
     assert capsys.readouterr().err == f"error: {missing_part(kind)}\n"
     assert not omni.asked
 

@@ -498,10 +498,10 @@ def test_sampling_options_go_to_the_stage_that_samples_and_drawing_ones_to_the_f
 def test_a_request_draws_if_only_pictures_come_of_it(gives: list[str], wanted: Any, expected: bool) -> None:
     door: Any = SimpleNamespace(modalities=tuple(Modality(name) for name in gives))
     asked = None if wanted is None else [Modality(name) for name in wanted]
-    assert drawing.draws(door, asked) is expected
+    assert drawing.is_drawing(door, asked) is expected
 
 
 def test_an_answer_without_pictures_writes_nothing(tmp_path: Path) -> None:
-    saving = drawing.Saving("png", metadata=True, sheet=True)
-    assert drawing.save(OmniRequestOutput("r"), tmp_path / "new", saving) == []
+    options = drawing.FileOptions("png", metadata=True, contact_sheet=True)
+    assert drawing.save_files(OmniRequestOutput("r"), tmp_path / "new", options) == []
     assert not (tmp_path / "new").exists()

@@ -24,7 +24,7 @@ from omnistage.bench.measure import (
     spreads,
     within,
 )
-from omnistage.bench.workload import Kind, Span, Workload, arrivals, parse_mix, read_prompts
+from omnistage.bench.workload import Kind, Range, Workload, arrivals, parse_mix, read_prompts
 from omnistage.core.errors import InvalidRequestError
 
 MODELS = {kind: f"a-{kind}" for kind in Kind}
@@ -89,12 +89,12 @@ def test_what_was_not_asked_for_is_not_sent() -> None:
 
 
 def test_lengths_are_drawn_from_their_spans_in_the_service_s_tokens() -> None:
-    plain = workload(prompt_tokens=Span(10, 20), max_tokens=Span(3, 5))
+    plain = workload(prompt_tokens=Range(10, 20), max_tokens=Range(3, 5))
     lengths = [len(body(plain, n)["messages"][0]["content"].split()) for n in range(200)]
     assert (min(lengths), max(lengths)) == (10, 20)
     assert {body(plain, n)["max_tokens"] for n in range(200)} == {3, 4, 5}
     # Four tokens a word and eight around them: 40 tokens are 8 words.
-    counted = workload(prompt_tokens=Span(40, 40), tokens_per_word=4.0, tokens_around=8.0)
+    counted = workload(prompt_tokens=Range(40, 40), tokens_per_word=4.0, template_tokens=8.0)
     assert len(body(counted, 0)["messages"][0]["content"].split()) == 8
 
 
@@ -118,12 +118,12 @@ def test_a_mix_that_cannot_be_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "x", "0", "5..3", "1..", "1.5", "-2..4"])
 def test_a_span_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        Span.parse(text, "--max-tokens")
+        Range.parse(text, "--max-tokens")
     assert raised.value.param == "--max-tokens"
 
 
 def test_spans_read_as_they_are_written() -> None:
-    assert [str(Span.parse(text, "x")) for text in ("7", "1..9", "4..4")] == ["7", "1..9", "4"]
+    assert [str(Range.parse(text, "x")) for text in ("7", "1..9", "4..4")] == ["7", "1..9", "4"]
 
 
 # -------------------------------------------------------------------------------------------- own prompts
@@ -138,7 +138,7 @@ def test_own_prompts_are_used_in_turn(tmp_path: Path) -> None:
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     mix = parse_mix("text,image")
-    load = workload("text,image", lines=read_prompts(file, mix), max_tokens=Span(9, 9))
+    load = workload("text,image", prompts=read_prompts(file, mix), max_tokens=Range(9, 9))
     asked = [json.loads(load.of_kind(Kind.TEXT, n).body) for n in range(3)]
     assert [one["messages"][-1]["content"] for one in asked] == ["one", "two", "one"]
     assert [one["max_tokens"] for one in asked] == [5, 9, 5]
@@ -150,7 +150,7 @@ def test_own_prompts_are_used_in_turn(tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[1]", "must be an object"),
-        ('{"promt": "x"}', "'promt' is not known"),
+        ('{"promt": "x"}', "unknown field 'promt'"),
         ('{"prompt": ""}', "needs a prompt"),
         ('{"prompt": "x", "messages": [{}]}', "needs a prompt"),
         ('{"kind": "image", "messages": [{}]}', "needs a prompt"),
@@ -237,13 +237,13 @@ def test_an_answer_s_clock_is_read_from_its_events() -> None:
     assert outcome.ttft == pytest.approx(0.5)
     assert outcome.ttfa == pytest.approx(1.0)
     assert outcome.token_gaps() == pytest.approx([0.2, 0.6])
-    assert outcome.sound_gaps() == pytest.approx([2.0])
+    assert outcome.audio_gaps() == pytest.approx([2.0])
     assert outcome.tpot == pytest.approx(0.8 / 4)  # three pieces carried five tokens
     assert outcome.rtf == pytest.approx(3.0 / 2.0)
     assert outcome.latency == pytest.approx(5.0)
     assert (outcome.prompt_tokens, outcome.text_tokens, outcome.audio_seconds) == (7, 5, 2.0)
     # Three quarters of the bytes are 1.5 s: playing from 2.0 to 3.5, waiting until 4.0.
-    assert outcome.sounds == [(2.0, 6), (4.0, 2)]
+    assert outcome.audio_chunks == [(2.0, 6), (4.0, 2)]
     assert outcome.playback(0.0).waited == pytest.approx(0.5)
     assert outcome.playback(0.25).waited == pytest.approx(0.25)
     assert Stutter.of([outcome], 0.0) == Stutter(pytest.approx(0.5), pytest.approx(0.25), 1.0)
@@ -271,7 +271,7 @@ def test_an_error_in_a_stream_is_the_service_s_failure() -> None:
         (400, "invalid_request", False, False),
         (500, "internal_error", False, True),
         (503, "loading", False, True),
-        (200, "broken_answer", False, True),
+        (200, "broken_response", False, True),
         (None, "ConnectionRefusedError", False, True),
         (None, "timeout", False, True),
     ],

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from omnistage.bench.client import Client
-from omnistage.bench.load import Generator, Plan, Run, calibrated, connect, models_for
+from omnistage.bench.load import Generator, Load, Run, calibrate, choose_models, connect
 from omnistage.bench.measure import Outcome, Spread
 from omnistage.bench.plot import plot
 from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, shown_command
@@ -79,13 +79,13 @@ def page(writer: asyncio.StreamWriter, value: object, status: int = 200, headers
 
 
 def stream(
-    writer: asyncio.StreamWriter, events: list[dict[str, Any]], *, whole: bool = True, last: str = "data: [DONE]\n\n"
+    writer: asyncio.StreamWriter, events: list[dict[str, Any]], *, complete: bool = True, last: str = "data: [DONE]\n\n"
 ) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-    for data in map(str.encode, [*lines, last] if whole and last else lines):
+    for data in map(str.encode, [*lines, last] if complete and last else lines):
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-    if whole:
+    if complete:
         writer.write(b"0\r\n\r\n")
 
 
@@ -102,16 +102,16 @@ def work(mix: str = "text") -> Workload:
     return Workload(parse_mix(mix), dict.fromkeys(Kind, "chat"))
 
 
-def run(reply: Reply, plan: Plan, mix: str = "text") -> tuple[Run, Service]:
+def run(reply: Reply, load: Load, mix: str = "text") -> tuple[Run, Service]:
     async def main() -> tuple[Run, Service]:
         async with serving(reply) as (service, client):
-            return await Generator(client, work(mix), plan).run(), service
+            return await Generator(client, work(mix), load).run(), service
 
     return asyncio.run(main())
 
 
-def report_of(made: Run, plan: Plan | None = None, **settings: Any) -> Report:
-    return build(made, plan or Plan(), {"load": "1 at a time", "player_buffer": 0.1, **settings}, 0.1, None)
+def report_of(made: Run, load: Load | None = None, **settings: Any) -> Report:
+    return build(made, load or Load(), {"load": "1 at a time", "player_buffer": 0.1, **settings}, 0.1, None)
 
 
 def printed(report: Report) -> str:
@@ -124,7 +124,7 @@ def printed(report: Report) -> str:
 
 
 def test_workers_send_every_request_once_and_keep_their_connections() -> None:
-    made, service = run(answers, Plan(concurrency=3, count=12))
+    made, service = run(answers, Load(concurrency=3, count=12))
     assert [outcome.number for outcome in made.outcomes] == list(range(12))
     bodies = [work().request(n).body for n in range(12)]
     assert sorted(json.dumps(b) for _, b in service.asked) == sorted(json.dumps(json.loads(b)) for b in bodies)
@@ -140,7 +140,7 @@ def test_no_more_are_under_way_than_there_are_workers_and_no_fewer() -> None:
         await asyncio.wait_for(service.go.wait(), 20)
         stream(writer, text_events())
 
-    made, service = run(when_all_are_there, Plan(concurrency=4, count=10))
+    made, service = run(when_all_are_there, Load(concurrency=4, count=10))
     assert service.most_busy == 4
     assert made.outcomes
     assert all(outcome.ok for outcome in made.outcomes)
@@ -153,7 +153,7 @@ def test_an_open_loop_sends_at_its_own_times_whoever_still_waits() -> None:
         await asyncio.wait_for(service.go.wait(), 20)
         stream(writer, text_events())
 
-    made, service = run(when_all_are_there, Plan(rate=200.0, count=10))
+    made, service = run(when_all_are_there, Load(rate=200.0, count=10))
     assert service.most_busy == 10  # nobody waited for an answer before asking
     moments = [moment for moment, _ in zip(arrivals(200.0, 0), range(10), strict=False)]
     assert [outcome.due for outcome in made.outcomes] == moments
@@ -161,11 +161,11 @@ def test_an_open_loop_sends_at_its_own_times_whoever_still_waits() -> None:
 
 
 def test_a_run_of_seconds_ends_with_the_last_answer() -> None:
-    made, _ = run(answers, Plan(concurrency=2, seconds=0.05))
+    made, _ = run(answers, Load(concurrency=2, seconds=0.05))
     assert made.outcomes
     assert all(outcome.ok for outcome in made.outcomes)
     assert all(outcome.sent < 0.05 + 5 for outcome in made.outcomes)
-    open_loop, _ = run(answers, Plan(rate=100.0, seconds=0.05))
+    open_loop, _ = run(answers, Load(rate=100.0, seconds=0.05))
     assert all(outcome.due < 0.05 for outcome in open_loop.outcomes)
 
 
@@ -175,7 +175,7 @@ def test_a_connection_that_the_service_closed_is_opened_again() -> None:
         await writer.drain()
         writer.close()
 
-    made, service = run(closing, Plan(concurrency=1, count=5))
+    made, service = run(closing, Load(concurrency=1, count=5))
     assert [outcome.error for outcome in made.outcomes] == [None] * 5
     assert service.connections == 5
 
@@ -190,7 +190,7 @@ async def troubled(service: Service, _path: str, _body: object, writer: asyncio.
     elif turn == 1:
         page(writer, {"error": {"message": "a defect", "code": "internal_error"}}, 500)
     elif turn == 2:
-        stream(writer, text_events()[:1], whole=False)
+        stream(writer, text_events()[:1], complete=False)
         await writer.drain()
         writer.close()
     elif turn == 3:
@@ -202,11 +202,11 @@ async def troubled(service: Service, _path: str, _body: object, writer: asyncio.
 
 
 def test_every_way_to_fail_is_counted_by_its_name() -> None:
-    made, _ = run(troubled, Plan(concurrency=1, count=6))
+    made, _ = run(troubled, Load(concurrency=1, count=6))
     report = report_of(made)
     assert report.summary.by_status == {"200": 3, "429": 1, "500": 1, "502": 1}
     assert report.summary.errors == {
-        "200 broken_answer": 1,
+        "200 broken_response": 1,
         "200 stage_failed": 1,
         "429 queue_full": 1,
         "500 internal_error": 1,
@@ -226,10 +226,10 @@ def test_every_way_to_fail_is_counted_by_its_name() -> None:
 
 def test_a_service_that_never_ends_an_answer_runs_into_the_timeout() -> None:
     async def silent(service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
-        stream(writer, text_events()[:2], whole=False)
+        stream(writer, text_events()[:2], complete=False)
         await service.go.wait()
 
-    made, _ = run(silent, Plan(concurrency=1, count=1, timeout=0.2))
+    made, _ = run(silent, Load(concurrency=1, count=1, timeout=0.2))
     assert made.outcomes[0].error == "timeout"
     assert report_of(made).exit_code == 1
 
@@ -237,9 +237,9 @@ def test_a_service_that_never_ends_an_answer_runs_into_the_timeout() -> None:
 @pytest.mark.parametrize(
     ("reason", "last", "error"),
     [
-        (None, "", "broken_answer"),
-        (None, "data: [DO", "broken_answer"),
-        (None, "data: [DONE]", "broken_answer"),
+        (None, "", "broken_response"),
+        (None, "data: [DO", "broken_response"),
+        (None, "data: [DONE]", "broken_response"),
         (None, "data: [DONE]\n\n", None),
         ("length", "", None),
     ],
@@ -250,14 +250,14 @@ def test_a_stream_that_only_stops_is_no_answer(reason: str | None, last: str, er
     async def cut(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         stream(writer, [*text_events()[:2], {"choices": [{"delta": {}, "finish_reason": reason}]}], last=last)
 
-    made, _ = run(cut, Plan(count=2))
+    made, _ = run(cut, Load(count=2))
     assert [outcome.error for outcome in made.outcomes] == [error] * 2
     assert report_of(made).exit_code == (0 if error is None else 1)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("image", "no_picture"), ("speech", "no_sound"), ("text", None)])
 def test_what_was_asked_for_and_never_came_is_an_error(kind: str, error: str | None) -> None:
-    made, _ = run(answers, Plan(count=1), kind)
+    made, _ = run(answers, Load(count=1), kind)
     assert made.outcomes[0].error == error
     assert made.outcomes[0].failed == (error is not None)
 
@@ -267,7 +267,7 @@ def test_speech_without_a_sample_is_an_error(size: int, error: str | None) -> No
     async def speaks(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode() + b"\0" * size)
 
-    made, _ = run(speaks, Plan(count=1), "tts")
+    made, _ = run(speaks, Load(count=1), "tts")
     assert made.outcomes[0].error == error
 
 
@@ -275,15 +275,15 @@ def test_nonsense_in_a_stream_is_named() -> None:
     async def nonsense(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\ndata: {nono}\n\n")
 
-    made, _ = run(nonsense, Plan(count=1))
-    assert made.outcomes[0].error == "broken_answer"
+    made, _ = run(nonsense, Load(count=1))
+    assert made.outcomes[0].error == "broken_response"
 
 
 def test_nobody_there_is_named() -> None:
     async def main() -> Run:
         async with serving(answers) as (_, client):
             address = client.address
-        return await Generator(Client(address), work(), Plan(count=2)).run()
+        return await Generator(Client(address), work(), Load(count=2)).run()
 
     made = asyncio.run(main())
     assert [outcome.error for outcome in made.outcomes] == ["ConnectionRefusedError"] * 2
@@ -315,7 +315,7 @@ def test_ctrl_c_gives_what_there_is() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await service.go.wait()
 
-    made, _ = run(then_interrupt, Plan(concurrency=1, count=100))
+    made, _ = run(then_interrupt, Load(concurrency=1, count=100))
     report = report_of(made)
     assert len(made.outcomes) == 3
     assert (made.interrupted, made.unfinished, report.exit_code) == (True, 1, 130)
@@ -338,7 +338,7 @@ async def models(_service: Service, path: str, body: dict[str, Any], writer: asy
 def prepared(chosen: dict[Kind, str], kinds: list[Kind], reply: Reply = models) -> dict[Kind, str]:
     async def main() -> dict[Kind, str]:
         async with serving(reply) as (_, client):
-            return await models_for(client, kinds, chosen, 0.0)
+            return await choose_models(client, kinds, chosen, 0.0)
 
     return asyncio.run(main())
 
@@ -349,7 +349,7 @@ def test_a_model_that_can_is_found_and_one_that_is_named_is_used() -> None:
         Kind.TEXT: "all",
         Kind.IMAGE: "all",
     }
-    with pytest.raises(InvalidRequestError, match="gives image; name one with --model image=NAME"):
+    with pytest.raises(InvalidRequestError, match="lists image as output; name one with --model image=NAME"):
         prepared({}, [Kind.IMAGE])
     with pytest.raises(InvalidRequestError, match="no model 'other'; models: chat, all"):
         prepared({Kind.TEXT: "other"}, [Kind.TEXT])
@@ -359,7 +359,7 @@ def test_what_the_service_says_against_us_is_passed_on() -> None:
     async def locked(_service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         page(writer, {"error": {"message": "the key is not known"}}, 401)
 
-    with pytest.raises(InvalidRequestError, match="answered 401: the key is not known"):
+    with pytest.raises(InvalidRequestError, match="status 401: the key is not known"):
         prepared({}, [Kind.TEXT], locked)
 
     async def refusing(service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
@@ -367,7 +367,7 @@ def test_what_the_service_says_against_us_is_passed_on() -> None:
 
     async def main() -> None:
         async with serving(refusing) as (_, client):
-            await Generator(client, work(), Plan()).warm_up(1)
+            await Generator(client, work(), Load()).warm_up(1)
 
     with pytest.raises(InvalidRequestError, match=r"status 400, prompt_too_long.*max_tokens is too large"):
         asyncio.run(main())
@@ -385,7 +385,7 @@ def test_a_service_that_still_loads_is_waited_for() -> None:
 
     async def main() -> dict[Kind, str]:
         async with serving(loading) as (_, client):
-            return await models_for(client, [Kind.TEXT], {}, 30.0)
+            return await choose_models(client, [Kind.TEXT], {}, 30.0)
 
     assert asyncio.run(main()) == {Kind.TEXT: "chat"}
 
@@ -393,12 +393,12 @@ def test_a_service_that_still_loads_is_waited_for() -> None:
 def test_prompts_are_as_long_as_asked_in_the_model_s_tokens() -> None:
     async def main() -> tuple[Workload, Workload]:
         async with serving(models) as (_, client):
-            counted = await calibrated(client, work(), Plan())
+            counted = await calibrate(client, work(), Load())
         async with serving(troubled) as (_, client):
-            return counted, await calibrated(client, work(), Plan())
+            return counted, await calibrate(client, work(), Load())
 
     counted, uncounted = asyncio.run(main())
-    assert (counted.tokens_per_word, counted.tokens_around) == (3.0, 10.0)
+    assert (counted.tokens_per_word, counted.template_tokens) == (3.0, 10.0)
     assert uncounted.tokens_per_word == 1.0  # the service refused to count: a word is a token
 
 
@@ -407,13 +407,13 @@ def test_prompts_are_as_long_as_asked_in_the_model_s_tokens() -> None:
 
 def spoken(number: int, late: float) -> Outcome:
     made = Outcome(number, Kind.SPEECH, 0.0, 0.0, 3.0, 200, token_times=[0.1, 0.2, 0.4], text_tokens=3)
-    made.sounds, made.audio_seconds = [(0.5, 100), (1.6 + late, 100)], 2.0
+    made.audio_chunks, made.audio_seconds = [(0.5, 100), (1.6 + late, 100)], 2.0
     return made
 
 
 def test_the_figures_of_speech() -> None:
     broken = spoken(2, 9.0)
-    broken.error = "broken_answer"
+    broken.error = "broken_response"
     summary = report_of(Run([spoken(0, 0.0), spoken(1, 0.5), broken], 3.0)).summary
     assert summary.stutter is not None
     assert summary.stutter.underrun_seconds == pytest.approx(0.5)
@@ -491,8 +491,8 @@ def test_a_generator_that_is_late_says_so() -> None:
     assert "did not keep up" in GeneratorLoad(spread(0.2), 0.1).warnings()[0]
     assert "used 95% of a core" in GeneratorLoad(None, 0.95).warnings()[0]
     late = Run([Outcome(0, Kind.TEXT, due=0.0, sent=0.2, ended=1.0, status=200)], 1.0)
-    assert "warning: 1 of 100" in printed(report_of(late, Plan(rate=1.0)))
-    assert report_of(late, Plan(concurrency=1)).generator.lag is None  # a worker sends when it is free
+    assert "warning: 1 of 100" in printed(report_of(late, Load(rate=1.0)))
+    assert report_of(late, Load(concurrency=1)).generator.lag is None  # a worker sends when it is free
 
 
 def test_a_plot_is_a_picture_and_its_absence_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

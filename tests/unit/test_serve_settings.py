@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from omnistage.cli.serve import _local_names, _settings
+from omnistage.cli.serve import AccessOptions, overrides_by_model
 from omnistage.core.errors import InvalidRequestError
 
 
 def test_a_setting_is_for_all_models_or_for_one() -> None:
     given = ["deployment.device=cpu", "chat:talker.max_tokens=9", "draw:denoise.compile=true", "a.b=x:y"]
-    assert _settings(given, ["chat", "draw"]) == {
+    assert overrides_by_model(given, ["chat", "draw"]) == {
         "chat": ["deployment.device=cpu", "talker.max_tokens=9", "a.b=x:y"],
         "draw": ["deployment.device=cpu", "denoise.compile=true", "a.b=x:y"],
     }
@@ -18,13 +18,16 @@ def test_a_setting_is_for_all_models_or_for_one() -> None:
 
 def test_a_setting_of_an_unknown_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="chat"):
-        _settings(["film:a=b"], ["chat"])
+        overrides_by_model(["film:a=b"], ["chat"])
 
 
 def test_names_count_only_where_nothing_else_guards() -> None:
-    assert _local_names("127.0.0.1", False, []) == []
-    assert _local_names("localhost", False, ["box"]) == ["box"]
-    assert _local_names("127.0.0.1", True, []) is None
-    assert _local_names("0.0.0.0", False, []) is None
+    def names(host: str, authenticated: bool, *more: str) -> list[str] | None:
+        return AccessOptions(allow_host=list(more)).local_names(host, authenticated=authenticated)
+
+    assert names("127.0.0.1", False) == []
+    assert names("localhost", False, "box") == ["box"]
+    assert names("127.0.0.1", True) is None
+    assert names("0.0.0.0", False) is None
     with pytest.raises(InvalidRequestError, match="--allow-host"):
-        _local_names("0.0.0.0", False, ["box"])
+        names("0.0.0.0", False, "box")

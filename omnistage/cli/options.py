@@ -1,0 +1,112 @@
+"""Options of a command as dataclasses: each is declared once, with its default, its help and its panel.
+
+A command takes such dataclasses as its parameters; `expand_options` gives typer one parameter for each field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnistage.cli.common import err
+
+if TYPE_CHECKING:
+    from omnistage.config import ResolvedConfig
+    from omnistage.omni import Omni
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a name in the local hub cache.")
+]
+
+
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """A field of a class of options. `names` replace the option's name, `settings` are those of `typer.Option`."""
+    metadata = {"names": names, "settings": {"help": help, **settings}}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: a parameter that is a dataclass of options becomes one for each of its fields.
+
+    The class attribute `PANEL`, where there is one, names the panel of the help.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        arguments = {
+            name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        command(**arguments, **values)
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(group)
+    panel = getattr(group, "PANEL", None)
+    parameters = []
+    for field in dataclasses.fields(group):
+        default: Any = [] if field.default is dataclasses.MISSING else field.default
+        info = typer.Option(default, *field.metadata["names"], rich_help_panel=panel, **field.metadata["settings"])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, kind, default=info, annotation=hints[field.name]))
+    return parameters
+
+
+def set_values(group: Any) -> dict[str, object]:
+    """The options of a group that are neither None nor an empty list, by field."""
+    values = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    return {name: value for name, value in values.items() if value is not None and value != []}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What changes a model's configuration."""
+
+    config: Path | None = option(None, "YAML laid over the family's defaults.", metavar="FILE")
+    overrides: list[str] = option(
+        [], "One value over all else, like thinker.max_running=4. Repeatable.", "--set", metavar="KEY=VALUE"
+    )
+    device: str | None = option(None, "auto, cpu, cuda, cuda:N or mps; short for deployment.device.")
+    dtype: str | None = option(None, "auto, float32, float16 or bfloat16; short for deployment.dtype.")
+
+    def resolve(self, model: str) -> ResolvedConfig:
+        from omnistage.config import OmniEngineArgs, resolve
+        from omnistage.models.registry import REGISTRY
+
+        return resolve(OmniEngineArgs.parse({"model": model, **set_values(self)}), registry=REGISTRY)
+
+    def load(self, model: str, *, overrides: Sequence[str] = (), progress: bool = True) -> Omni:
+        """The model with these options; `overrides` come after those of `--set`."""
+        from omnistage.omni import Omni
+
+        # On a terminal `Omni` shows progress bars; in a log this line says what takes the time.
+        err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
+        return Omni(
+            model,
+            config=self.config,
+            overrides=(*self.overrides, *overrides),
+            device=self.device,
+            dtype=self.dtype,
+            progress=progress,
+        )
