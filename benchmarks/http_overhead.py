@@ -133,7 +133,7 @@ def http_asks(client: Client, tokens: int, *, speech: bool) -> Ask:
 
 def _found(heard: float | None) -> float:
     if heard is None:
-        raise SystemExit("an response of the benchmark has no sound")
+        raise SystemExit("a response of the benchmark has no audio")
     return heard
 
 
