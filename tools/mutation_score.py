@@ -54,7 +54,7 @@ TARGETS = {
         Target("omnistage.engines.ar.sampling.processors", ("tests/unit/test_sampler.py",)),
         Target("omnistage.engines.ar.sampling.selection", ("tests/unit/test_sampler.py",)),
     ),
-    "keys": (Target("omnistage.server.keys", ("tests/unit/test_keyring.py",)),),
+    "keys": (Target("omnistage.server.access.keys", ("tests/unit/test_keyring.py",)),),
     "limits": (
         Target("omnistage.media.limits", ("tests/unit/test_media_limits.py", "tests/unit/test_media_source.py")),
         Target("omnistage.media.image", ("tests/unit/test_media_image.py",)),

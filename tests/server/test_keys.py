@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import socket
 import wave
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,119 +14,13 @@ import openai
 import pytest
 from PIL import Image
 
-from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
-from omnistage.server.access.keys import KEYS_VARIABLE, Holder, Keyring, digest_of, load_keys
-from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
 from tests.server.harness import Running, serving, until
 
 SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 2}
 KEY, OTHER, TEXT_ONLY = "a-key-for-tests", "another-key-for-tests", "a-key-for-text"
-
-
-def named(keyring: Keyring, key: str) -> str:
-    return keyring.authenticate(f"Bearer {key}").name
-
-
-def test_keys_come_from_options_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "keys.yaml"
-    hashed = hashlib.sha256(b"hashed-key").hexdigest()
-    file.write_text(f"keys:\n- {{name: ann, key: plain-key-1}}\n- {{name: bob, hash: {hashed}}}\n")
-    monkeypatch.setenv(KEYS_VARIABLE, "from-environment, and-another")
-    keyring = load_keys(["from-option"], file)
-    keys = ("from-option", "from-environment", "and-another", "plain-key-1", "hashed-key")
-    assert [named(keyring, key) for key in keys] == ["key-1", "key-2", "key-3", "ann", "bob"]
-    for key in (hashed, "from-optio", "from-option2", ""):  # a hash that leaks is no key
-        with pytest.raises(AuthenticationError):
-            named(keyring, key)
-
-
-def test_no_key_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text("keys:\n- {name: ann, key: plain-key-1}\n")
-    keyring = load_keys(["from-option"], file)
-    assert not any(key in repr(vars(keyring)) for key in ("plain-key-1", "from-option"))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{name: ann}",
-        "{name: ann, key: plain-key-1, hash: " + "0" * 64 + "}",
-        "{name: ann, key: short}",
-        "{name: ann, hash: nothex}",
-        "{name: ann, key: plain-key-1, rate: 5}",
-        "{name: ann, key: plain-key-1, requests_per_minute: 0}",
-    ],
-)
-def test_a_wrong_key_file_is_named_without_its_keys(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"keys:\n- {line}\n")
-    with pytest.raises(ConfigError, match=r"keys\[0\]") as caught:
-        load_keys([], file)
-    assert "plain-key-1" not in str(caught.value)
-
-
-def test_a_rate_fills_up_again() -> None:
-    now = [0.0]
-    holder = Holder("ann", digest_of(KEY), rate=2)
-    keyring = Keyring([holder], clock=lambda: now[0])
-
-    def use() -> None:
-        with keyring.admit(holder, "lm"):
-            pass
-
-    use()
-    use()
-    with pytest.raises(RateLimitError) as caught:
-        use()
-    assert caught.value.retry_after == pytest.approx(30)
-    now[0] += 30
-    use()
-    with pytest.raises(RateLimitError):
-        use()
-
-
-@pytest.mark.parametrize("idle_minutes", [1, 2, 60])
-def test_a_holder_that_was_idle_saves_up_no_more_than_its_burst(idle_minutes: float) -> None:
-    now = [0.0]
-    holder = Holder("ann", digest_of(KEY), rate=2)
-    keyring = Keyring([holder], clock=lambda: now[0])
-    for _ in range(2):
-        with keyring.admit(holder, "lm"):
-            pass
-    now[0] += 60 * idle_minutes
-    for _ in range(2):
-        with keyring.admit(holder, "lm"):
-            pass
-    with pytest.raises(RateLimitError) as caught, keyring.admit(holder, "lm"):
-        pass
-    assert caught.value.retry_after == pytest.approx(30)
-
-
-def test_less_than_one_a_minute_is_a_rate() -> None:
-    now = [0.0]
-    holder = Holder("ann", digest_of(KEY), rate=0.5)
-    keyring = Keyring([holder], clock=lambda: now[0])
-    for _ in range(2):
-        with keyring.admit(holder, "lm"):
-            pass
-        with pytest.raises(RateLimitError), keyring.admit(holder, "lm"):
-            pass
-        now[0] += 120
-
-
-def test_concurrency_is_given_back_whatever_happens() -> None:
-    holder = Holder("ann", digest_of(KEY), max_concurrent=1, models=frozenset({"lm"}))
-    keyring = Keyring([holder])
-    with keyring.admit(holder, "lm"), pytest.raises(RateLimitError), keyring.admit(holder, "lm"):
-        pass
-    with pytest.raises(ZeroDivisionError), keyring.admit(holder, "lm"):
-        raise ZeroDivisionError
-    with pytest.raises(PermissionDeniedError), keyring.admit(holder, "draw"):
-        pass
-    assert holder.use.counts["requests"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ over HTTP
