@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -32,8 +33,6 @@ from types import CodeType
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = ("omnistage", "tests", "conftest", "test_")
 """Modules that are imported anew in each fork, because the mutant may be one of them or be imported by them."""
-UNSAFE = ("torchvision",)
-"""Not imported before the tests' own set-up has prepared it."""
 
 
 @dataclass(frozen=True)
@@ -268,12 +267,19 @@ def forked(tests: Sequence[str], finder: _Finder | None, limit: float) -> tuple[
 
 def preload(modules: Sequence[str]) -> None:
     """Import what does not change, once: each fork then starts with it."""
+    from omnistage.compat import prepare_torchvision
+
+    prepare_torchvision(required=False)
     for name in modules:
-        if not name.startswith((*PRIVATE, *UNSAFE, "_", "pytest_cov")):
+        if not name.startswith((*PRIVATE, "_", "pytest_cov")):
             try:
                 importlib.import_module(name)
             except Exception:  # what cannot be imported by itself is imported by the tests
                 continue
+    for name in [name for name in sys.modules if name.startswith(PRIVATE)]:
+        del sys.modules[name]
+    gc.collect()
+    gc.freeze()
 
 
 def score(target: Target, sample: int | None, seed: int, only: str | None) -> tuple[int, int, list[Mutant]]:
@@ -333,6 +339,7 @@ def main() -> None:
             killed, ran = killed + one, ran + all_of_it
         if ran:
             print(f"{name}: {killed}/{ran} = {killed / ran:.1%}", flush=True)
+    gc.unfreeze()  # or triton complains of what is left at the end
 
 
 if __name__ == "__main__":
