@@ -52,7 +52,7 @@ class Checkpoint:
 
 def _checkpoint(folder: Path, variant: str) -> Checkpoint:
     tiny.write(folder, variant=variant)
-    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.reference(folder))
+    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.Reference(folder))
 
 
 @pytest.fixture(scope="module")

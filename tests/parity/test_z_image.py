@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("z_image")
     assert FAMILY.tiny is not None
     FAMILY.tiny(folder, seed=0)
-    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.reference(folder))
+    return Checkpoint(folder, load_components(OmniRunner(folder)), verify.Reference(folder))
 
 
 def _case(prompt: str = PROMPT, images: tuple[np.ndarray, ...] = (), **params: Any) -> Case:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
 from omnistage.config.schema import DiffusionStageConfig
-from omnistage.core.errors import InternalError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import (
+    InternalError,
+    InvalidRequestError,
+    LimitExceededError,
+    UnsupportedModalityError,
+)
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
-from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
+from omnistage.models._diffusers.loading import load_pipeline
+
+if TYPE_CHECKING:
+    from diffusers import ConfigMixin, DiffusionPipeline, SchedulerMixin
+    from diffusers.models.autoencoders.vae import AutoencoderKLOutput
+
+_STRENGTH = 0.6
+"""How far an input picture is left where a request does not say: the default of diffusers' pipelines."""
 
 
 class DiffusersEncoder(PromptEncoder):
@@ -26,8 +40,12 @@ class DiffusersEncoder(PromptEncoder):
     max_images: int = 0
     needs_image: bool = False
     takes_mask: bool = False
+    text_tokens: ClassVar[int] = 512
+    """`max_sequence_length` where a request does not say."""
+    max_text_tokens: ClassVar[int | None] = None
+    """The largest `max_sequence_length`; None: any."""
 
-    def __init__(self, pipe: Any, device: torch.device, *, multiple: int, default_size: int) -> None:
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, multiple: int, default_size: int) -> None:
         self.pipe = pipe
         self.device = device
         self.multiple = multiple
@@ -54,6 +72,9 @@ class DiffusersEncoder(PromptEncoder):
             raise InvalidRequestError(
                 "is how far to leave an input picture; give an image or leave it out", param="strength"
             )
+        length, longest = params.max_sequence_length, self.max_text_tokens
+        if length is not None and longest is not None and length > longest:
+            raise LimitExceededError(f"must be at most {longest}, got {length}", param="max_sequence_length")
         self._refuse_unused(payload, params)
 
     def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
@@ -79,6 +100,30 @@ class DiffusersEncoder(PromptEncoder):
         """Whether diffusers' own pipeline has this argument."""
         return argument in inspect.signature(type(self.pipe).__call__).parameters
 
+    def guided(self, params: DiffusionParams) -> bool:
+        """Whether a second text guides away from what is drawn."""
+        return False
+
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        texts = [payload.prompt, params.negative_prompt or ""][: 2 if self.guided(params) else 1]
+        return [EncodeJob(text, options=(params.max_sequence_length or self.text_tokens,)) for text in texts]
+
+    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
+        width, height = self.size(payload, params)
+        shared = self.shared(payload, params, width, height)
+        negative = encoded[1] if len(encoded) > 1 else None
+        return Condition(encoded[0], negative, shared, width, height, self.num_frames(params))
+
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        """What the denoiser needs of the input pictures: here the VAE's posterior over the one to start from."""
+        if not payload.images:
+            return {}
+        pixels = self.pipe.image_processor.preprocess(Image.fromarray(payload.images[0]), height=height, width=width)
+        return distribution(self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)))
+
+    def num_frames(self, params: DiffusionParams) -> int:
+        return 1
+
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         """(width, height): as asked, else as the input picture's, else the model's default."""
         if payload.images and params.width is None and params.height is None:
@@ -90,13 +135,28 @@ class DiffusersEncoder(PromptEncoder):
 class DiffusersDenoiser(Denoiser):
     """A denoiser over a diffusers pipeline that holds the transformer, the scheduler and a stand-in of the VAE."""
 
-    def __init__(self, pipe: Any, device: torch.device, dtype: torch.dtype) -> None:
+    default_guidance: ClassVar[float] = 1.0
+
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
         self.device = device
         self.dtype = dtype
 
-    def scheduler(self, name: str | None) -> Any:
+    @classmethod
+    def load(
+        cls,
+        context: LoadContext,
+        pipeline: str,
+        models: Collection[str] = ("transformer",),
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> Self:
+        """The denoiser of a checkpoint; `pipeline` is a class of diffusers, `models` its transformers."""
+        pipe = load_pipeline(context, pipeline, models, ("scheduler",), ("vae",), dtypes=dtypes)
+        return cls(pipe, context.device, context.dtype)
+
+    def scheduler(self, name: str | None) -> SchedulerMixin:
         """A scheduler for one lane: the checkpoint's, or another class that can take its place."""
         own = self.pipe.scheduler
         if name is None or name == type(own).__name__:
@@ -115,21 +175,59 @@ class DiffusersDenoiser(Denoiser):
         if params.early_stop is not None:
             check_early_stop(scheduler)
 
+    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
+        return negative + default_to(lane.params.guidance, self.default_guidance) * (positive - negative)
+
+    def from_picture(
+        self,
+        condition: Condition,
+        params: DiffusionParams,
+        generator: torch.Generator,
+        scheduler: SchedulerMixin,
+        timesteps: Tensor,
+        steps: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A lane's start from an input picture, whose `distribution` the condition holds.
+
+        Gives the timesteps that are left, and `[1, ...]` each: latents, the scaled picture, its noise.
+        """
+        strength = default_to(params.strength, _STRENGTH)
+        left = skip_to_strength(scheduler, timesteps, steps, strength)
+        picture = self.scaled(sample(condition, generator, self.device))
+        gaussian = noise(picture.shape, generator, self.device, picture.dtype)
+        return left, scheduler.scale_noise(picture, left[:1], gaussian), picture, gaussian
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        """Latents of the VAE as the transformer takes them."""
+        config = self.pipe.vae.config
+        scaled: Tensor = (latents - config.shift_factor) * config.scaling_factor
+        return scaled
+
+
+def default_to(value: float | None, default: float) -> float:
+    return default if value is None else value
+
 
 def set_timesteps(
-    scheduler: Any, steps: int, device: torch.device, *, sigmas: Sequence[float] | np.ndarray | None = None, **more: Any
+    scheduler: SchedulerMixin,
+    steps: int,
+    device: torch.device,
+    *,
+    sigmas: Sequence[float] | np.ndarray | None = None,
+    **more: float | np.ndarray,
 ) -> Tensor:
-    """Set a lane's schedule as diffusers' pipelines do; sigmas only where the scheduler takes them."""
-    taken = inspect.signature(scheduler.set_timesteps).parameters
-    if sigmas is not None and "sigmas" in taken:
-        scheduler.set_timesteps(sigmas=sigmas, device=device, **{k: v for k, v in more.items() if k in taken})
+    """Set a lane's schedule as diffusers' pipelines do; sigmas and `more` only where the scheduler takes them."""
+    known = inspect.signature(scheduler.set_timesteps).parameters
+    options = {name: value for name, value in more.items() if name in known}
+    if sigmas is not None and "sigmas" in known:
+        scheduler.set_timesteps(sigmas=sigmas, device=device, **options)
     else:
-        scheduler.set_timesteps(steps, device=device, **{k: v for k, v in more.items() if k in taken})
+        scheduler.set_timesteps(steps, device=device, **options)
     timesteps: Tensor = scheduler.timesteps
     return timesteps
 
 
-def skip_to_strength(scheduler: Any, timesteps: Tensor, steps: int, strength: float) -> Tensor:
+def skip_to_strength(scheduler: SchedulerMixin, timesteps: Tensor, steps: int, strength: float) -> Tensor:
     """The timesteps that are left for an input picture of this strength, as diffusers' `get_timesteps` gives them."""
     start = int(max(steps - min(steps * strength, steps), 0))
     left = timesteps[start * scheduler.order :]
@@ -141,20 +239,20 @@ def skip_to_strength(scheduler: Any, timesteps: Tensor, steps: int, strength: fl
     return left
 
 
-def distribution(encoded: Any) -> dict[str, Tensor]:
-    """A VAE's posterior over one picture, for `Condition.shared`; `sample` draws from it in the denoiser."""
+def distribution(encoded: AutoencoderKLOutput) -> dict[str, Tensor]:
+    """A VAE's posterior over one picture, for `Condition.shared`; the denoiser samples from it."""
     posterior = encoded.latent_dist
     return {"image_mean": posterior.mean[0], "image_std": posterior.std[0]}
 
 
 def sample(condition: Condition, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Draw from `distribution`, `[1, ...]`, as diffusers' `latent_dist.sample(generator)` does."""
+    """A sample of `distribution`, `[1, ...]`, as diffusers' `latent_dist.sample(generator)` does."""
     mean, std = condition.shared["image_mean"].to(device), condition.shared["image_std"].to(device)
     return mean[None] + std[None] * noise(mean[None].shape, generator, device, mean.dtype)
 
 
 def noise(shape: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Gaussian noise from a CPU generator, drawn in the dtype as diffusers' `randn_tensor` does."""
+    """Gaussian noise from a CPU generator, sampled in the dtype as diffusers' `randn_tensor` does."""
     return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
 
 
@@ -163,17 +261,26 @@ class VaeDecoder(LatentDecoder):
 
     modality = Modality.IMAGE
 
-    def __init__(self, pipe: Any, device: torch.device, *, tiling_pixels: int) -> None:
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, tiling_pixels: int) -> None:
         self.pipe = pipe
         self.vae = pipe.vae
         self.device = device
         self._tiling_pixels = tiling_pixels
 
     @classmethod
-    def load(cls, context: LoadContext, pipe: Any) -> Self:
-        """A decoder over a pipeline that holds the VAE, with the tiling that the stage's budget asks for."""
+    def load(
+        cls,
+        context: LoadContext,
+        pipeline: str,
+        stand_ins: Collection[str] = ("transformer",),
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> Self:
+        """The decoder of a checkpoint, with the tiling that the stage's budget asks for."""
         if not isinstance(context.stage, DiffusionStageConfig):
             raise InternalError(f"a decoder was put on the {context.stage.engine} engine")
+        pipe = load_pipeline(context, pipeline, ("vae",), (), stand_ins, dtypes=dtypes)
+        pipe.vae.encoder = nn.Identity()  # the encoding stage's
         return cls(pipe, context.device, tiling_pixels=context.stage.budget.tiling_pixels)
 
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
@@ -201,9 +308,9 @@ class VaeDecoder(LatentDecoder):
         return list((scaled * 255).round().astype(np.uint8))
 
 
-def calculate_shift(tokens: int, config: Any, *, max_shift: float = 1.15) -> float:
+def calculate_shift(tokens: int, config: ConfigMixin, *, max_shift: float = 1.15) -> float:
     """The resolution-dependent shift (`mu`) of flow-matching schedules, from a scheduler's config."""
     base_tokens, max_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    base, most = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
-    slope = (most - base) / (max_tokens - base_tokens)
+    base, highest = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
+    slope = (highest - base) / (max_tokens - base_tokens)
     return float(tokens * slope + base - slope * base_tokens)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,9 @@ from omnistage.core.errors import CheckpointError, MissingDependencyError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.loading import check_repeats, check_size, nested_settings
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -148,8 +151,8 @@ class Parts:
         stand_ins: Collection[str],
         context: LoadContext,
         *,
-        dtypes: dict[str, torch.dtype] | None = None,
-    ) -> Any:
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> DiffusionPipeline:
         """A diffusers pipeline with only these parts in it; every other part that it has a place for is None.
 
         `models` are loaded with weights, `others` (tokenizers, processors, the scheduler) without, `stand_ins` on
@@ -255,6 +258,30 @@ def _guarded(folder: Path, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def freeze(module: nn.Module) -> nn.Module:
-    module.eval()
-    return module.requires_grad_(False)
+def load_pipeline(
+    context: LoadContext,
+    name: str,
+    models: Collection[str],
+    others: Collection[str] = (),
+    stand_ins: Collection[str] = (),
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DiffusionPipeline:
+    """`Parts.pipeline` of the context's checkpoint; `name` is a pipeline class that diffusers exports."""
+    cls = getattr(diffusers(), name)
+    return Parts(context.model.folder).pipeline(cls, models, others, stand_ins, context, dtypes=dtypes)
+
+
+def load_encoder_pipeline(
+    context: LoadContext,
+    name: str,
+    models: Collection[str],
+    others: Collection[str],
+    stand_ins: Collection[str] = ("transformer",),
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DiffusionPipeline:
+    """The pipeline of an encoding stage: its VAE has no decoder, which is the decoding stage's."""
+    pipe = load_pipeline(context, name, models, others, stand_ins, dtypes=dtypes)
+    pipe.vae.decoder = nn.Identity()  # None would not do: some VAEs count its convolutions
+    return pipe

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import ModelRunner, Progress, VerifyRow
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
 from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+from omnistage.models._diffusers.loading import diffusers
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 LATENT_TOLERANCE = 1e-4
 PIXEL_TOLERANCE = 1 / 255
+
+_ARGUMENTS = {
+    "width": "width",
+    "height": "height",
+    "num_frames": "num_frames",
+    "num_inference_steps": "steps",
+    "guidance_scale": "guidance",
+    "true_cfg_scale": "true_cfg",
+    "negative_prompt": "negative_prompt",
+    "max_sequence_length": "max_sequence_length",
+    "strength": "strength",
+}
+"""Arguments of diffusers' pipelines, and the parameters of ours that they stand for."""
+
+Kind = tuple[str, DiffusionInput, Mapping[str, object]]
+"""A name, the input, and the parameters of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +56,75 @@ class Case:
 class Drawn:
     """Final latents as the family's denoiser gives them, without batch dimension, and `uint8` pixels."""
 
-    latents: torch.Tensor
+    latents: Tensor
     pixels: np.ndarray
+
+
+class DiffusersReference(ABC):
+    """diffusers' own pipelines over one set of weights, in float32 on the CPU."""
+
+    def __init__(self, folder: Path, pipeline: str = "DiffusionPipeline", absent: Sequence[str] = ()) -> None:
+        """`absent` are parts that the checkpoint comes without: diffusers wants to be told."""
+        cls = getattr(diffusers(), pipeline)
+        options = {"dtype": torch.float32, "local_files_only": True}
+        self.pipe = self._quiet(cls.from_pretrained(folder, **options, **dict.fromkeys(absent)))
+
+    @abstractmethod
+    def __call__(self, case: Case) -> Drawn:
+        """What diffusers draws for a case."""
+
+    @abstractmethod
+    def cases(self, count: int, seed: int) -> list[Case]:
+        """Small requests of every kind that the checkpoint takes, in turn."""
+
+    def variant(self, pipeline: str, leave_out: Sequence[str] = (), **settings: object) -> DiffusionPipeline:
+        """Another pipeline class over the same parts."""
+        parts = {name: part for name, part in self.pipe.components.items() if name not in leave_out}
+        return self._quiet(getattr(diffusers(), pipeline)(**parts, **settings))
+
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """Pixels of latents `[1, ...]` as the transformer gives them."""
+        vae = self.pipe.vae
+        decoded = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return to_uint8(self.pipe.image_processor.postprocess(decoded, output_type="np")[0])
+
+    @staticmethod
+    def _quiet(pipe: DiffusionPipeline) -> DiffusionPipeline:
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+
+class Recorder:
+    """A `callback_on_step_end` that keeps the last latents."""
+
+    latents: Tensor
+
+    def __call__(self, _pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.latents = tensors["latents"]
+        return tensors
+
+
+def call_arguments(pipe: DiffusionPipeline, params: DiffusionParams) -> dict[str, object]:
+    """What a pipeline's `__call__` takes of the parameters that are set, with the generator of their seed."""
+    known = inspect.signature(type(pipe).__call__).parameters
+    values = {name: getattr(params, field) for name, field in _ARGUMENTS.items() if name in known}
+    generator = torch.Generator().manual_seed(params.seed or 0)
+    return {"generator": generator, **{name: value for name, value in values.items() if value is not None}}
+
+
+def to_uint8(pixels: np.ndarray) -> np.ndarray:
+    """`uint8` of pixels in 0..1."""
+    return (pixels * 255).round().astype(np.uint8)
+
+
+def cases_of(kinds: Sequence[Kind], count: int, seed: int, **options: object) -> list[Case]:
+    """`count` cases that go through the kinds in turn; `options` are for all of them."""
+    cases = []
+    for number in range(count):
+        name, payload, own = kinds[number % len(kinds)]
+        params = DiffusionParams.parse({**options, **own, "seed": seed + number})
+        cases.append(Case(f"{name} {number + 1}", payload, params))
+    return cases
 
 
 def load_components(runner: ModelRunner) -> tuple[PromptEncoder, Denoiser, LatentDecoder]:
@@ -67,7 +159,7 @@ def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
     if ours.latents.shape != reference.latents.shape or ours.pixels.shape != reference.pixels.shape:
         return [VerifyRow.judge(case.name, "shape", float("inf"), 0.0)]
     latents = float((ours.latents.float() - reference.latents.float()).abs().max())
-    pixels = _pixels_apart(ours.pixels, reference.pixels)
+    pixels = _pixel_difference(ours.pixels, reference.pixels)
     return [
         VerifyRow.judge(case.name, "latents", latents, LATENT_TOLERANCE),
         VerifyRow.judge(case.name, "pixels", pixels, PIXEL_TOLERANCE),
@@ -75,33 +167,31 @@ def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
 
 
 def compare(
-    runner: ModelRunner,
-    cases: Sequence[Case],
-    reference: Callable[[Case], Drawn],
-    progress: Progress | None = None,
+    runner: ModelRunner, reference: DiffusersReference, count: int, seed: int, progress: Progress | None
 ) -> list[VerifyRow]:
-    """All cases through our components and through diffusers one by one, then all at once through the engine.
+    """The reference's cases through our components and through diffusers one by one, then all at once on the engine.
 
     The engine's pictures are judged by their pixels: latents stay inside it.
     """
-    report = progress or (lambda _what, _done: None)
+    check_cases(count)
+    cases, report = reference.cases(count, seed), progress or (lambda _what, _done: None)
     parts = load_components(runner)
     rows: list[VerifyRow] = []
     expected: list[Drawn] = []
     for done, case in enumerate(cases):
-        report(case.name, done / (len(cases) + 1))
+        report(case.name, done / (count + 1))
         expected.append(reference(case))
         rows += rows_of(case, drive(*parts, case), expected[-1])
-    report("all at once", len(cases) / (len(cases) + 1))
+    report("all at once", count / (count + 1))
     del parts
     together = runner.draw([(case.payload, case.params) for case in cases])
     for case, pixels, wanted in zip(cases, together, expected, strict=True):
-        difference = _pixels_apart(pixels, wanted.pixels)
+        difference = _pixel_difference(pixels, wanted.pixels)
         rows.append(VerifyRow.judge(case.name, "pixels, all at once", difference, PIXEL_TOLERANCE))
     return rows
 
 
-def _pixels_apart(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _pixel_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
     if ours.shape != theirs.shape:
         return float("inf")
     return float(np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).max()) / 255

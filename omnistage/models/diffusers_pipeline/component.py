@@ -27,6 +27,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.whole import OnStep, WholePipeline
+from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -239,7 +240,7 @@ def _pipeline_class(parts: Parts) -> Any:
             f"{name}, which {parts.folder / INDEX} names, is no pipeline of diffusers {package.__version__} as it is "
             "installed here; code in a checkpoint is not run"
         )
-    if getattr(cls, "_load_connected_pipes", False):
+    if private_api.fetches_checkpoints(cls):
         raise UnsupportedModelError(f"{name} fetches other checkpoints by itself; serve one of its parts instead")
     _signature(cls)  # before anything is loaded
     return cls

@@ -10,29 +10,28 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.errors import InvalidRequestError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
     DiffusersEncoder,
     VaeDecoder,
     calculate_shift,
-    distribution,
+    default_to,
     noise,
-    sample,
     set_timesteps,
-    skip_to_strength,
 )
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _STEPS, _SCHNELL_STEPS = 28, 4
-_GUIDANCE, _IMAGE_GUIDANCE, _STRENGTH = 3.5, 7.0, 0.6
-_MAX_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256
+_GUIDANCE, _IMAGE_GUIDANCE = 3.5, 7.0
+_SCHNELL_TEXT_TOKENS = 256
 _KONTEXT = "FluxKontextPipeline"
 
 
@@ -40,45 +39,30 @@ class Encoder(DiffusersEncoder):
     """A CLIP and a T5 for the text; the VAE for a picture to start from."""
 
     max_images = 1
+    max_text_tokens = 512
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.max_sequence_length is not None and params.max_sequence_length > _MAX_TEXT_TOKENS:
-            raise LimitExceededError(
-                f"must be at most {_MAX_TEXT_TOKENS}, got {params.max_sequence_length}", param="max_sequence_length"
-            )
-        # diffusers ignores either without the other; someone who gives one wants it to count.
+        # diffusers ignores either without the other; someone who sets one wants it to count.
         guided = params.true_cfg is not None and params.true_cfg > 1
         if params.negative_prompt is not None and not guided:
             raise InvalidRequestError("counts only with true_cfg above 1; set that too", param="negative_prompt")
         if guided and params.negative_prompt is None:
             raise InvalidRequestError('guides away from a negative_prompt; give one, "" if need be', param="true_cfg")
 
+    def guided(self, params: DiffusionParams) -> bool:
+        return params.true_cfg is not None and params.true_cfg > 1 and params.negative_prompt is not None
+
     def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        schnell = not self.pipe.transformer.config.guidance_embeds
-        options = (params.max_sequence_length or (_SCHNELL_TEXT_TOKENS if schnell else _MAX_TEXT_TOKENS),)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if params.true_cfg is not None and params.true_cfg > 1 and params.negative_prompt is not None:
-            jobs.append(EncodeJob(params.negative_prompt, options=options))
-        return jobs
+        if not self.pipe.transformer.config.guidance_embeds and params.max_sequence_length is None:  # schnell
+            params = params.merged(DiffusionParams(max_sequence_length=_SCHNELL_TEXT_TOKENS))
+        return super().jobs(payload, params)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, pooled, _ = self.pipe.encode_prompt(
             prompt=[job.text for job in jobs], device=self.device, max_sequence_length=jobs[0].options[0]
         )
         return [{"embeds": embeds[i], "pooled": pooled[i]} for i in range(len(jobs))]
-
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        shared: Tensors = {}
-        if payload.images:
-            shared = self.picture(payload.images[0], width, height)
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
-
-    def picture(self, pixels: np.ndarray, width: int, height: int) -> Tensors:
-        """What the denoiser needs of an input picture."""
-        scaled = self.pipe.image_processor.preprocess(Image.fromarray(pixels), height=height, width=width)
-        return distribution(self.pipe.vae.encode(scaled.to(self.device, self.pipe.vae.dtype)))
 
 
 class KontextEncoder(Encoder):
@@ -96,22 +80,22 @@ class KontextEncoder(Encoder):
 
     def _preferred(self, pixels: np.ndarray) -> tuple[int, int]:
         """(width, height) among the sizes that Kontext has seen that has the picture's shape most nearly."""
-        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
-
         ratio = pixels.shape[1] / pixels.shape[0]
-        _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        _, width, height = min((abs(ratio - w / h), w, h) for w, h in private_api.kontext_resolutions())
         return width // self.multiple * self.multiple, height // self.multiple * self.multiple
 
-    def picture(self, pixels: np.ndarray, width: int, height: int) -> Tensors:
-        pipe, (width, height) = self.pipe, self._preferred(pixels)
-        resized = pipe.image_processor.resize(Image.fromarray(pixels), height, width)
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        if not payload.images:
+            return {}
+        pipe, (width, height) = self.pipe, self._preferred(payload.images[0])
+        resized = pipe.image_processor.resize(Image.fromarray(payload.images[0]), height, width)
         scaled = pipe.image_processor.preprocess(resized, height, width).to(self.device, pipe.vae.dtype)
         config = pipe.vae.config
         latents = (pipe.vae.encode(scaled).latent_dist.mode() - config.shift_factor) * config.scaling_factor
-        _, channels, high, wide = latents.shape
-        ids = pipe._prepare_latent_image_ids(1, high // 2, wide // 2, self.device, latents.dtype)
+        high, wide = latents.shape[-2:]
+        ids = private_api.flux_position_ids(high // 2, wide // 2, self.device, latents.dtype)
         ids[..., 0] = 1
-        return {"reference": pipe._pack_latents(latents, 1, channels, high, wide)[0], "reference_ids": ids}
+        return {"reference": private_api.flux_pack(latents)[0], "reference_ids": ids}
 
 
 class Denoiser(DiffusersDenoiser):
@@ -137,22 +121,18 @@ class Denoiser(DiffusersDenoiser):
         shape = (1, self.pipe.transformer.config.in_channels // 4, high * 2, wide * 2)
         dtype = condition.positive["embeds"].dtype
         if "image_mean" in condition.shared:
-            strength = _STRENGTH if params.strength is None else params.strength
-            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
-            config = self.pipe.vae.config
-            picture = (sample(condition, generator, self.device) - config.shift_factor) * config.scaling_factor
-            latents = scheduler.scale_noise(picture, timesteps[:1], noise(shape, generator, self.device, dtype))
+            timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             latents = noise(shape, generator, self.device, dtype)
             scheduler.set_begin_index(0)
-        packed = self.pipe._pack_latents(latents, *shape)[0]
+        packed = private_api.flux_pack(latents)[0]
         context = self._positions(condition, high, wide, dtype)
         context["guidance"] = self._guidance(condition, params)
         return Lane(packed, scheduler, timesteps, condition, params, len(context["ids"]), context=context)
 
     def _positions(self, condition: Condition, high: int, wide: int, dtype: torch.dtype) -> dict[str, Any]:
         """Position ids of a lane's patches, and the grids that they stand for: equal grids have equal ids."""
-        ids = self.pipe._prepare_latent_image_ids(1, high, wide, self.device, dtype)
+        ids = private_api.flux_position_ids(high, wide, self.device, dtype)
         grids: tuple[int, ...] = (high, wide)
         context: dict[str, Any] = {}
         if "reference" in condition.shared:
@@ -163,12 +143,11 @@ class Denoiser(DiffusersDenoiser):
         return {**context, "ids": ids, "grids": grids}
 
     def _guidance(self, condition: Condition, params: DiffusionParams) -> Tensor | None:
-        """What a guidance-distilled transformer is told; None where it listens to nothing."""
+        """The input of a guidance-distilled transformer; None for one that takes none."""
         if not self.pipe.transformer.config.guidance_embeds:
             return None
         default = _IMAGE_GUIDANCE if "image_mean" in condition.shared else _GUIDANCE
-        value = default if params.guidance is None else params.guidance
-        return torch.tensor(value, dtype=torch.float32, device=self.device)
+        return torch.tensor(default_to(params.guidance, default), dtype=torch.float32, device=self.device)
 
     def group(self, row: Row) -> Hashable:
         # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
@@ -197,35 +176,26 @@ class Denoiser(DiffusersDenoiser):
         return list(predicted[:, :patches])
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        scale = 1.0 if lane.params.true_cfg is None else lane.params.true_cfg
-        return negative + scale * (positive - negative)
+        return negative + default_to(lane.params.true_cfg, 1.0) * (positive - negative)
 
     def result(self, lane: Lane) -> Tensor:
         # Unpacked, for packed ones do not tell a wide picture from a tall one.
-        size = lane.condition.height, lane.condition.width
-        unpacked: Tensor = self.pipe._unpack_latents(lane.latents[None], *size, self.pipe.vae_scale_factor)[0]
-        return unpacked
+        size = {"width": lane.condition.width, "height": lane.condition.height}
+        return private_api.flux_unpack(lane.latents[None], **size, vae_scale_factor=self.pipe.vae_scale_factor)[0]
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
-    kontext = parts.pipeline_class == _KONTEXT
-    cls = diffusers().FluxKontextPipeline if kontext else diffusers().FluxImg2ImgPipeline
-    pipe = parts.pipeline(cls, (*_TEXT_MODELS, "vae"), _TOKENIZERS, ("transformer",), context)
-    pipe.vae.decoder = None  # the decoding stage's
+    kontext = Parts(context.model.folder).pipeline_class == _KONTEXT
+    name = _KONTEXT if kontext else "FluxImg2ImgPipeline"
+    pipe = load_encoder_pipeline(context, name, (*_TEXT_MODELS, "vae"), _TOKENIZERS)
     cell = pipe.vae_scale_factor
-    made = KontextEncoder if kontext else Encoder
-    return made(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
+    encoder = KontextEncoder if kontext else Encoder
+    return encoder(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().FluxPipeline, ("transformer",), ("scheduler",), ("vae",), context)
-    return Denoiser(pipe, context.device, context.dtype)
+    return Denoiser.load(context, "FluxPipeline")
 
 
 def load_decoder(context: LoadContext) -> VaeDecoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().FluxPipeline, ("vae",), (), (), context)
-    pipe.vae.encoder = None
-    return VaeDecoder.load(context, pipe)
+    return VaeDecoder.load(context, "FluxPipeline", ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +16,22 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers import private_api
+from omnistage.models._diffusers.base import (
+    DiffusersDenoiser,
+    DiffusersEncoder,
+    VaeDecoder,
+    default_to,
+    noise,
+    set_timesteps,
+)
+from omnistage.models._diffusers.loading import load_encoder_pipeline
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLFlux2
 
 _STEPS, _DISTILLED_STEPS = 50, 4
 _GUIDANCE = 4.0
-_TEXT_TOKENS = 512
 _MIN_SIDE, _MAX_RATIO, _MAX_AREA = 64, 8, 1024 * 1024
 
 
@@ -62,18 +72,14 @@ class Encoder(DiffusersEncoder):
         """A picture of at most a million pixels, and the size that it is cut to."""
         picture = Image.fromarray(pixels)
         if picture.width * picture.height > _MAX_AREA:
-            picture = self.pipe.image_processor._resize_to_target_area(picture, _MAX_AREA)
+            picture = private_api.flux2_resize(picture, _MAX_AREA)
         return picture, (
             picture.width // self.multiple * self.multiple,
             picture.height // self.multiple * self.multiple,
         )
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        options = (params.max_sequence_length or _TEXT_TOKENS,)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if _is_guided(self.pipe, params):
-            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
-        return jobs
+    def guided(self, params: DiffusionParams) -> bool:
+        return default_to(params.guidance, _GUIDANCE) > 1 and not self.pipe.config.is_distilled
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, _ = self.pipe.encode_prompt(
@@ -81,18 +87,13 @@ class Encoder(DiffusersEncoder):
         )
         return [{"embeds": row} for row in embeds]
 
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        shared = self._references(payload.images) if payload.images else {}
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
-
-    def _references(self, images: Sequence[np.ndarray]) -> Tensors:
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        if not payload.images:
+            return {}
         pictures = []
-        for pixels in images:
-            picture, (width, height) = self._scaled(pixels)
-            pictures.append(
-                self.pipe.image_processor.preprocess(picture, height=height, width=width, resize_mode="crop")
-            )
+        for pixels in payload.images:
+            picture, (wide, high) = self._scaled(pixels)
+            pictures.append(self.pipe.image_processor.preprocess(picture, height=high, width=wide, resize_mode="crop"))
         latents, ids = self.pipe.prepare_image_latents(
             images=pictures, batch_size=1, generator=None, device=self.device, dtype=self.pipe.vae.dtype
         )
@@ -101,6 +102,8 @@ class Encoder(DiffusersEncoder):
 
 class Denoiser(DiffusersDenoiser):
     """FLUX.2's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
+
+    default_guidance = _GUIDANCE
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         cell = self.pipe.vae_scale_factor * 2
@@ -111,8 +114,6 @@ class Denoiser(DiffusersDenoiser):
         return high * wide
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
-        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-
         steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.is_distilled else _STEPS)
         scheduler = self.scheduler(params.scheduler)
         high, wide = self._grid(condition.width, condition.height)
@@ -120,20 +121,20 @@ class Denoiser(DiffusersDenoiser):
         channels = self.pipe.transformer.config.in_channels
         latents = noise((1, channels, high, wide), generator, self.device, dtype)
         sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
-        mu = compute_empirical_mu(image_seq_len=high * wide, num_steps=steps)
+        mu = private_api.flux2_shift(high * wide, steps)
         timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
         scheduler.set_begin_index(0)
-        ids = self.pipe._prepare_latent_ids(latents)[0]
+        ids = private_api.flux2_position_ids(latents)
         # Texts are padded to one length, so both branches have the same positions.
-        text = self.pipe._prepare_text_ids(condition.positive["embeds"][None])[0]
-        context: dict[str, Any] = {"text_ids": text.to(self.device)}
+        text = private_api.flux2_text_ids(condition.positive["embeds"])
+        context: dict[str, Tensor | bytes] = {"text_ids": text.to(self.device)}
         if "reference" in condition.shared:
             ids = torch.cat([ids, condition.shared["reference_ids"].cpu()])
             context["reference"] = condition.shared["reference"].to(self.device, dtype)
         # One digest stands for the sizes of the picture and of all references, which rows of a forward must share.
         context["places"] = hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest()
         context["ids"] = ids.to(self.device)
-        packed = self.pipe._pack_latents(latents)[0]
+        packed = private_api.flux2_pack(latents)[0]
         return Lane(packed, scheduler, timesteps, condition, params, len(ids), context=context)
 
     def group(self, row: Row) -> Hashable:
@@ -158,9 +159,6 @@ class Denoiser(DiffusersDenoiser):
         )[0]
         return list(predicted[:, :patches])
 
-    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + _guidance(lane.params) * (positive - negative)
-
     def result(self, lane: Lane) -> Tensor:
         # `[channels, high, wide]`, for packed ones do not tell a wide picture from a tall one.
         high, wide = self._grid(lane.condition.width, lane.condition.height)
@@ -170,11 +168,10 @@ class Denoiser(DiffusersDenoiser):
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
         mean, std = statistics(self.vae)
-        unpatched: Tensor = self.pipe._unpatchify_latents(latents * std + mean)
-        return unpatched
+        return private_api.flux2_unpatchify(latents * std + mean)
 
 
-def statistics(vae: Any) -> tuple[Tensor, Tensor]:
+def statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the channels, by which the transformer's latents are normalised."""
     mean = vae.bn.running_mean.view(1, -1, 1, 1)
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
@@ -182,9 +179,7 @@ def statistics(vae: Any) -> tuple[Tensor, Tensor]:
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("text_encoder", "vae"), ("tokenizer",), (), context)
-    pipe.vae.decoder = None  # the decoding stage's
+    pipe = load_encoder_pipeline(context, "Flux2KleinPipeline", ("text_encoder", "vae"), ("tokenizer",), ())
     # Hidden states are all that is read: the language model's head would only fill memory with logits.
     pipe.text_encoder = pipe.text_encoder.model
     cell = pipe.vae_scale_factor
@@ -192,21 +187,8 @@ def load_encoder(context: LoadContext) -> Encoder:
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("transformer",), ("scheduler",), ("vae",), context)
-    return Denoiser(pipe, context.device, context.dtype)
+    return Denoiser.load(context, "Flux2KleinPipeline")
 
 
 def load_decoder(context: LoadContext) -> Decoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("vae",), (), (), context)
-    pipe.vae.encoder = None
-    return Decoder.load(context, pipe)
-
-
-def _guidance(params: DiffusionParams) -> float:
-    return _GUIDANCE if params.guidance is None else params.guidance
-
-
-def _is_guided(pipe: Any, params: DiffusionParams) -> bool:
-    return _guidance(params) > 1 and not pipe.config.is_distilled
+    return Decoder.load(context, "Flux2KleinPipeline", ())

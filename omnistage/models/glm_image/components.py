@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from omnistage.compat import prepare_torchvision
@@ -15,11 +16,23 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers import private_api
+from omnistage.models._diffusers.base import (
+    DiffusersDenoiser,
+    DiffusersEncoder,
+    VaeDecoder,
+    default_to,
+    noise,
+    set_timesteps,
+)
+from omnistage.models._diffusers.loading import load_encoder_pipeline
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, MAX_IMAGES, check_params, upsampled
 
-_STEPS, _GUIDANCE, _MAX_TEXT = 50, 1.5, 2048
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, GlmImageTransformer2DModel, ModelMixin
+    from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+
+_STEPS, _GUIDANCE = 50, 1.5
 _NO_TOKENS, _NO_GRIDS = torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64)
 
 
@@ -30,6 +43,7 @@ class Encoder(DiffusersEncoder):
     """
 
     max_images = MAX_IMAGES
+    text_tokens = 2048
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         check_params(params, num_images=len(payload.images), masked=payload.mask is not None)
@@ -54,12 +68,8 @@ class Encoder(DiffusersEncoder):
         rows, columns = payload.context["grid"].tolist()  # settled when the tokens were asked for
         return columns * CELL, rows * CELL
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        options = (params.max_sequence_length or _MAX_TEXT,)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if _guidance(params) > 1:
-            jobs.append(EncodeJob("", options=options))
-        return jobs
+    def guided(self, params: DiffusionParams) -> bool:
+        return default_to(params.guidance, _GUIDANCE) > 1
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         # One by one: the pipeline pads shorter ones with zeros, which the transformer would look at.
@@ -75,11 +85,9 @@ class Encoder(DiffusersEncoder):
         )
         return embeds[0]  # type: ignore[no-any-return]
 
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         tokens = torch.tensor(payload.tokens, device=self.device)
-        shared = {"prior": upsampled(tokens, (height // CELL, width // CELL)), **self._sources(payload)}
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+        return {"prior": upsampled(tokens, (height // CELL, width // CELL)), **self._sources(payload)}
 
     def _sources(self, payload: DiffusionInput) -> dict[str, Tensor]:
         """Latents and tokens of the input pictures, as `source_latents_i` and `source_tokens_i`."""
@@ -98,7 +106,8 @@ class Encoder(DiffusersEncoder):
                     f"{columns * CELL}x{rows * CELL}",
                     param="image",
                 )
-            pixels = self.pipe.image_processor.preprocess(_pil(image), height=rows * CELL, width=columns * CELL)
+            picture, (height, width) = Image.fromarray(image), image.shape[:2]
+            pixels = self.pipe.image_processor.preprocess(picture, height=height, width=width)
             latents = self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)).latent_dist.mode()
             found[f"source_latents_{number}"] = ((latents - mean) / std)[0]
             found[f"source_tokens_{number}"] = upsampled(own, grid)
@@ -108,7 +117,8 @@ class Encoder(DiffusersEncoder):
 class Denoiser(DiffusersDenoiser):
     """The single-stream transformer. It reads input pictures through keys and values that it computes once."""
 
-    transformer: Any
+    transformer: GlmImageTransformer2DModel
+    default_guidance = _GUIDANCE
 
     def tokens(self, width: int, height: int, num_frames: int) -> int:
         cell = self.pipe.vae_scale_factor * self.transformer.config.patch_size
@@ -132,10 +142,9 @@ class Denoiser(DiffusersDenoiser):
             lane.context["sources"] = self._read_sources(condition)
         return lane
 
-    def _read_sources(self, condition: Condition) -> Any:
+    def _read_sources(self, condition: Condition) -> GlmImageKVCache:
         """Keys and values of all layers over the input pictures, as clean pictures at time 0."""
-        cache = _new_cache(self.transformer)
-        cache.set_mode("write")
+        cache = private_api.glm_cache(self.transformer.config.num_layers, "write")
         number = 0
         while (latents := condition.shared.get(f"source_latents_{number}")) is not None:
             tokens = condition.shared[f"source_tokens_{number}"][None].to(self.device)
@@ -178,15 +187,11 @@ class Denoiser(DiffusersDenoiser):
         )[0]
         return list(predicted.float())
 
-    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + _guidance(lane.params) * (positive - negative)
-
-    def _sources_of(self, rows: Sequence[Row]) -> Any:
+    def _sources_of(self, rows: Sequence[Row]) -> GlmImageKVCache | None:
         """One cache with a sample for each row, or None where the rows look at no picture."""
         if rows[0].branch == "negative" or "sources" not in rows[0].lane.context:
             return None
-        joined = _new_cache(self.transformer)
-        joined.set_mode("read")
+        joined = private_api.glm_cache(self.transformer.config.num_layers, "read")
         for layer, cache in enumerate(joined.caches):
             own = [row.lane.context["sources"][layer] for row in rows]
             cache.k_caches = [sample.k_caches[0] for sample in own]
@@ -201,56 +206,40 @@ class Decoder(VaeDecoder):
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    models, others = ("text_encoder", "vae"), ("tokenizer",)
-    pipe = _pipeline(context, models, others, ("transformer",))
-    pipe.vae.decoder = None  # the decoding stage's
+    prepare_torchvision(required=False)
+    pipe = load_encoder_pipeline(context, "GlmImagePipeline", ("text_encoder", "vae"), ("tokenizer",))
+    _check_pipeline(pipe, context)
     return Encoder(pipe, context.device, multiple=CELL, default_size=DEFAULT_SIZE)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    pipe = _pipeline(context, ("transformer",), ("scheduler",), ("vae",))
-    return Denoiser(pipe, context.device, context.dtype)
+    prepare_torchvision(required=False)
+    denoiser = Denoiser.load(context, "GlmImagePipeline")
+    _check_pipeline(denoiser.pipe, context)
+    return denoiser
 
 
 def load_decoder(context: LoadContext) -> Decoder:
-    pipe = _pipeline(context, ("vae",), (), ("transformer",))
-    pipe.vae.encoder = None
-    return Decoder.load(context, pipe)
-
-
-def _pipeline(context: LoadContext, models: Sequence[str], others: Sequence[str], stand_ins: Sequence[str]) -> Any:
     prepare_torchvision(required=False)
+    decoder = Decoder.load(context, "GlmImagePipeline")
+    _check_pipeline(decoder.pipe, context)
+    return decoder
+
+
+def _check_pipeline(pipe: DiffusionPipeline, context: LoadContext) -> None:
     folder = context.model.folder
-    pipe = Parts(folder).pipeline(diffusers().GlmImagePipeline, models, others, stand_ins, context)
     if pipe.vae_scale_factor * pipe.transformer.config.patch_size * 2 != CELL:
         raise UnsupportedModelError(f"a picture token of {folder} is not {CELL} pixels wide; only those are served")
     config = pipe.vae.config
     for moment in (config.latents_mean, config.latents_std):
         if not isinstance(moment, list | tuple) or len(moment) != config.latent_channels:
             raise CheckpointError(f"the VAE's config in {folder} has no latents_mean and latents_std for its channels")
-    return pipe
 
 
-def _new_cache(transformer: Any) -> Any:
-    from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-
-    return GlmImageKVCache(num_layers=transformer.config.num_layers)
-
-
-def _moments(vae: Any, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _moments(vae: ModelMixin, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the VAE's latents, `[1, channels, 1, 1]`."""
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1).to(device, dtype)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     return mean, std
-
-
-def _guidance(params: DiffusionParams) -> float:
-    return _GUIDANCE if params.guidance is None else params.guidance
-
-
-def _pil(pixels: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)

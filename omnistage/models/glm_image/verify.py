@@ -16,6 +16,7 @@ from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import ARInput, DiffusionInput, RequestInfo, StageInput, TokenChunk
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
 from omnistage.engines.ar.stage import ARStage
+from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models.glm_image.bridges import prior2encode
@@ -147,9 +148,9 @@ class Reference:
         """
         inputs, model = self._inputs(request), self.pipe.vision_language_encoder
         grids = inputs["image_grid_thw"]
-        most, offset, rows, columns = self.pipe._compute_generation_params(grids, not request.images)
+        count, offset, rows, columns = private_api.glm_generation_params(grids, from_text=not request.images)
         start = inputs["input_ids"].shape[1]
-        tokens = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, start : start + most - 1]
+        tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, start : start + count - 1]
         picture = tokens[offset : offset + rows * columns].tolist()
         context = {"grid": torch.tensor([rows, columns])}
         if request.images:
@@ -181,7 +182,7 @@ class Reference:
             grids = payload.context["source_grids"]
             split = torch.split(payload.context["source_tokens"], grids.prod(-1).tolist())
             sources = [
-                self.pipe._upsample_token_ids(own, *grid)[0] for own, grid in zip(split, grids.tolist(), strict=True)
+                private_api.glm_upsample(tokens, *grid)[0] for tokens, grid in zip(split, grids.tolist(), strict=True)
             ]
             ones = torch.ones(len(grids), 1, dtype=grids.dtype)
             options = {
@@ -202,7 +203,7 @@ class Reference:
             num_inference_steps=params.steps or 50,
             guidance_scale=1.5 if params.guidance is None else params.guidance,
             generator=torch.Generator().manual_seed(params.seed or 0),
-            prior_token_ids=self.pipe._upsample_token_ids(torch.tensor(payload.tokens), rows, columns),
+            prior_token_ids=private_api.glm_upsample(torch.tensor(payload.tokens), rows, columns),
             callback_on_step_end=keep,
             callback_on_step_end_tensor_inputs=["latents"],
             **options,

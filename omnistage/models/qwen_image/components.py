@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,58 +24,45 @@ from omnistage.models._diffusers.base import (
     calculate_shift,
     distribution,
     noise,
-    sample,
     set_timesteps,
-    skip_to_strength,
 )
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
-_STEPS, _GUIDANCE, _STRENGTH, _TEXT = 50, 4.0, 0.6, 512
-_LONGEST_TEXT = 1024
+if TYPE_CHECKING:
+    from diffusers import ConfigMixin
+    from diffusers.models.autoencoders.vae import AutoencoderKLOutput
+
+_STEPS, _GUIDANCE = 50, 4.0
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>")
-_MOST_ELONGATED = 200  # Qwen2.5-VL's image processor takes nothing beyond
+_MAX_RATIO = 200  # Qwen2.5-VL's image processor takes nothing beyond
 
 
 class Encoder(DiffusersEncoder):
     """Qwen2.5-VL for the text; the VAE for a picture to start from."""
 
     max_images = 1
+    max_text_tokens = 1024
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.max_sequence_length is not None and params.max_sequence_length > _LONGEST_TEXT:
-            raise InvalidRequestError(
-                f"must be at most {_LONGEST_TEXT}, got {params.max_sequence_length}", param="max_sequence_length"
-            )
         for name, text in (("prompt", payload.prompt), ("negative_prompt", params.negative_prompt or "")):
             for token in _PLACEHOLDERS:
                 if token in text:
                     raise InvalidRequestError(f"{token} stands for a picture; leave it out of the text", param=name)
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        texts = [payload.prompt]
-        if _guidance(params) > 1 and params.negative_prompt is not None:
-            texts.append(params.negative_prompt)
-        return [self.job(text, payload, params) for text in texts]
-
-    def job(self, text: str, payload: DiffusionInput, params: DiffusionParams) -> EncodeJob:
-        """What one text is encoded from."""
-        return EncodeJob(text, options=(params.max_sequence_length or _TEXT,))
+    def guided(self, params: DiffusionParams) -> bool:
+        return _guidance(params) > 1 and params.negative_prompt is not None
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         texts = [job.text for job in jobs]
         return _rows(*self.pipe.encode_prompt(prompt=texts, device=self.device, max_sequence_length=jobs[0].options[0]))
 
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        shared: Tensors = {}
-        if payload.images:
-            shared = distribution(self.encoded_picture(payload.images[0], width, height))
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        return distribution(self.encoded_picture(payload.images[0], width, height)) if payload.images else {}
 
-    def encoded_picture(self, image: np.ndarray, width: int, height: int) -> Any:
+    def encoded_picture(self, image: np.ndarray, width: int, height: int) -> AutoencoderKLOutput:
         """What the VAE makes of a picture at this size: a video of one frame to it."""
-        pixels = self.pipe.image_processor.preprocess(_pil(image), height=height, width=width)
+        pixels = self.pipe.image_processor.preprocess(Image.fromarray(image), height=height, width=width)
         return self.pipe.vae.encode(pixels.unsqueeze(2).to(self.device, self.pipe.vae.dtype))
 
 
@@ -96,7 +84,7 @@ class EditEncoder(Encoder):
         for image in payload.images:
             for area in (self.picture_area, self.seen_area):
                 low, high = sorted(_fit(image, area))
-                if low == 0 or high > _MOST_ELONGATED * low:
+                if low == 0 or high > _MAX_RATIO * low:
                     raise InvalidRequestError(
                         f"{image.shape[1]}x{image.shape[0]} pixels are too elongated for this model; crop the picture",
                         param="image",
@@ -111,35 +99,35 @@ class EditEncoder(Encoder):
         """The picture whose shape the result has."""
         return images[0]
 
-    def job(self, text: str, payload: DiffusionInput, params: DiffusionParams) -> EncodeJob:
+    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
+        jobs = super().jobs(payload, params)
         # An instruction is never cut, so one without end must be refused.
-        most = params.max_sequence_length or _LONGEST_TEXT
-        tokens = len(self.pipe.tokenizer(text)["input_ids"])
-        if tokens > most:
-            name = "prompt" if text == payload.prompt else "negative_prompt"
-            raise PromptTooLongError(f"has {tokens} tokens, at most {most} are taken; shorten it", param=name)
-        return EncodeJob(text, payload.images)
+        limit = params.max_sequence_length or self.max_text_tokens
+        for name, job in zip(("prompt", "negative_prompt"), jobs, strict=False):
+            tokens = len(self.pipe.tokenizer(job.text)["input_ids"])
+            if tokens > limit:
+                raise PromptTooLongError(f"has {tokens} tokens, at most {limit} are taken; shorten it", param=name)
+        return [EncodeJob(job.text, payload.images) for job in jobs]
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         texts, images = [job.text for job in jobs], [self.seen(job.images[0]) for job in jobs]
         return _rows(*self.pipe.encode_prompt(prompt=texts, image=images, device=self.device))
 
-    def seen(self, image: np.ndarray) -> Any:
+    def seen(self, image: np.ndarray) -> Image.Image:
         width, height = _fit(image, self.seen_area)
-        return self.pipe.image_processor.resize(_pil(image), height, width)
+        resized: Image.Image = self.pipe.image_processor.resize(Image.fromarray(image), height, width)
+        return resized
 
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         latents = []
         mean, std = _statistics(self.pipe.vae.config, self.device, self.pipe.vae.dtype)
         for image in payload.images:
             picture = self.encoded_picture(image, *_fit(image, self.picture_area)).latent_dist.mode()
             latents.append(((picture - mean) / std)[0])
-        shared = {
+        return {
             "image_latents": torch.cat([_pack(each) for each in latents]),
             "image_shapes": torch.tensor([[each.shape[-2] // 2, each.shape[-1] // 2] for each in latents]),
         }
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
 
 
 class EditPlusEncoder(EditEncoder):
@@ -165,8 +153,9 @@ class Denoiser(DiffusersDenoiser):
 
     def check(self, params: DiffusionParams) -> None:
         super().check(params)
-        own = self.pipe.scheduler
-        if params.steps == 1 and params.scheduler in (None, type(own).__name__) and own.config.get("shift_terminal"):
+        stock = self.pipe.scheduler
+        unchanged = params.scheduler in (None, type(stock).__name__)
+        if params.steps == 1 and unchanged and stock.config.get("shift_terminal"):
             # The schedule is stretched between its first step and its last: one alone becomes NaN.
             raise InvalidRequestError("this model's schedule has at least 2 steps; use 2 or more", param="steps")
 
@@ -182,12 +171,7 @@ class Denoiser(DiffusersDenoiser):
         shape = (1, 1, self.pipe.transformer.config.in_channels // 4, 2 * rows, 2 * columns)
         dtype = condition.positive["embeds"].dtype
         if "image_mean" in condition.shared:
-            strength = _STRENGTH if params.strength is None else params.strength
-            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
-            mean, std = _statistics(self.pipe.vae.config, self.device, dtype)
-            start = (sample(condition, generator, self.device) - mean) * (1.0 / std)
-            drawn = noise(shape, generator, self.device, dtype)
-            latents = scheduler.scale_noise(start.transpose(1, 2), timesteps[:1], drawn)
+            timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             scheduler.set_begin_index(0)
             latents = noise(shape, generator, self.device, dtype)
@@ -200,6 +184,10 @@ class Denoiser(DiffusersDenoiser):
             context["images"] = [images]
             tokens += len(images)
         return Lane(_pack(latents[0]), scheduler, timesteps, condition, params, tokens, context=context)
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        mean, std = _statistics(self.pipe.vae.config, self.device, latents.dtype)
+        return ((latents - mean) * (1.0 / std)).transpose(1, 2)
 
     def group(self, row: Row) -> Hashable:
         """Positions in the pictures are shared by a forward; texts of any length are padded and masked."""
@@ -242,46 +230,38 @@ class Denoiser(DiffusersDenoiser):
 
 
 class Decoder(VaeDecoder):
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
+    def unscaled(self, latents: Tensor) -> Tensor:
         mean, std = _statistics(self.vae.config, self.device, self.vae.dtype)
-        scaled = torch.stack(list(latents)).to(self.device, self.vae.dtype) / (1.0 / std) + mean
-        return self.pixels(self.vae.decode(scaled, return_dict=False)[0][:, :, 0])
+        return latents / (1.0 / std) + mean
+
+    def pixels(self, images: Tensor) -> list[np.ndarray]:
+        return super().pixels(images[:, :, 0])
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
-    encoder, pipeline = {
+    encoder, name = {
         "QwenImageEditPipeline": (EditEncoder, "QwenImageEditPipeline"),
         "QwenImageEditPlusPipeline": (EditPlusEncoder, "QwenImageEditPlusPipeline"),
-    }.get(parts.pipeline_class, (Encoder, "QwenImageImg2ImgPipeline"))
-    cls = getattr(diffusers(), pipeline)
-    pipe = parts.pipeline(cls, ("text_encoder", "vae"), ("tokenizer", "processor"), ("transformer",), context)
+    }.get(Parts(context.model.folder).pipeline_class, (Encoder, "QwenImageImg2ImgPipeline"))
+    pipe = load_encoder_pipeline(context, name, ("text_encoder", "vae"), ("tokenizer", "processor"))
     pipe.text_encoder.lm_head = nn.Identity()  # only hidden states are asked for
     if encoder is Encoder:
         pipe.text_encoder.model.visual = None
-    pipe.vae.decoder = nn.Identity()  # the decoding stage's; None would not do, the VAE counts its convolutions
-    multiple = 2 * pipe.vae_scale_factor
-    return encoder(
-        pipe, context.device, multiple=multiple, default_size=pipe.default_sample_size * pipe.vae_scale_factor
-    )
+    cell = pipe.vae_scale_factor
+    return encoder(pipe, context.device, multiple=2 * cell, default_size=pipe.default_sample_size * cell)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    cls = diffusers().QwenImagePipeline
-    pipe = parts.pipeline(cls, ("transformer",), ("scheduler",), ("vae",), context)
-    if pipe.transformer.config.guidance_embeds:
+    denoiser = Denoiser.load(context, "QwenImagePipeline")
+    if denoiser.pipe.transformer.config.guidance_embeds:
         # diffusers has the switch and no module behind it: its own pipeline cannot run such a checkpoint.
-        raise UnsupportedModelError(f"{parts.folder} is guidance-distilled, which diffusers' transformer cannot run")
-    return Denoiser(pipe, context.device, context.dtype)
+        folder = context.model.folder
+        raise UnsupportedModelError(f"{folder} is guidance-distilled, which diffusers' transformer cannot run")
+    return denoiser
 
 
 def load_decoder(context: LoadContext) -> Decoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().QwenImagePipeline, ("vae",), (), ("transformer",), context)
-    pipe.vae.encoder = nn.Identity()
-    return Decoder.load(context, pipe)
+    return Decoder.load(context, "QwenImagePipeline")
 
 
 def _guidance(params: DiffusionParams) -> float:
@@ -304,7 +284,7 @@ def _fit(image: np.ndarray, area: int) -> tuple[int, int]:
     return round(width / 32) * 32, round(width / ratio / 32) * 32
 
 
-def _statistics(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _statistics(config: ConfigMixin, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The latents' mean and deviation by channel, for `[1, channels, 1, h, w]`."""
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1).to(device, dtype)
@@ -318,9 +298,3 @@ def _pack(latents: Tensor) -> Tensor:
     height, width = latents.shape[-2:]
     cells = latents.reshape(-1, height // 2, 2, width // 2, 2).permute(1, 3, 0, 2, 4)
     return cells.reshape((height // 2) * (width // 2), -1)
-
-
-def _pil(pixels: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)

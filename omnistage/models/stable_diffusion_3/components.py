@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from PIL import Image
@@ -19,18 +18,15 @@ from omnistage.models._diffusers.base import (
     DiffusersEncoder,
     VaeDecoder,
     calculate_shift,
-    distribution,
+    default_to,
     noise,
-    sample,
     set_timesteps,
-    skip_to_strength,
 )
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers.loading import load_encoder_pipeline
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
-_STEPS, _GUIDANCE, _STRENGTH = 28, 7.0, 0.6
-_TEXT_TOKENS, _MAX_TEXT_TOKENS = 256, 512
+_STEPS, _GUIDANCE = 28, 7.0
 
 
 class Encoder(DiffusersEncoder):
@@ -38,28 +34,21 @@ class Encoder(DiffusersEncoder):
 
     max_images = 1
     takes_mask = True
+    text_tokens, max_text_tokens = 256, 512
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.max_sequence_length is not None and params.max_sequence_length > _MAX_TEXT_TOKENS:
-            raise LimitExceededError(
-                f"must be at most {_MAX_TEXT_TOKENS}, got {params.max_sequence_length}", param="max_sequence_length"
-            )
         if payload.mask is not None and (not payload.images or payload.mask.shape != payload.images[0].shape[:2]):
             raise InvalidRequestError("must come with an image of the same size", param="mask")
         # Positions are learnt up to a size; a picture of any shape is cut out of their square.
-        most = self.pipe.transformer.config.pos_embed_max_size * self.multiple
+        limit = self.pipe.transformer.config.pos_embed_max_size * self.multiple
         width, height = self.size(payload, params)
         for name, value in (("width", width), ("height", height)):
-            if value > most:
-                raise LimitExceededError(f"must be at most {most}, got {value}; ask for a smaller size", param=name)
+            if value > limit:
+                raise LimitExceededError(f"must be at most {limit}, got {value}; ask for a smaller size", param=name)
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        options = (params.max_sequence_length or _TEXT_TOKENS,)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if _guidance(params) > 1:
-            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
-        return jobs
+    def guided(self, params: DiffusionParams) -> bool:
+        return default_to(params.guidance, _GUIDANCE) > 1
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
@@ -72,23 +61,20 @@ class Encoder(DiffusersEncoder):
         )
         return [{"embeds": embeds[i], "pooled": pooled[i]} for i in range(len(jobs))]
 
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        shared: dict[str, Tensor] = {}
-        if payload.images:
-            picture = Image.fromarray(payload.images[0])
-            pixels = self.pipe.image_processor.preprocess(picture, height=height, width=width)
-            shared |= distribution(self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)))
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        shared = dict(super().shared(payload, params, width, height))
         if payload.mask is not None:
             mask = self.pipe.mask_processor.preprocess(Image.fromarray(payload.mask), height=height, width=width)
             cell = self.pipe.vae_scale_factor
             mask = torch.nn.functional.interpolate(mask, size=(height // cell, width // cell))
-            shared["mask"] = mask[0].to(self.device, encoded[0]["embeds"].dtype)
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
+            shared["mask"] = mask[0].to(self.device, self.pipe.vae.dtype)
+        return shared
 
 
 class Denoiser(DiffusersDenoiser):
     """The MMDiT."""
+
+    default_guidance = _GUIDANCE
 
     def tokens(self, width: int, height: int, num_frames: int) -> int:
         cell = self.pipe.vae_scale_factor * self.pipe.transformer.config.patch_size
@@ -97,25 +83,23 @@ class Denoiser(DiffusersDenoiser):
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         tokens = self.tokens(condition.width, condition.height, 1)
-        more: dict[str, Any] = {}
         if scheduler.config.get("use_dynamic_shifting"):
-            more["mu"] = calculate_shift(tokens, scheduler.config, max_shift=1.16)
-        timesteps = set_timesteps(scheduler, steps, self.device, **more)
+            mu = calculate_shift(tokens, scheduler.config, max_shift=1.16)
+            timesteps = set_timesteps(scheduler, steps, self.device, mu=mu)
+        else:
+            timesteps = set_timesteps(scheduler, steps, self.device)
         context: dict[str, Tensor] = {}
         if "image_mean" in condition.shared:
-            strength = _STRENGTH if params.strength is None else params.strength
-            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
-            config = self.pipe.vae.config
-            picture = (sample(condition, generator, self.device) - config.shift_factor) * config.scaling_factor
-            drawn = noise(picture.shape, generator, self.device, picture.dtype)
-            latents = scheduler.scale_noise(picture, timesteps[:1], drawn)[0]
+            timesteps, latents, picture, gaussian = self.from_picture(
+                condition, params, generator, scheduler, timesteps, steps
+            )
             if "mask" in condition.shared:
-                context = {"picture": picture, "noise": drawn, "mask": condition.shared["mask"].to(self.device)}
+                context = {"picture": picture, "noise": gaussian, "mask": condition.shared["mask"].to(self.device)}
         else:
             cell = self.pipe.vae_scale_factor
             shape = (1, self.pipe.transformer.config.in_channels, condition.height // cell, condition.width // cell)
-            latents = noise(shape, generator, self.device, condition.positive["embeds"].dtype)[0]
-        return Lane(latents, scheduler, timesteps, condition, params, tokens, context=dict(context))
+            latents = noise(shape, generator, self.device, condition.positive["embeds"].dtype)
+        return Lane(latents[0], scheduler, timesteps, condition, params, tokens, context=dict(context))
 
     def group(self, row: Row) -> Hashable:
         # Input pictures are in the latents already, so lanes with one and without share a forward.
@@ -132,9 +116,6 @@ class Denoiser(DiffusersDenoiser):
             )[0]
         )
 
-    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + _guidance(lane.params) * (positive - negative)
-
     def advance(self, lane: Lane, predictions: Sequence[Tensor]) -> None:
         super().advance(lane, predictions)
         if "mask" not in lane.context:
@@ -148,35 +129,24 @@ class Denoiser(DiffusersDenoiser):
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
     # Of the three pipelines this one has all the processors: for text, pictures and masks.
-    cls = diffusers().StableDiffusion3InpaintPipeline
-    pipe = parts.pipeline(cls, (*_TEXT_MODELS, "vae"), _TOKENIZERS, ("transformer",), context)
-    pipe.vae.decoder = None  # the decoding stage's
+    pipe = load_encoder_pipeline(context, "StableDiffusion3InpaintPipeline", (*_TEXT_MODELS, "vae"), _TOKENIZERS)
     config = pipe.transformer.config
     cell = pipe.vae_scale_factor
     return Encoder(pipe, context.device, multiple=cell * config.patch_size, default_size=int(config.sample_size * cell))
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    cls = diffusers().StableDiffusion3Pipeline
-    pipe = parts.pipeline(cls, ("transformer",), ("scheduler",), ("vae",), context)
-    taken, given = pipe.transformer.config.in_channels, pipe.vae.config.latent_channels
-    if taken != given:
+    denoiser = Denoiser.load(context, "StableDiffusion3Pipeline")
+    channels = denoiser.pipe.transformer.config.in_channels
+    latent_channels = denoiser.pipe.vae.config.latent_channels
+    if channels != latent_channels:
         raise UnsupportedModelError(
-            f"the transformer in {context.model.folder} takes {taken} channels and latents have {given}; transformers "
-            "made for inpainting alone are not served, plain ones paint into masks as well"
+            f"the transformer in {context.model.folder} takes {channels} channels and latents have {latent_channels}; "
+            "transformers for inpainting alone are not served, plain ones paint into masks as well"
         )
-    return Denoiser(pipe, context.device, context.dtype)
+    return denoiser
 
 
 def load_decoder(context: LoadContext) -> VaeDecoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().StableDiffusion3Pipeline, ("vae",), (), ("transformer",), context)
-    pipe.vae.encoder = None
-    return VaeDecoder.load(context, pipe)
-
-
-def _guidance(params: DiffusionParams) -> float:
-    return _GUIDANCE if params.guidance is None else params.guidance
+    return VaeDecoder.load(context, "StableDiffusion3Pipeline")

@@ -3,100 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.core.verification import ModelRunner, Progress, VerifyRow
+from omnistage.models._diffusers.loading import Parts
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, compare
+from omnistage.models._diffusers.verify import (
+    Case,
+    DiffusersReference,
+    Drawn,
+    Kind,
+    call_arguments,
+    cases_of,
+    compare,
+)
 
 
-class Reference:
-    """diffusers' pipelines over one set of weights, in float32 on the CPU."""
-
+class Reference(DiffusersReference):
     def __init__(self, folder: Path) -> None:
-        package = diffusers()
-        # Checkpoints may come without T5; diffusers wants to be told.
-        absent = {name: None for name, entry in Parts(folder).index.items() if entry == [None, None]}
-        self.drawing = package.StableDiffusion3Pipeline.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, **absent
-        )
-        self.changing = package.StableDiffusion3Img2ImgPipeline(**self.drawing.components)
-        self.painting = package.StableDiffusion3InpaintPipeline(**self.drawing.components)
-        for pipe in (self.drawing, self.changing, self.painting):
-            pipe.set_progress_bar_config(disable=True)
+        absent = [name for name, entry in Parts(folder).index.items() if entry == [None, None]]  # T5, perhaps
+        super().__init__(folder, "StableDiffusion3Pipeline", absent)
+        self.from_picture = self.variant("StableDiffusion3Img2ImgPipeline")
+        self.inpainting = self.variant("StableDiffusion3InpaintPipeline")
 
     @torch.inference_mode()
     def __call__(self, case: Case) -> Drawn:
-        payload, params = case.payload, case.params
-        given = {
-            "width": params.width,
-            "height": params.height,
-            "num_inference_steps": params.steps,
-            "guidance_scale": params.guidance,
-            "negative_prompt": params.negative_prompt,
-            "max_sequence_length": params.max_sequence_length,
-            "strength": params.strength,
-        }
-        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        pipe = self.drawing
+        payload, pipe, images = case.payload, self.pipe, {}
         if payload.images:
-            pipe = self.changing
-            options["image"] = Image.fromarray(payload.images[0])
+            pipe, images["image"] = self.from_picture, Image.fromarray(payload.images[0])
         if payload.mask is not None:
-            pipe = self.painting
-            options["mask_image"] = Image.fromarray(payload.mask)
-        generator = torch.Generator().manual_seed(params.seed or 0)
-        latents = pipe(payload.prompt, generator=generator, output_type="latent", **options).images
+            pipe, images["mask_image"] = self.inpainting, Image.fromarray(payload.mask)
+        latents = pipe(payload.prompt, output_type="latent", **images, **call_arguments(pipe, case.params)).images
         # Decoded here, as two of the three do it: the inpainting pipeline leaves the VAE's shift out when it decodes,
         # having taken it off when it encoded.
-        config = self.drawing.vae.config
-        decoded = self.drawing.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
-        pixels = self.drawing.image_processor.postprocess(decoded, output_type="np")[0]
-        return Drawn(latents[0], (pixels * 255).round().astype(np.uint8))
+        return Drawn(latents[0], self.decode(latents))
 
-
-def cases_for(count: int, seed: int, size: int) -> list[Case]:
-    """Requests of every kind around a model's size (a multiple of 16)."""
-    wide, tall = size + 32, max(size - 16, 32)
-    photo = picture(wide, tall, seed)
-    mask = np.zeros(photo.shape[:2], np.uint8)
-    mask[tall // 4 : tall // 2, wide // 4 :] = 255
-    kinds: list[tuple[str, DiffusionInput, dict[str, object]]] = [
-        ("text", DiffusionInput("a red cat under an old tree"), {"width": size, "height": size, "steps": 4}),
-        (
-            "text, wide, negative",
-            DiffusionInput("a quiet river"),
-            {"width": wide, "height": tall, "steps": 3, "guidance": 4.5, "negative_prompt": "people"},
-        ),
-        (
-            "image to image",
-            DiffusionInput("the same at night", (photo,)),
-            {"width": wide, "height": tall, "steps": 5, "strength": 0.7},
-        ),
-        (
-            "inpainting",
-            DiffusionInput("a bird", (photo,), mask),
-            {"width": wide, "height": tall, "steps": 4, "strength": 0.8, "guidance": 3.0},
-        ),
-        ("unguided", DiffusionInput("music"), {"width": size, "height": size, "steps": 2, "guidance": 1.0}),
-    ]
-    made = []
-    for number in range(count):
-        name, payload, options = kinds[number % len(kinds)]
-        made.append(Case(f"{name} {number + 1}", payload, DiffusionParams.parse({**options, "seed": seed + number})))
-    return made
+    def cases(self, count: int, seed: int) -> list[Case]:
+        side = self.pipe.default_sample_size * self.pipe.vae_scale_factor
+        wide, tall = side + 32, max(side - 16, 32)
+        square, oblong = {"width": side, "height": side}, {"width": wide, "height": tall}
+        photo = picture(wide, tall, seed)
+        mask = np.zeros(photo.shape[:2], np.uint8)
+        mask[tall // 4 : tall // 2, wide // 4 :] = 255
+        guided = {"guidance": 4.5, "negative_prompt": "people"}
+        kinds: list[Kind] = [
+            ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
+            ("text, wide, negative", DiffusionInput("a quiet river"), {**oblong, "steps": 3, **guided}),
+            ("image to image", DiffusionInput("the same at night", (photo,)), {**oblong, "steps": 5, "strength": 0.7}),
+            (
+                "inpainting",
+                DiffusionInput("a bird", (photo,), mask),
+                {**oblong, "steps": 4, "strength": 0.8, "guidance": 3.0},
+            ),
+            ("unguided", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
+        ]
+        return cases_of(kinds, count, seed)
 
 
 def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Latents and pixels of each case, compared."""
-    check_cases(cases)
-    reference = Reference(runner.folder)
-    size = reference.drawing.default_sample_size * reference.drawing.vae_scale_factor
-    return compare(runner, cases_for(cases, seed, size), reference, progress)
+    return compare(runner, Reference(runner.folder), cases, seed, progress)

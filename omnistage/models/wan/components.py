@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,10 +22,20 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder, noise, set_timesteps
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers.base import (
+    DiffusersDenoiser,
+    DiffusersEncoder,
+    VaeDecoder,
+    default_to,
+    noise,
+    set_timesteps,
+)
+from omnistage.models._diffusers.loading import Parts, diffusers, load_encoder_pipeline
 
-_STEPS, _GUIDANCE, _FRAMES, _MAX_TEXT = 50, 5.0, 81, 512
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+_STEPS, _GUIDANCE, _FRAMES = 50, 5.0, 81
 _SIZE, _EXPANDED_SIZE = (832, 480), (1280, 704)
 _FPS, _EXPANDED_FPS = 16.0, 24.0
 # As published: everything that turns pixels into numbers or back runs in full precision.
@@ -39,7 +49,7 @@ _SOLVERS = (_FLOW_EULER, "UniPCMultistepScheduler", "DPMSolverMultistepScheduler
 class Encoder(DiffusersEncoder):
     """UMT5 for the text; the VAE, and CLIP in Wan 2.1, for pictures that a video starts from or ends with."""
 
-    def __init__(self, pipe: Any, device: torch.device, *, pictures: tuple[int, int]) -> None:
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, pictures: tuple[int, int]) -> None:
         self.default = _EXPANDED_SIZE if pipe.config.expand_timesteps else _SIZE
         # diffusers asks for multiples of 16 first and then cuts down to whole patches.
         cell = math.lcm(16, pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size[1])
@@ -58,7 +68,7 @@ class Encoder(DiffusersEncoder):
         super().check(payload, params)
         if params.strength is not None:
             raise InvalidRequestError("videos start from noise whatever the picture; leave it out", param="strength")
-        frames, factor = _frames(params), self.pipe.vae_scale_factor_temporal
+        frames, factor = self.num_frames(params), self.pipe.vae_scale_factor_temporal
         if (frames - 1) % factor:
             low = (frames - 1) // factor * factor + 1
             raise InvalidRequestError(
@@ -69,17 +79,16 @@ class Encoder(DiffusersEncoder):
             raise InvalidRequestError(
                 f"two pictures need at least {factor + 1} frames between them", param="num_frames"
             )
-        if self.takes_clip and params.max_sequence_length not in (None, _MAX_TEXT):
+        if self.takes_clip and params.max_sequence_length not in (None, self.text_tokens):
             raise InvalidRequestError(
-                f"this model reads exactly {_MAX_TEXT} prompt tokens; leave it out", param="max_sequence_length"
+                f"this model reads exactly {self.text_tokens} prompt tokens; leave it out", param="max_sequence_length"
             )
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        options = (params.max_sequence_length or _MAX_TEXT,)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if _guidance(params) > 1:
-            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
-        return jobs
+    def guided(self, params: DiffusionParams) -> bool:
+        return default_to(params.guidance, _GUIDANCE) > 1
+
+    def num_frames(self, params: DiffusionParams) -> int:
+        return params.num_frames or _FRAMES
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, _ = self.texts.encode_prompt(
@@ -89,12 +98,6 @@ class Encoder(DiffusersEncoder):
             device=self.device,
         )
         return [{"embeds": row} for row in embeds]
-
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        frames = _frames(params)
-        shared = self._pictures(payload.images, width, height, frames) if payload.images else {}
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height, frames)
 
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         """As asked; a side that is left out follows the picture's shape, at the model's usual number of pixels."""
@@ -110,9 +113,11 @@ class Encoder(DiffusersEncoder):
     def _whole(self, side: float) -> int:
         return max(int(side) // self.multiple, 1) * self.multiple
 
-    def _pictures(self, pixels: Sequence[np.ndarray], width: int, height: int, frames: int) -> Tensors:
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         """`picture`: its latents as the transformer's input has them; `clip`: CLIP's view of each, where it is used."""
-        pictures = [Image.fromarray(each) for each in pixels]
+        if not payload.images:
+            return {}
+        pictures = [Image.fromarray(pixels) for pixels in payload.images]
         prepared = [
             self.pipe.video_processor.preprocess(each, height=height, width=width).to(self.device, torch.float32)
             for each in pictures
@@ -123,7 +128,7 @@ class Encoder(DiffusersEncoder):
             num_channels_latents=self.pipe.vae.config.z_dim,
             height=height,
             width=width,
-            num_frames=frames,
+            num_frames=self.num_frames(params),
             dtype=torch.float32,
             device=self.device,
             latents=torch.empty(0),  # the noise is the denoiser's
@@ -138,7 +143,9 @@ class Encoder(DiffusersEncoder):
 class Denoiser(DiffusersDenoiser):
     """One transformer, or two experts that share the steps between them."""
 
-    def __init__(self, pipe: Any, device: torch.device, dtype: torch.dtype) -> None:
+    default_guidance = _GUIDANCE
+
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(pipe, device, dtype)
         self.expanded = bool(pipe.config.expand_timesteps)
         boundary = pipe.config.boundary_ratio
@@ -148,20 +155,20 @@ class Denoiser(DiffusersDenoiser):
     def transformers(self) -> tuple[nn.Module, ...]:
         return (self.transformer,) if self.boundary is None else (self.transformer, self.pipe.transformer_2)
 
-    def scheduler(self, name: str | None) -> Any:
-        own = self.pipe.scheduler
-        if name is None or name == type(own).__name__:
+    def scheduler(self, name: str | None) -> SchedulerMixin:
+        stock = self.pipe.scheduler
+        if name is None or name == type(stock).__name__:
             return super().scheduler(None)
         if name not in _SOLVERS:
             raise InvalidRequestError(
                 f"there is no scheduler {name!r} for this model; known: {', '.join(_SOLVERS)}", param="scheduler"
             )
         cls = getattr(diffusers(), name)
-        shift = own.config.get("flow_shift", own.config.get("shift", 1.0))
+        shift = stock.config.get("flow_shift", stock.config.get("shift", 1.0))
         if name == _FLOW_EULER:
-            return cls(num_train_timesteps=own.config.num_train_timesteps, shift=shift)
+            return cls(num_train_timesteps=stock.config.num_train_timesteps, shift=shift)
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
-        return cls.from_config(own.config, **flow)
+        return cls.from_config(stock.config, **flow)
 
     def tokens(self, width: int, height: int, num_frames: int) -> int:
         sides = zip(self._latent_shape(width, height, num_frames), self.pipe.transformer.config.patch_size, strict=True)
@@ -203,9 +210,6 @@ class Denoiser(DiffusersDenoiser):
                 return_dict=False,
             )[0]
         )
-
-    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + _guidance(lane.params) * (positive - negative)
 
     def result(self, lane: Lane) -> Tensor:
         return self._input(lane) if self.expanded else lane.latents
@@ -253,40 +257,31 @@ class Decoder(VaeDecoder):
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
-    pictures = takes_pictures(parts.index)
-    models = ("text_encoder", "image_encoder", "vae") if pictures else ("text_encoder",)
-    stand_ins = ("transformer",) if pictures else ("transformer", "vae")
-    pipe = parts.pipeline(
-        diffusers().WanImageToVideoPipeline,
-        models,
-        ("tokenizer", "image_processor"),
-        stand_ins,
+    pictures = takes_pictures(Parts(context.model.folder).index)
+    pipe = load_encoder_pipeline(
         context,
+        "WanImageToVideoPipeline",
+        ("text_encoder", "image_encoder", "vae") if pictures else ("text_encoder",),
+        ("tokenizer", "image_processor"),
+        ("transformer",) if pictures else ("transformer", "vae"),
         dtypes=_PRECISE,
     )
-    _check_transformer(pipe, parts)
-    pipe.vae.decoder = None  # the decoding stage's
+    _check_transformer(pipe, context)
     return Encoder(pipe, context.device, pictures=picture_counts(pipe) if pictures else (0, 0))
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(
-        diffusers().WanPipeline, ("transformer", "transformer_2"), ("scheduler",), ("vae",), context, dtypes=_PRECISE
-    )
-    _check_transformer(pipe, parts)
+    denoiser = Denoiser.load(context, "WanPipeline", ("transformer", "transformer_2"), dtypes=_PRECISE)
+    pipe = denoiser.pipe
+    _check_transformer(pipe, context)
     if pipe.config.boundary_ratio is not None and pipe.transformer_2 is None:
-        raise CheckpointError(f"{parts.folder} shares its steps between two experts but has no transformer_2")
-    return Denoiser(pipe, context.device, context.dtype)
+        raise CheckpointError(f"{context.model.folder} shares its steps between two experts but has no transformer_2")
+    return denoiser
 
 
 def load_decoder(context: LoadContext) -> Decoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().WanPipeline, ("vae",), (), (), context, dtypes=_PRECISE)
-    pipe.vae.encoder = None
-    decoder = Decoder.load(context, pipe)
-    decoder.fps = _EXPANDED_FPS if pipe.config.expand_timesteps else _FPS
+    decoder = Decoder.load(context, "WanPipeline", (), dtypes=_PRECISE)
+    decoder.fps = _EXPANDED_FPS if decoder.pipe.config.expand_timesteps else _FPS
     return decoder
 
 
@@ -295,7 +290,7 @@ def takes_pictures(index: Mapping[str, object]) -> bool:
     return index.get("_class_name") == "WanImageToVideoPipeline" or bool(index.get("expand_timesteps"))
 
 
-def picture_counts(pipe: Any) -> tuple[int, int]:
+def picture_counts(pipe: DiffusionPipeline) -> tuple[int, int]:
     """Fewest and most pictures of a request to a checkpoint that takes any."""
     config = pipe.transformer.config
     if pipe.config.expand_timesteps:
@@ -305,19 +300,12 @@ def picture_counts(pipe: Any) -> tuple[int, int]:
     return (1, 1) if config.pos_embed_seq_len is None else (2, 2)
 
 
-def _check_transformer(pipe: Any, parts: Parts) -> None:
+def _check_transformer(pipe: DiffusionPipeline, context: LoadContext) -> None:
     if pipe.transformer is None:
-        raise CheckpointError(f"{parts.folder} has no transformer; the checkpoint is incomplete, fetch it again")
+        folder = context.model.folder
+        raise CheckpointError(f"{folder} has no transformer; the checkpoint is incomplete, fetch it again")
 
 
 def _expert(lane: Lane) -> int:
     """Which transformer takes the lane's current step."""
     return int(lane.context["experts"][lane.step])
-
-
-def _frames(params: DiffusionParams) -> int:
-    return params.num_frames or _FRAMES
-
-
-def _guidance(params: DiffusionParams) -> float:
-    return _GUIDANCE if params.guidance is None else params.guidance

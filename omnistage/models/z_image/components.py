@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,15 +17,13 @@ from omnistage.models._diffusers.base import (
     DiffusersEncoder,
     VaeDecoder,
     calculate_shift,
-    distribution,
+    default_to,
     noise,
-    sample,
     set_timesteps,
-    skip_to_strength,
 )
-from omnistage.models._diffusers.loading import Parts, diffusers
+from omnistage.models._diffusers.loading import load_encoder_pipeline
 
-_STEPS, _GUIDANCE, _STRENGTH, _TEXT, _SIZE = 50, 5.0, 0.6, 512, 1024
+_STEPS, _GUIDANCE, _SIZE = 50, 5.0, 1024
 _CHUNK = 32
 """The transformer fills up texts and pictures to a multiple of this many tokens."""
 
@@ -42,20 +38,16 @@ class Encoder(DiffusersEncoder):
         # Positions are looked up in tables of fixed sizes, and the picture stands one place behind the text.
         texts, rows, columns = self.pipe.transformer.config.axes_lens
         width, height = self.size(payload, params)
-        for name, value, most in (
+        for name, value, limit in (
             ("width", width, columns * self.multiple),
             ("height", height, rows * self.multiple),
             ("max_sequence_length", params.max_sequence_length or 0, (texts - 2) // _CHUNK * _CHUNK),
         ):
-            if value > most:
-                raise InvalidRequestError(f"must be at most {most}, got {value}", param=name)
+            if value > limit:
+                raise InvalidRequestError(f"must be at most {limit}, got {value}", param=name)
 
-    def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
-        options = (params.max_sequence_length or _TEXT,)
-        jobs = [EncodeJob(payload.prompt, options=options)]
-        if _guidance(params) > 0:
-            jobs.append(EncodeJob(params.negative_prompt or "", options=options))
-        return jobs
+    def guided(self, params: DiffusionParams) -> bool:
+        return default_to(params.guidance, _GUIDANCE) > 0
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, _ = self.pipe.encode_prompt(
@@ -65,14 +57,6 @@ class Encoder(DiffusersEncoder):
             max_sequence_length=jobs[0].options[0],
         )
         return [{"embeds": each} for each in embeds]
-
-    def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
-        width, height = self.size(payload, params)
-        shared: Tensors = {}
-        if payload.images:
-            picture = self.pipe.image_processor.preprocess(_pil(payload.images[0]), height=height, width=width)
-            shared = distribution(self.pipe.vae.encode(picture.to(self.device, self.pipe.vae.dtype)))
-        return Condition(encoded[0], encoded[1] if len(encoded) > 1 else None, shared, width, height)
 
 
 class Denoiser(DiffusersDenoiser):
@@ -88,24 +72,14 @@ class Denoiser(DiffusersDenoiser):
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
         shift = calculate_shift(tokens, scheduler.config)
         timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=shift)
-        cell = 2 * self.pipe.vae_scale_factor
-        shape = (
-            1,
-            self.pipe.transformer.config.in_channels,
-            2 * (condition.height // cell),
-            2 * (condition.width // cell),
-        )
         if "image_mean" in condition.shared:
-            strength = _STRENGTH if params.strength is None else params.strength
-            timesteps = skip_to_strength(scheduler, timesteps, steps, strength)
-            config = self.pipe.vae.config
-            start = (sample(condition, generator, self.device) - config.shift_factor) * config.scaling_factor
-            drawn = noise(shape, generator, self.device, start.dtype)
-            latents = scheduler.scale_noise(start, timesteps[:1], drawn).float()
+            timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             scheduler.set_begin_index(0)
+            cell, channels = 2 * self.pipe.vae_scale_factor, self.pipe.transformer.config.in_channels
+            shape = (1, channels, 2 * (condition.height // cell), 2 * (condition.width // cell))
             latents = noise(shape, generator, self.device, torch.float32)
-        return Lane(latents[0], scheduler, timesteps, condition, params, tokens)
+        return Lane(latents[0].float(), scheduler, timesteps, condition, params, tokens)
 
     def group(self, row: Row) -> Hashable:
         """Texts and pictures go in as lists, of any lengths and shapes; only pictures of one length waste nothing."""
@@ -123,37 +97,19 @@ class Denoiser(DiffusersDenoiser):
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         """Guidance counts from the prompt, so that 0 is none."""
-        return positive + _guidance(lane.params) * (positive - negative)
+        return positive + default_to(lane.params.guidance, _GUIDANCE) * (positive - negative)
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    parts = Parts(context.model.folder)
-    cls = diffusers().ZImageImg2ImgPipeline
-    pipe = parts.pipeline(cls, ("text_encoder", "vae"), ("tokenizer",), ("transformer",), context)
+    pipe = load_encoder_pipeline(context, "ZImageImg2ImgPipeline", ("text_encoder", "vae"), ("tokenizer",))
     if hasattr(pipe.text_encoder, "lm_head"):
         pipe.text_encoder.lm_head = nn.Identity()  # only hidden states are asked for
-    pipe.vae.decoder = None  # the decoding stage's
     return Encoder(pipe, context.device, multiple=2 * pipe.vae_scale_factor, default_size=_SIZE)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().ZImagePipeline, ("transformer",), ("scheduler",), ("vae",), context)
-    return Denoiser(pipe, context.device, context.dtype)
+    return Denoiser.load(context, "ZImagePipeline")
 
 
 def load_decoder(context: LoadContext) -> VaeDecoder:
-    parts = Parts(context.model.folder)
-    pipe = parts.pipeline(diffusers().ZImagePipeline, ("vae",), (), ("transformer",), context)
-    pipe.vae.encoder = None
-    return VaeDecoder.load(context, pipe)
-
-
-def _guidance(params: DiffusionParams) -> float:
-    return _GUIDANCE if params.guidance is None else params.guidance
-
-
-def _pil(pixels: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
+    return VaeDecoder.load(context, "ZImagePipeline")
