@@ -1,7 +1,7 @@
 """What the families' random checkpoints share: shapes between two sizes, a tokenizer, seeded weights, shards.
 
-Weights are made tensor by tensor from the seed and the tensor's name, and written shard by shard: the same seed gives
-the same bytes whatever the order, and a checkpoint larger than memory can be written.
+Weights are initialised tensor by tensor from the seed and the tensor's name, and written shard by shard: the same seed
+gives the same bytes whatever the order, and a checkpoint larger than memory can be written.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from omnistage.core.errors import CheckpointError, ConfigError
-
-Progress = Callable[[str, float], None]
+from omnistage.core.verification import Progress
 
 BASE_VOCAB = 875
 USER_TOKEN_ID = 872  # what Qwen's vocabulary gives "user"; pinned, so that every size agrees
 MAX_SHARD_BYTES = 4_900_000_000
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_TEXT = """
+TRAINING_TEXT = """
 A model that listens, looks, reads and speaks is not one network but several, each good at one thing. The first one
 thinks: it takes the words of the question, the colours of the picture and the sound of the voice, and writes an answer
 one token after another. The second one talks: it follows the answer while it is being written and chooses the small
@@ -61,15 +61,21 @@ class _Shaped(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """How one tensor is drawn: normal with this mean and deviation, then all rows outside `keep_rows` set to zero."""
+class Init:
+    """How one tensor is initialised: normal with this mean and deviation, all rows outside `keep_rows` zero."""
 
     std: float
     mean: float = 0.0
     keep_rows: tuple[tuple[int, int], ...] | None = None  # half-open ranges
 
 
-Rule = Callable[[str, Sequence[int]], Draw]
+Rule = Callable[[str, Sequence[int]], Init]
+"""The initialisation of a tensor, by its name and shape."""
+
+
+def stored_dtype(scale: float) -> torch.dtype:
+    """Small checkpoints are for comparisons and kept exact, large ones are stored as published ones are."""
+    return torch.float32 if scale <= 0.5 else torch.bfloat16
 
 
 def check_scale(scale: float) -> None:
@@ -90,20 +96,76 @@ def between(scale: float, anchors: Sequence[int], multiple: int = 1) -> int:
     return math.ceil(exact / multiple - 1e-6) * multiple
 
 
-def normal(shape: Sequence[int], fan_in: int | None = None, gain: float = 1.0) -> Draw:
+def normal(shape: Sequence[int], fan_in: int | None = None, gain: float = 1.0) -> Init:
     """A weight whose output has `gain` times the deviation of its input."""
-    return Draw(gain / math.sqrt(fan_in or math.prod(shape[1:])))
+    return Init(gain / math.sqrt(fan_in or math.prod(shape[1:])))
 
 
-def decoder_draw(name: str, shape: Sequence[int]) -> Draw:
+def decoder_init(name: str, shape: Sequence[int]) -> Init:
     """A decoder layer, an encoder layer or an embedding: activations keep their size from layer to layer."""
     if len(shape) == 1:
-        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+        return vector_init(name)
     if "embed_tokens" in name or "bos_eos_token" in name:
-        return Draw(0.5)
+        return Init(0.5)
     leaf = name.split(".")[-2]
     # Attention that looks at single tokens rather than at their mean is what makes an answer depend on its history.
     return normal(shape, gain=2.0 if leaf in ("q_proj", "k_proj", "o_proj") else 1.0)
+
+
+def vector_init(name: str) -> Init:
+    """A bias, or the scale of a normalisation."""
+    return Init(0.1, mean=1.0) if name.endswith("weight") else Init(0.05)
+
+
+def head_init(shape: Sequence[int], *rows: tuple[int, int]) -> Init:
+    """An output layer: logits spread well apart, and no id outside these ranges of rows is ever the best one."""
+    return Init(normal(shape, gain=4.0).std, keep_rows=rows)
+
+
+def special_ids(tokens: Sequence[str], vocab_size: int, real_vocab: int, first: int) -> dict[str, int]:
+    """Special tokens whose ids begin at `first` in the real vocabulary: in this one as far from its end."""
+    start = first - real_vocab + vocab_size
+    return {token: start + offset for offset, token in enumerate(tokens)}
+
+
+def mrope(head_dim: int) -> dict[str, object]:
+    """Qwen's rotary embedding: time, height and width share the head's half in the ratio 16 : 24 : 24."""
+    section = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    return {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": section}
+
+
+def qwen_vision_config(scale: float, out_hidden_size: int, *, heads: int, width: int) -> dict[str, object]:
+    """The vision tower of Qwen2.5; `heads` and `width` (of the feed-forward) are those of scale 0."""
+    num_heads, depth = between(scale, (heads, 16), heads), between(scale, (2, 32))
+    # One block in eight attends to the whole image, the others to their windows; the last block always to all.
+    full = max(1, depth // 8)
+    return {
+        "depth": depth,
+        "hidden_size": num_heads * between(scale, (16, 80), 8),
+        "intermediate_size": between(scale, (width, 3420), 4),
+        "num_heads": num_heads,
+        "out_hidden_size": out_hidden_size,
+        "fullatt_block_indexes": [(number + 1) * depth // full - 1 for number in range(full)],
+        "window_size": 112,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
+def qwen_image_processor(processor: str, max_pixels: int) -> dict[str, object]:
+    """preprocessor_config.json of Qwen2.5's vision tower."""
+    return {
+        "processor_class": processor,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 3136,
+        "max_pixels": max_pixels,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
+    }
 
 
 def base_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -117,7 +179,7 @@ def base_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
         show_progress=False,
     )
     roles = "user\nassistant\nsystem\n" * 40  # often enough that each role is one token
-    tokenizer.train_from_iterator([_TEXT, roles], trainer)
+    tokenizer.train_from_iterator([TRAINING_TEXT, roles], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     vocab: dict[str, int] = model["vocab"]
     if len(vocab) != BASE_VOCAB or "user" not in vocab:
@@ -148,28 +210,63 @@ def write_tokenizer(folder: Path, special: Mapping[str, int], settings: Mapping[
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-
-    decoder = {
-        str(index): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
-        for token, index in special.items()
-    }
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    decoder = {str(index): {"content": token, **flags} for token, index in special.items()}
     write_json(folder / "tokenizer_config.json", {"added_tokens_decoder": decoder, **settings})
     write_json(folder / "vocab.json", vocab)
     write_json(folder / "added_tokens.json", dict(special))
+    write_merges(folder, merges)
+
+
+def tokenizer_settings(
+    cls: str,
+    max_length: int,
+    more: Mapping[str, object] | None = None,
+    *,
+    qwen: bool = True,
+    processor: str | None = None,
+) -> dict[str, object]:
+    """tokenizer_config.json of a ChatML tokenizer, and `more`; `qwen` adds what Qwen's has beyond others."""
+    return {
+        "tokenizer_class": cls,
+        **({} if processor is None else {"processor_class": processor}),
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "add_prefix_space": False,
+        **({"add_bos_token": False} if qwen else {}),
+        "clean_up_tokenization_spaces": False,
+        **({"errors": "replace"} if qwen else {}),
+        "model_max_length": max_length,
+        **(more or {}),
+    }
+
+
+def write_generation_config(folder: Path, ids: Mapping[str, int]) -> None:
+    """generation_config.json of a ChatML model."""
+    ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    settings = {"bos_token_id": ids["<|im_start|>"], "eos_token_id": ends, "pad_token_id": ids["<|endoftext|>"]}
+    write_json(folder / "generation_config.json", settings)
+
+
+def write_merges(folder: Path, merges: Iterable[tuple[str, str]]) -> None:
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def start(folder: Path, scale: float, variant: str | None = None, variants: Iterable[str] = ()) -> None:
+    """Check what `tiny` is asked for, and create `folder`."""
+    check_scale(scale)
+    if variant is not None and variant not in variants:
+        raise ConfigError(f"there is no {variant!r}; known: {', '.join(variants)}", param="variant")
+    new_folder(folder)
 
 
 def new_folder(folder: Path) -> None:
@@ -179,16 +276,16 @@ def new_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not empty; give a new folder for the checkpoint")
 
 
-def draw(name: str, shape: Sequence[int], rule: Rule, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def initial(name: str, shape: Sequence[int], rule: Rule, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """One weight in float32. The same seed, name and shape give the same values on the same kind of device."""
-    how = rule(name, shape)
+    init = rule(name, shape)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") >> 1)
     tensor = torch.empty(tuple(shape), dtype=torch.float32, device=device)
-    tensor.normal_(how.mean, how.std, generator=generator)
-    if how.keep_rows is not None:
+    tensor.normal_(init.mean, init.std, generator=generator)
+    if init.keep_rows is not None:
         dropped = torch.ones(shape[0], dtype=torch.bool, device=device)
-        for start, stop in how.keep_rows:
+        for start, stop in init.keep_rows:
             dropped[start:stop] = False
         tensor[dropped] = 0.0
     return tensor
@@ -205,14 +302,14 @@ def write_weights(
     """Write `tensors` (only their names and shapes are read) as safetensors shards, at least four, with their index."""
     sizes = {name: math.prod(tensor.shape) * dtype_of(name).itemsize for name, tensor in tensors.items()}
     total = sum(sizes.values())
-    shards = _plan_shards(sizes.items(), min(MAX_SHARD_BYTES, total // 4))
+    shards = plan_shards(sizes.items(), min(MAX_SHARD_BYTES, total // 4))
     weight_map: dict[str, str] = {}
     done = 0
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if progress is not None:
             progress(f"writing {file}", done / total)
-        shard = {name: draw(name, tensors[name].shape, rule, seed).to(dtype_of(name)) for name in names}
+        shard = {name: initial(name, tensors[name].shape, rule, seed).to(dtype_of(name)) for name in names}
         save_file(shard, str(folder / file), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
         done += sum(sizes[name] for name in names)
@@ -222,7 +319,7 @@ def write_weights(
         progress("weights written", 1.0)
 
 
-def _plan_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+def plan_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes:

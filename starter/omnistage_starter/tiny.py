@@ -7,7 +7,7 @@ its own package; the ears are random too, and only where the package `onnx` is t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from omnistage.core.errors import MissingDependencyError
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._tiny_common import between
 from omnistage.models.causal_lm import tiny as causal_lm
+from omnistage.models.flux2.tiny import transformer_init
 from omnistage_starter.draw import CHANNELS
 from omnistage_starter.family import ARCHITECTURE
 from omnistage_starter.stand_ins import write_ears
@@ -41,9 +42,9 @@ def write(
     report("writing think", 0.0)
     causal_lm.write(folder / "think", seed=seed, scale=min(scale, 0.5), config=config)
     report("writing draw", 0.6)
-    drawn = transformer(scale, text=config.hidden_size)
-    dtype = parts.stored_dtype(0.0)
-    parts.write_model(folder / "draw" / "transformer", drawn, _transformer_draw, seed=seed, dtype=dtype)
+    network = transformer(scale, text=config.hidden_size)
+    dtype = common.stored_dtype(0.0)
+    parts.write_model(folder / "draw" / "transformer", network, transformer_init, seed=seed, dtype=dtype)
     parts.write_flow_scheduler(folder / "draw" / "scheduler", shift=2.0, use_dynamic_shifting=False)
     report("writing hear", 0.9)
     with contextlib.suppress(MissingDependencyError):  # then it is deaf, as a starter pulled without npm
@@ -81,11 +82,3 @@ def transformer(scale: float, *, text: int) -> Any:
             axes_dims_rope=(head // 4,) * 4,
         )
     )
-
-
-def _transformer_draw(name: str, shape: Sequence[int]) -> Draw:
-    """Attention is the message's only way in: it must pick its rows and weigh them."""
-    if "norm_q" in name or "norm_k" in name or "norm_added" in name:
-        return Draw(0.1, mean=2.0)
-    drawn = parts.transformer_draw(name, shape)
-    return Draw(drawn.std * 3, drawn.mean) if ".attn.to_out" in name else drawn

@@ -45,7 +45,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     f"{_GLM_IMAGE}.GlmImageKVCache.set_mode": ("self", "mode"),
     f"{_EMBEDDINGS}.PatchEmbed": (
         *("height", "width", "patch_size", "in_channels", "embed_dim", "layer_norm", "flatten", "bias"),
-        *("interpolation_scale", "pos_embed_type", "pos_embed_max_size", "zero_module"),
+        *("interpolation_scale", "pos_embed_type", "pos_embed_max_size"),
     ),
 }
 """Dotted names inside diffusers, and the parameters that we rely on; None for one that is not called."""

@@ -1,4 +1,4 @@
-"""What random checkpoints of diffusers' layout are made of: text encoders, their tokenizers, a VAE, the index.
+"""What random checkpoints of diffusers' layout consist of: text encoders, their tokenizers, a VAE, the index.
 
 Each part goes to its own folder, with the class, configuration and weight names that published checkpoints have.
 """
@@ -9,8 +9,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,10 +21,15 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 
+from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers.loading import INDEX, diffusers
-from omnistage.models._tiny_common import Draw, Rule, between
+from omnistage.models._tiny_common import Init, Rule, between, stored_dtype
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
 
 CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
 CLIP_TEXT, T5_TEXT = 77, 512
@@ -31,11 +37,6 @@ _CLIP_MERGES = 300
 _WEIGHTS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 
 # ------------------------------------------------------------------------------------------- weights and files
-
-
-def stored_dtype(scale: float) -> torch.dtype:
-    """Small checkpoints are for comparisons and kept exact, large ones are stored as published ones are."""
-    return torch.float32 if scale <= 0.5 else torch.bfloat16
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -46,7 +47,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 def write_model(
     folder: Path,
-    model: Any,
+    model: PreTrainedModel | ModelMixin,
     rule: Rule,
     *,
     seed: int,
@@ -54,7 +55,7 @@ def write_model(
     fixed: Mapping[str, Tensor] | None = None,
     hub_name: Callable[[str], str] = str,
 ) -> None:
-    """Write a module's configuration and weights; those in `fixed` are not drawn. Tied weights are written once.
+    """Write a module's configuration and weights; those in `fixed` have these values. Tied weights are written once.
 
     The folder's name is part of the seed: two encoders of one shape in one checkpoint must not be equal.
     """
@@ -63,8 +64,9 @@ def write_model(
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not any(tensor is other for other in tensors.values()):
             tensors[name] = tensor
-    library = type(model).__module__.partition(".")[0]
-    shards = _shards(tensors, dtype)
+    library = library_of(model)
+    sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors.items()}
+    shards = common.plan_shards(sizes.items(), common.MAX_SHARD_BYTES)
     stem = _WEIGHTS[library]
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -73,13 +75,12 @@ def write_model(
         for name in names:
             value = (fixed or {}).get(name)
             if value is None:
-                value = common.draw(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
+                value = common.initial(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
             shard[hub_name(name)] = value.to(dtype) if value.is_floating_point() else value
         save_file(shard, str(folder / f"{stem}{tail}.safetensors"), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, f"{stem}{tail}.safetensors"))
     if len(shards) > 1:
-        total = sum(math.prod(t.shape) * dtype.itemsize for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         common.write_json(folder / f"{stem}.safetensors.index.json", index)
     if library == "transformers":
         model.config.architectures = [type(model).__name__]
@@ -89,17 +90,68 @@ def write_model(
         model.save_config(folder)
 
 
-def _shards(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if shards[-1] and filled + size > common.MAX_SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
+@dataclass(frozen=True, slots=True, eq=False)
+class TinyModel:
+    """A network of a checkpoint: a module on no device, and how its weights are initialised and named."""
+
+    module: nn.Module
+    rule: Rule
+    hub_name: Callable[[str], str] = str
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TinyPart:
+    """A part without weights: what model_index.json says of it, and what writes its folder."""
+
+    library: str
+    cls: str
+    write: Callable[[Path], None]
+
+
+def write_checkpoint(
+    folder: Path,
+    pipeline: str,
+    models: Mapping[str, TinyModel],
+    others: Mapping[str, TinyPart | None],
+    *,
+    seed: int,
+    scale: float,
+    progress: Progress | None,
+    order: Sequence[str] | None = None,
+    **settings: object,
+) -> None:
+    """Write all parts and model_index.json, which names them in `order` (by name) and has the `settings` beside them.
+
+    `others` are tokenizers, processors and the scheduler; None for a part that the pipeline knows and this checkpoint
+    lacks.
+    """
+    report = progress or (lambda _what, _done: None)
+    for done, (name, model) in enumerate(models.items()):
+        report(f"writing {name}", done / len(models))
+        write_model(
+            folder / name,
+            model.module,
+            model.rule,
+            seed=seed,
+            dtype=stored_dtype(scale),
+            fixed=model.fixed,
+            hub_name=model.hub_name,
+        )
+    index: dict[str, tuple[str, str] | None] = {
+        name: (library_of(model.module), type(model.module).__name__) for name, model in models.items()
+    }
+    for name, part in others.items():
+        index[name] = None if part is None else (part.library, part.cls)
+        if part is not None:
+            part.write(folder / name)
+    write_index(folder, pipeline, {name: index[name] for name in order or sorted(index)}, **settings)
+    report("checkpoint written", 1.0)
+
+
+def library_of(module: nn.Module) -> str:
+    """The package that defines a module: diffusers or transformers."""
+    return type(module).__module__.partition(".")[0]
 
 
 def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str] | None], **settings: object) -> None:
@@ -111,7 +163,28 @@ def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]
 
 def write_flow_scheduler(folder: Path, **settings: object) -> None:
     """Write the configuration of the scheduler that flow-matching models share."""
-    diffusers().FlowMatchEulerDiscreteScheduler(**settings).save_pretrained(folder)
+    flow_scheduler(**settings).write(folder)
+
+
+def flow_scheduler(**settings: object) -> TinyPart:
+    scheduler = diffusers().FlowMatchEulerDiscreteScheduler(**settings)
+    return TinyPart("diffusers", "FlowMatchEulerDiscreteScheduler", scheduler.save_pretrained)
+
+
+def clip_tokenizer(*, pad_token: str = CLIP_EOS) -> TinyPart:
+    return TinyPart("transformers", "CLIPTokenizer", lambda folder: write_clip_tokenizer(folder, pad_token=pad_token))
+
+
+def t5_tokenizer() -> TinyPart:
+    return TinyPart("transformers", "T5TokenizerFast", write_t5_tokenizer)
+
+
+def qwen_tokenizer(
+    ids: Mapping[str, int], cls: str = "Qwen2Tokenizer", *, qwen: bool = True, **more: object
+) -> TinyPart:
+    """Settings as in `common.tokenizer_settings`; `cls` is what model_index.json calls the class."""
+    settings = common.tokenizer_settings("Qwen2Tokenizer", 131072, more, qwen=qwen)
+    return TinyPart("transformers", cls, lambda folder: common.write_tokenizer(folder, ids, settings))
 
 
 def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
@@ -121,33 +194,33 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
     return fine[0].permute(1, 2, 0).round().to(torch.uint8).numpy()
 
 
-# ------------------------------------------------------------------------------------------- how weights are drawn
+# ------------------------------------------------------------------------------------------- initialisation of weights
 
 
-def transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+def transformer_init(name: str, shape: Sequence[int]) -> Init:
     """A diffusion transformer: activations keep their size; modulation (AdaLN) is felt without taking over."""
     if len(shape) == 1:
-        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+        return common.vector_init(name)
     return common.normal(shape, gain=0.5 if "norm" in name or "modulation" in name else 1.0)
 
 
-def vae_draw(name: str, shape: Sequence[int]) -> Draw:
+def vae_init(name: str, shape: Sequence[int]) -> Init:
     """A convolutional VAE, its pictures spread over the range of pixels."""
     if len(shape) == 1:
-        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+        return common.vector_init(name)
     return common.normal(shape, gain=0.6 if name.endswith("decoder.conv_out.weight") else 1.0)
 
 
-def clip_draw(name: str, shape: Sequence[int]) -> Draw:
-    return Draw(0.5) if "embedding" in name else common.decoder_draw(name, shape)
+def clip_init(name: str, shape: Sequence[int]) -> Init:
+    return Init(0.5) if "embedding" in name else common.decoder_init(name, shape)
 
 
-def t5_draw(name: str, shape: Sequence[int]) -> Draw:
+def t5_init(name: str, shape: Sequence[int]) -> Init:
     """T5 does not scale its attention scores, so the queries are small from the start."""
     if len(shape) == 1:
-        return Draw(0.1, mean=1.0)
+        return Init(0.1, mean=1.0)
     if "shared" in name or "relative_attention_bias" in name:
-        return Draw(0.5)
+        return Init(0.5)
     return common.normal(shape, gain=0.4 if name.endswith("SelfAttention.q.weight") else 1.0)
 
 
@@ -162,10 +235,16 @@ def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     size = len(bytes_) * 2 + _CLIP_MERGES
     trainer = BpeTrainer(
-        vocab_size=size, min_frequency=1, initial_alphabet=bytes_, end_of_word_suffix="</w>", show_progress=False
+        vocab_size=size,
+        min_frequency=1,
+        # Named, so that their ids and with them the order of equally frequent pairs are the same in every process.
+        special_tokens=[f"{byte}</w>" for byte in bytes_],
+        initial_alphabet=bytes_,
+        end_of_word_suffix="</w>",
+        show_progress=False,
     )
     # Word by word, so that no merge reaches over a space: CLIP drops them.
-    trained.train_from_iterator(common._TEXT.split(), trainer)
+    trained.train_from_iterator(common.TRAINING_TEXT.split(), trainer)
     merges = [(left, right) for left, right in json.loads(trained.to_str())["model"]["merges"]][:_CLIP_MERGES]
     tokens = [*bytes_, *(f"{byte}</w>" for byte in bytes_), *(left + right for left, right in merges)]
     tokens = [*dict.fromkeys(tokens), CLIP_BOS, CLIP_EOS]
@@ -175,16 +254,15 @@ def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 def write_clip_tokenizer(folder: Path, *, pad_token: str = CLIP_EOS) -> None:
     """`pad_token` is "!" in the second of Stable Diffusion's CLIPs."""
     vocab, merges = clip_vocabulary()
-    made = transformers.CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad_token, model_max_length=CLIP_TEXT)
-    made.save_pretrained(folder)
+    tokenizer = transformers.CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad_token, model_max_length=CLIP_TEXT)
+    tokenizer.save_pretrained(folder)
     common.write_json(folder / "vocab.json", vocab)
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
-    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    common.write_merges(folder, merges)
 
 
 def t5_pieces() -> list[tuple[str, float]]:
     """Unigram pieces with their log-probabilities: the special tokens, characters, then words."""
-    text = common._TEXT
+    text = common.TRAINING_TEXT
     counts = Counter(f"\u2581{word}" for word in text.split())
     characters = sorted({chr(code) for code in range(33, 127)} | {c for c in text if not c.isspace()})
     total = sum(counts.values())
@@ -200,7 +278,7 @@ def write_t5_tokenizer(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------- text encoders, VAE
 
 
-def clip(scale: float, *, hidden: Sequence[int], layers: Sequence[int], projected: bool) -> Any:
+def clip(scale: float, *, hidden: Sequence[int], layers: Sequence[int], projected: bool) -> PreTrainedModel:
     """A CLIP text encoder, on no device; `projected` is the class with a projection of the pooled output."""
     vocab, _ = clip_vocabulary()
     head = 16 if scale < 0.5 else 64
@@ -227,12 +305,12 @@ def clip_hub_name(name: str) -> str:
     return name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
 
 
-def t5(scale: float) -> Any:
-    """T5's encoder, at scale 1 that of t5-v1_1-xxl, on no device."""
+def t5(scale: float, kind: str = "T5", vocab: tuple[int, int] = (1280, 32128)) -> nn.Module:
+    """T5's encoder (or UMT5's), at scale 1 that of t5-v1_1-xxl (or umt5-xxl), on no device."""
     width = t5_width(scale)
     head = 16 if scale < 0.5 else 64
-    config = transformers.T5Config(
-        vocab_size=between(scale, (1280, 32128), 64),
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=between(scale, vocab, 64),
         d_model=width,
         d_kv=head,
         d_ff=between(scale, (96, 10240), 32),
@@ -242,14 +320,14 @@ def t5(scale: float) -> Any:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    return on_meta(lambda: transformers.T5EncoderModel(config))
+    return on_meta(lambda: getattr(transformers, f"{kind}EncoderModel")(config))
 
 
 def t5_width(scale: float) -> int:
     return between(scale, (64, 4096), 64)
 
 
-def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> Any:
+def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> nn.Module:
     """The 16-channel VAE of Stable Diffusion 3 and FLUX.1, eight pixels a latent at every scale, on no device."""
     narrow = between(scale, (16, 128), 32 if scale else 16)
     wide = between(scale, (32, 512), 32)

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -68,17 +69,14 @@ def config_for(scale: float) -> LlamaConfig:
     )
 
 
-def weight_rule(config: LlamaConfig) -> common.Rule:
-    """How each weight is drawn, such that greedy answers are varied and keep to tokens that exist."""
-    ids = special_ids()
-    eos = ids["<|im_end|>"]
+def weight_rule() -> common.Rule:
+    """Weights for greedy answers that are varied and keep to tokens that exist."""
+    eos = special_ids()["<|im_end|>"]
 
-    def rule(name: str, shape: Sequence[int]) -> Draw:
+    def rule(name: str, shape: Sequence[int]) -> Init:
         if name == "lm_head.weight":
-            # Logits spread well apart; no placeholder and no id without a token is ever the best one.
-            keep = ((0, common.BASE_VOCAB), (eos, eos + 1))
-            return Draw(common.normal(shape, gain=4.0).std, keep_rows=keep)
-        return common.decoder_draw(name, shape)
+            return common.head_init(shape, (0, common.BASE_VOCAB), (eos, eos + 1))
+        return common.decoder_init(name, shape)
 
     return rule
 
@@ -88,7 +86,7 @@ def write(
     *,
     seed: int = 0,
     scale: float = 0.0,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
     config: LlamaConfig | None = None,
 ) -> None:
     """Write the checkpoint into `folder`, which must be new or empty. A `config` says more than the scale."""
@@ -98,31 +96,13 @@ def write(
     config = config or config_for(scale)
     common.new_folder(folder)
     ids = special_ids()
-    common.write_tokenizer(
-        folder,
-        ids,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "unk_token": None,
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config.max_position_embeddings,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
+    template = {"chat_template": CHAT_TEMPLATE}
+    length = config.max_position_embeddings
+    settings = common.tokenizer_settings("PreTrainedTokenizerFast", length, template, qwen=False)
+    common.write_tokenizer(folder, ids, settings)
     with torch.device("meta"):
         tensors = LlamaForCausalLM(config).state_dict()
-    dtype = torch.float32 if scale <= 0.5 else torch.bfloat16
-    common.write_weights(folder, tensors, weight_rule(config), lambda _: dtype, seed, progress)
-    common.write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": ids["<|im_start|>"],
-            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-            "pad_token_id": ids["<|endoftext|>"],
-        },
-    )
+    dtype = common.stored_dtype(scale)
+    common.write_weights(folder, tensors, weight_rule(), lambda _: dtype, seed, progress)
+    common.write_generation_config(folder, ids)
     config.save_pretrained(folder)  # last: a folder without it is no checkpoint

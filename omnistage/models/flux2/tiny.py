@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from omnistage.core.errors import ConfigError
+from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._tiny_common import Init, between
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 VARIANTS = ("base", "distilled")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -30,16 +35,8 @@ CHAT_TEMPLATE = (
     "{%- endif -%}"
 )
 
-_INDEX = {
-    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-    "text_encoder": ("transformers", "Qwen3ForCausalLM"),
-    "tokenizer": ("transformers", "Qwen2TokenizerFast"),
-    "transformer": ("diffusers", "Flux2Transformer2DModel"),
-    "vae": ("diffusers", "AutoencoderKLFlux2"),
-}
 
-
-def text_encoder(scale: float) -> Any:
+def text_encoder(scale: float) -> Qwen3ForCausalLM:
     """A Qwen3, on no device. The pipeline reads the hidden states of its layers 9, 18 and 27 at every size."""
     heads = between(scale, (2, 32), 2)
     config = transformers.Qwen3Config(
@@ -59,7 +56,7 @@ def text_encoder(scale: float) -> Any:
     return parts.on_meta(lambda: transformers.Qwen3ForCausalLM(config))
 
 
-def transformer(scale: float, *, text: int) -> Any:
+def transformer(scale: float, *, text: int) -> nn.Module:
     """FLUX.2's transformer at `scale`, on no device."""
     head = between(scale, (32, 128), 32)
     return parts.on_meta(
@@ -77,7 +74,7 @@ def transformer(scale: float, *, text: int) -> Any:
     )
 
 
-def autoencoder(scale: float) -> Any:
+def autoencoder(scale: float) -> nn.Module:
     """The 32-channel VAE, eight pixels a latent at every scale, on no device."""
     narrow, wide = between(scale, (16, 128), 32 if scale else 16), between(scale, (32, 512), 32)
     return parts.on_meta(
@@ -91,63 +88,44 @@ def autoencoder(scale: float) -> Any:
 
 
 def write(
-    folder: Path,
-    *,
-    seed: int = 0,
-    scale: float = 0.0,
-    progress: Callable[[str, float], None] | None = None,
-    variant: str = "distilled",
+    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "distilled"
 ) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
-    common.check_scale(scale)
-    if variant not in VARIANTS:
-        raise ConfigError(f"there is no {variant!r}; known: {', '.join(VARIANTS)}", param="variant")
-    common.new_folder(folder)
+    common.start(folder, scale, variant, VARIANTS)
     language = text_encoder(scale)
-    models = {
-        "text_encoder": (language, common.decoder_draw),
-        "transformer": (transformer(scale, text=language.config.hidden_size), _transformer_draw),
-        "vae": (autoencoder(scale), _vae_draw),
-    }
-    fixed = {"bn.num_batches_tracked": torch.tensor(1)}
-    for done, (name, (model, rule)) in enumerate(models.items()):
-        if progress is not None:
-            progress(f"writing {name}", done / len(models))
-        parts.write_model(folder / name, model, rule, seed=seed, dtype=parts.stored_dtype(scale), fixed=fixed)
-    _write_tokenizer(folder / "tokenizer")
-    parts.write_flow_scheduler(folder / "scheduler", shift=3.0, use_dynamic_shifting=True)
-    parts.write_index(folder, "Flux2KleinPipeline", _INDEX, is_distilled=variant == "distilled")
-    if progress is not None:
-        progress("checkpoint written", 1.0)
+    flux = transformer(scale, text=language.config.hidden_size)
+    parts.write_checkpoint(
+        folder,
+        "Flux2KleinPipeline",
+        {
+            "text_encoder": TinyModel(language, common.decoder_init),
+            "transformer": TinyModel(flux, transformer_init),
+            "vae": TinyModel(autoencoder(scale), _vae_init, fixed={"bn.num_batches_tracked": torch.tensor(1)}),
+        },
+        {
+            "scheduler": parts.flow_scheduler(shift=3.0, use_dynamic_shifting=True),
+            "tokenizer": parts.qwen_tokenizer(
+                _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=CHAT_TEMPLATE
+            ),
+        },
+        seed=seed,
+        scale=scale,
+        progress=progress,
+        is_distilled=variant == "distilled",
+    )
 
 
-def _transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+def transformer_init(name: str, shape: Sequence[int]) -> Init:
     """Attention is the prompt's only way in, and most of its tokens are the template's: it must pick and weigh them."""
     if "norm_q" in name or "norm_k" in name or "norm_added" in name:
-        return Draw(0.1, mean=2.0)
-    drawn = parts.transformer_draw(name, shape)
-    return Draw(drawn.std * 3, drawn.mean) if ".attn.to_out" in name else drawn
+        return Init(0.1, mean=2.0)
+    init = parts.transformer_init(name, shape)
+    return Init(init.std * 3, init.mean) if ".attn.to_out" in name else init
 
 
-def _vae_draw(name: str, shape: Sequence[int]) -> Draw:
-    return Draw(0.1, mean=1.0) if name.endswith("running_var") else parts.vae_draw(name, shape)
+def _vae_init(name: str, shape: Sequence[int]) -> Init:
+    return Init(0.1, mean=1.0) if name.endswith("running_var") else parts.vae_init(name, shape)
 
 
 def _special_ids() -> dict[str, int]:
     return {token: common.BASE_VOCAB + offset for offset, token in enumerate(SPECIAL_TOKENS)}
-
-
-def _write_tokenizer(folder: Path) -> None:
-    folder.mkdir()
-    settings = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 131072,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    common.write_tokenizer(folder, _special_ids(), settings)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.verification import Progress
+from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
+from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._tiny_common import Init, between
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from transformers import GlmImageConfig, PreTrainedConfig, T5Config
 
 _REAL_VOCAB, _REAL_CODES, _CONTROLS = 168064, 16384, 128
 _FIRST_SPECIAL = 167841
@@ -35,6 +43,15 @@ _SPECIAL_TOKENS = (
     "<|image|>",
     "<|video|>",
 )
+_INDEX = {
+    "processor": ("transformers", "GlmImageProcessor"),
+    "text_encoder": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "ByT5Tokenizer"),
+    "vision_language_encoder": ("transformers", "GlmImageForConditionalGeneration"),
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "transformer": ("diffusers", "GlmImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
 _IMAGE_START, _IMAGE_END = "<|dit_token_16384|>", "<|dit_token_16385|>"
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -45,10 +62,6 @@ _CHAT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}{%- endif -%}"
     "{%- endfor -%}"
 )
-_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-
-Progress = Callable[[str, float], None]
 
 
 def num_codes(scale: float) -> int:
@@ -63,15 +76,12 @@ def vocab_size(scale: float) -> int:
 
 def special_ids(scale: float) -> dict[str, int]:
     """Ids of special tokens: as far from the end of the vocabulary as in the real one."""
-    first = _FIRST_SPECIAL - _REAL_VOCAB + vocab_size(scale)
     controls = {_IMAGE_START: num_codes(scale), _IMAGE_END: num_codes(scale) + 1}
-    return controls | {token: first + offset for offset, token in enumerate(_SPECIAL_TOKENS)}
+    return controls | common.special_ids(_SPECIAL_TOKENS, vocab_size(scale), _REAL_VOCAB, _FIRST_SPECIAL)
 
 
-def prior_config(scale: float) -> Any:
+def prior_config(scale: float) -> GlmImageConfig:
     """The language model's configuration."""
-    from transformers import GlmImageConfig
-
     ids, head_dim = special_ids(scale), between(scale, (32, 128), 32)
     heads = between(scale, (4, 32), 4)
     sixteenths = head_dim // 32  # half of the head turns: time, height and width share its pairs as 8 : 12 : 12
@@ -109,7 +119,7 @@ def prior_config(scale: float) -> Any:
         "embed_dim": between(scale, (32, 2048), 16),
         "latent_channels": width,
     }
-    return GlmImageConfig(
+    return transformers.GlmImageConfig(
         text_config=text,
         vision_config=vision,
         vq_config=codebook,
@@ -117,14 +127,12 @@ def prior_config(scale: float) -> Any:
         image_start_token_id=ids[_IMAGE_START],
         image_end_token_id=ids[_IMAGE_END],
         architectures=["GlmImageForConditionalGeneration"],
-        dtype="float32" if scale <= 0.5 else "bfloat16",
+        dtype=str(common.stored_dtype(scale)).removeprefix("torch."),
     )
 
 
-def glyph_config(scale: float) -> Any:
-    from transformers import T5Config
-
-    return T5Config(
+def glyph_config(scale: float) -> T5Config:
+    return transformers.T5Config(
         vocab_size=384,
         d_model=between(scale, (48, 1472), 16),
         d_ff=between(scale, (96, 3584), 32),
@@ -155,7 +163,7 @@ def vae_config(scale: float, seed: int) -> dict[str, object]:
     groups = 4 if scale < 0.5 else 32
     sizes = ((8, 128), (16, 512), (16, 1024), (16, 1024))
     channels = [between(scale, size, groups) for size in sizes]
-    moments = common.draw("vae.moments", (2, 16), lambda *_: Draw(0.2), seed)
+    moments = common.initial("vae.moments", (2, 16), lambda *_: Init(0.2), seed)
     return {
         "block_out_channels": channels,
         "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -178,32 +186,31 @@ def vae_config(scale: float, seed: int) -> dict[str, object]:
 
 
 def _prior_rule(codes: int) -> common.Rule:
-    def rule(name: str, shape: Sequence[int]) -> Draw:
+    def rule(name: str, shape: Sequence[int]) -> Init:
         if name == "lm_head.weight":
-            # A picture token is always the best one.
-            return Draw(common.normal(shape, gain=4.0).std, keep_rows=((0, codes),))
+            return common.head_init(shape, (0, codes))  # a picture token is always the best one
         if name.endswith("position_embedding.weight"):
-            return Draw(0.5)
+            return Init(0.5)
         if name.endswith("quantize.embedding.weight"):
-            return Draw(1.0)
-        return common.decoder_draw(name, shape)
+            return Init(1.0)
+        return common.decoder_init(name, shape)
 
     return rule
 
 
-def _glyph_draw(name: str, shape: Sequence[int]) -> Draw:
+def _glyph_init(name: str, shape: Sequence[int]) -> Init:
     if name == "shared.weight" or len(shape) == 1:
-        return Draw(0.1 if len(shape) == 1 else 1.0, mean=1.0 if len(shape) == 1 else 0.0)
+        return Init(0.1 if len(shape) == 1 else 1.0, mean=1.0 if len(shape) == 1 else 0.0)
     # T5 does not scale its scores.
     return common.normal(shape, gain=0.5 if name.endswith((".q.weight", ".k.weight")) else 1.0)
 
 
-def _picture_draw(name: str, shape: Sequence[int]) -> Draw:
+def _picture_init(name: str, shape: Sequence[int]) -> Init:
     """Weights of the transformer and the VAE: pictures that differ by prompt and place, within range."""
     if len(shape) == 1:
-        return Draw(0.1, mean=1.0) if name.endswith("weight") else Draw(0.05)
+        return common.vector_init(name)
     if name.endswith("prior_token_embedding.weight"):
-        return Draw(1.0)
+        return Init(1.0)
     if name == "decoder.conv_out.weight":
         return common.normal(shape, gain=0.5)
     return common.normal(shape)
@@ -215,76 +222,66 @@ def _picture_draw(name: str, shape: Sequence[int]) -> Draw:
 def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
     prepare_torchvision()
-    from transformers import GlmImageForConditionalGeneration, T5EncoderModel
-
-    common.check_scale(scale)
-    common.new_folder(folder)
+    common.start(folder, scale)
     package, report = diffusers(), progress or (lambda _what, _done: None)
-    dtype = torch.float32 if scale <= 0.5 else torch.bfloat16
-    prior = prior_config(scale)
     report("vision_language_encoder", 0.0)
-    _write_language_model(
-        folder / "vision_language_encoder",
-        GlmImageForConditionalGeneration,
-        prior,
-        _prior_rule(num_codes(scale)),
-        dtype,
-        seed,
-    )
-    common.write_json(
-        folder / "vision_language_encoder" / "generation_config.json",
-        {
-            "do_sample": True,
-            "temperature": 0.9,
-            "top_p": 0.75,
-            "top_k": prior.text_config.vision_vocab_size,
-            "eos_token_id": prior.text_config.eos_token_id,
-            "pad_token_id": prior.text_config.pad_token_id,
-        },
-    )
+    _write_prior(folder / "vision_language_encoder", scale, seed)
     report("text_encoder", 0.5)
-    _write_language_model(folder / "text_encoder", T5EncoderModel, glyph_config(scale), _glyph_draw, dtype, seed)
+    _write_language_model(folder / "text_encoder", "T5EncoderModel", glyph_config(scale), _glyph_init, scale, seed)
     report("transformer", 0.6)
     transformer = package.GlmImageTransformer2DModel
-    _write_picture_model(folder / "transformer", transformer, transformer_config(scale), dtype, seed)
+    _write_picture_model(folder / "transformer", transformer, transformer_config(scale), scale, seed)
     report("vae", 0.9)
-    _write_picture_model(folder / "vae", package.AutoencoderKL, vae_config(scale, seed), dtype, seed)
+    _write_picture_model(folder / "vae", package.AutoencoderKL, vae_config(scale, seed), scale, seed)
     _write_processors(folder, scale)
-    package.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
-    ).save_pretrained(folder / "scheduler")
-    _write_index(folder, package.__version__)  # last: a folder without it is no checkpoint
+    parts.write_flow_scheduler(
+        folder / "scheduler",
+        use_dynamic_shifting=True,
+        base_shift=0.25,
+        max_shift=0.75,
+        base_image_seq_len=256,
+        time_shift_type="linear",
+    )
+    parts.write_index(folder, "GlmImagePipeline", _INDEX)  # last: a folder without it is no checkpoint
     report("written", 1.0)
 
 
+def _write_prior(folder: Path, scale: float, seed: int) -> None:
+    config = prior_config(scale)
+    rule = _prior_rule(num_codes(scale))
+    _write_language_model(folder, "GlmImageForConditionalGeneration", config, rule, scale, seed)
+    text = config.text_config
+    sampling = {"do_sample": True, "temperature": 0.9, "top_p": 0.75, "top_k": text.vision_vocab_size}
+    ends = {"eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
+    common.write_json(folder / "generation_config.json", {**sampling, **ends})
+
+
 def _write_language_model(
-    folder: Path, cls: Any, config: Any, rule: common.Rule, dtype: torch.dtype, seed: int
+    folder: Path, cls: str, config: PreTrainedConfig, rule: common.Rule, scale: float, seed: int
 ) -> None:
     folder.mkdir()
-    with torch.device("meta"):
-        tensors: Mapping[str, torch.Tensor] = cls(config).state_dict()
+    tensors = parts.on_meta(lambda: getattr(transformers, cls)(config)).state_dict()
     tied = "encoder.embed_tokens.weight"
     stored = {name: tensor for name, tensor in tensors.items() if name != tied}
-    common.write_weights(folder, stored, rule, lambda _name: dtype, seed)
+    common.write_weights(folder, stored, rule, lambda _name: common.stored_dtype(scale), seed)
     config.save_pretrained(folder)
 
 
-def _write_picture_model(folder: Path, cls: Any, config: Mapping[str, object], dtype: torch.dtype, seed: int) -> None:
-    with torch.device("meta"):
-        model = cls.from_config(dict(config))
+def _write_picture_model(
+    folder: Path, cls: type[ModelMixin], config: Mapping[str, object], scale: float, seed: int
+) -> None:
+    model: ModelMixin = parts.on_meta(lambda: cls.from_config(dict(config)))
     model.save_config(folder)
     tensors = {
-        name: common.draw(name, tensor.shape, _picture_draw, seed).to(dtype)
+        name: common.initial(name, tensor.shape, _picture_init, seed).to(common.stored_dtype(scale))
         for name, tensor in model.state_dict().items()
     }
     save_file(tensors, str(folder / "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
 
 
 def _write_processors(folder: Path, scale: float) -> None:
-    from transformers import ByT5Tokenizer, GlmImageImageProcessor, GlmImageProcessor, PreTrainedTokenizerFast
-
     ids = special_ids(scale)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer(scale, ids),
         bos_token=_IMAGE_START,
         eos_token=_IMAGE_END,
@@ -293,25 +290,23 @@ def _write_processors(folder: Path, scale: float) -> None:
         clean_up_tokenization_spaces=False,
         extra_special_tokens={"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"},
     )
-    images = GlmImageImageProcessor(
+    images = transformers.GlmImageImageProcessor(
         # A small model must not need minutes for an edit.
         min_pixels=512**2 if scale == 1.0 else 64**2,
         max_pixels=2048**2,
         patch_size=16,
         temporal_patch_size=1,
         merge_size=1,
-        image_mean=_CLIP_MEAN,
-        image_std=_CLIP_STD,
+        image_mean=common.CLIP_MEAN,
+        image_std=common.CLIP_STD,
     )
-    GlmImageProcessor(images, tokenizer, chat_template=_CHAT_TEMPLATE).save_pretrained(folder / "processor")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(folder / "tokenizer")
+    processor = transformers.GlmImageProcessor(images, tokenizer, chat_template=_CHAT_TEMPLATE)
+    processor.save_pretrained(folder / "processor")
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(folder / "tokenizer")
 
 
-def _tokenizer(scale: float, special: Mapping[str, int]) -> Any:
+def _tokenizer(scale: float, special: Mapping[str, int]) -> Tokenizer:
     """Byte-level BPE whose text ids lie above those of the picture tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-
     vocab, merges = common.base_vocabulary()
     first = num_codes(scale) + _CONTROLS
     pictures = {f"<|picture_{index}|>": index for index in range(first) if index not in special.values()}
@@ -321,20 +316,3 @@ def _tokenizer(scale: float, special: Mapping[str, int]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
-
-
-def _write_index(folder: Path, version: str) -> None:
-    parts = {
-        "processor": "GlmImageProcessor",
-        "text_encoder": "T5EncoderModel",
-        "tokenizer": "ByT5Tokenizer",
-        "vision_language_encoder": "GlmImageForConditionalGeneration",
-    }
-    index: dict[str, object] = {"_class_name": "GlmImagePipeline", "_diffusers_version": version}
-    index |= {name: ["transformers", cls] for name, cls in parts.items()}
-    index |= {
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "transformer": ["diffusers", "GlmImageTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    common.write_json(folder / "model_index.json", index)

@@ -6,7 +6,7 @@ this one loads that one. `scale` 0 is a toy of a few million parameters, 1 the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,18 @@ import torch
 
 from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import ConfigError
+from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-REAL_VOCAB = 152064
+REAL_VOCAB, FIRST_SPECIAL = 152064, 151643
 CODEC_TOKENS = 8192  # ids of sound; the talker's few control ids lie above
 CODEC_PAD, CODEC_BOS, CODEC_EOS, CODEC_MASK = 8292, 8293, 8294, 8296
 
-# In the order of the real vocabulary, where the first one has the id 151643.
+# In the order of the real vocabulary, from `FIRST_SPECIAL` on.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -85,9 +86,6 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
-
 
 def token_id(real_id: int, vocab_size: int) -> int:
     """Where a special id of the real vocabulary lies in one of `vocab_size`: as far from the end."""
@@ -95,7 +93,7 @@ def token_id(real_id: int, vocab_size: int) -> int:
 
 
 def special_ids(vocab_size: int) -> dict[str, int]:
-    return {token: token_id(151643 + offset, vocab_size) for offset, token in enumerate(SPECIAL_TOKENS)}
+    return common.special_ids(SPECIAL_TOKENS, vocab_size, REAL_VOCAB, FIRST_SPECIAL)
 
 
 def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig:
@@ -107,14 +105,14 @@ def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig
     from transformers import Qwen2_5OmniConfig
 
     common.check_scale(scale)
-    smallest = common.BASE_VOCAB + REAL_VOCAB - 151643
+    smallest = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
     if vocab_size is None:
         vocab_size = between(scale, (smallest, REAL_VOCAB), 16)
     if vocab_size < smallest:
         raise ConfigError(
             f"the tokenizer needs a vocabulary of at least {smallest}; got {vocab_size}", param="vocab_size"
         )
-    dtype = _dtype_name(scale)
+    dtype = str(common.stored_dtype(scale)).removeprefix("torch.")
     heads, head_dim = between(scale, (4, 28), 4), between(scale, (16, 128), 16)
     ids = special_ids(vocab_size)
     shared_ids = {
@@ -136,7 +134,7 @@ def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig
         "user_token_id": common.USER_TOKEN_ID,
         "tie_word_embeddings": False,
         "text_config": _text_config(scale, vocab_size, heads, head_dim),
-        "vision_config": _vision_config(scale, heads * head_dim),
+        "vision_config": common.qwen_vision_config(scale, heads * head_dim, heads=4, width=96),
         "audio_config": _audio_config(scale, heads * head_dim),
         "dtype": dtype,
     }
@@ -150,17 +148,6 @@ def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig
     )
 
 
-def _dtype_name(scale: float) -> str:
-    # float32 runs everywhere; the large ones are stored as the real checkpoint is.
-    return "float32" if scale <= 0.5 else "bfloat16"
-
-
-def _rope(head_dim: int) -> dict[str, object]:
-    # Time, height and width share the head's half in the ratio 16 : 24 : 24.
-    section = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
-    return {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": section}
-
-
 def _text_config(scale: float, vocab_size: int, heads: int, head_dim: int) -> dict[str, object]:
     return {
         "vocab_size": vocab_size,
@@ -170,27 +157,9 @@ def _text_config(scale: float, vocab_size: int, heads: int, head_dim: int) -> di
         "num_attention_heads": heads,
         "num_key_value_heads": 2 if scale < 0.5 else 4,
         "max_position_embeddings": 32768,
-        "rope_parameters": _rope(head_dim),
+        "rope_parameters": common.mrope(head_dim),
         "tie_word_embeddings": False,
         "use_sliding_window": False,
-    }
-
-
-def _vision_config(scale: float, out_hidden_size: int) -> dict[str, object]:
-    heads, head_dim, depth = between(scale, (4, 16), 4), between(scale, (16, 80), 8), between(scale, (2, 32))
-    # One block in eight attends to the whole image, the others to their windows; the last block always to all.
-    full = max(1, depth // 8)
-    return {
-        "depth": depth,
-        "hidden_size": heads * head_dim,
-        "intermediate_size": between(scale, (96, 3420), 4),
-        "num_heads": heads,
-        "out_hidden_size": out_hidden_size,
-        "fullatt_block_indexes": [(number + 1) * depth // full - 1 for number in range(full)],
-        "window_size": 112,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
     }
 
 
@@ -227,7 +196,7 @@ def _talker_config(scale: float, vocab_size: int, embedding_size: int) -> dict[s
         "num_key_value_heads": 2 if scale < 0.5 else 4,
         "head_dim": head_dim,
         "max_position_embeddings": 32768,
-        "rope_parameters": _rope(head_dim),
+        "rope_parameters": common.mrope(head_dim),
         "spatial_merge_size": 2,
         "tie_word_embeddings": False,
     }
@@ -280,41 +249,38 @@ def hub_name(name: str) -> str:
 
 
 def weight_rule(config: Qwen2_5OmniConfig) -> common.Rule:
-    """How each weight is drawn: varied greedy answers of tokens that exist, and a sound that is not clipped."""
+    """Weights for varied greedy answers of tokens that exist, and a sound that is not clipped."""
     eos = config.thinker_config.eos_token_id
 
-    def rule(name: str, shape: Sequence[int]) -> Draw:
+    def rule(name: str, shape: Sequence[int]) -> Init:
         if name == "thinker.lm_head.weight":
-            # No placeholder of a medium and no id without a token is ever the best one.
-            keep = ((0, common.BASE_VOCAB), (eos, eos + 1))
-            return Draw(common.normal(shape, gain=4.0).std, keep_rows=keep)
+            return common.head_init(shape, (0, common.BASE_VOCAB), (eos, eos + 1))
         if name == "talker.codec_head.weight":
             # The vocoder embeds the ids of sound only; beside them the talker may end.
-            keep = ((0, CODEC_TOKENS), (CODEC_EOS, CODEC_EOS + 1))
-            return Draw(common.normal(shape, gain=4.0).std, keep_rows=keep)
+            return common.head_init(shape, (0, CODEC_TOKENS), (CODEC_EOS, CODEC_EOS + 1))
         if "code2wav_bigvgan_model" in name:
-            return _bigvgan_draw(name, shape)
+            return _bigvgan_init(name, shape)
         if "code2wav_dit_model" in name:
-            return _dit_draw(name, shape)
-        return common.decoder_draw(name, shape)
+            return _dit_init(name, shape)
+        return common.decoder_init(name, shape)
 
     return rule
 
 
-def _dit_draw(name: str, shape: Sequence[int]) -> Draw:
+def _dit_init(name: str, shape: Sequence[int]) -> Init:
     if len(shape) == 1:
-        return Draw(0.05)
+        return Init(0.05)
     if name.endswith("codec_embed.weight"):
-        return Draw(1.0)
+        return Init(1.0)
     if "norm" in name:
         # Gates and shifts near a trained model's: each block adds a part, none takes over.
         return common.normal(shape, gain=0.5)
     return common.normal(shape)
 
 
-def _bigvgan_draw(name: str, shape: Sequence[int]) -> Draw:
+def _bigvgan_init(name: str, shape: Sequence[int]) -> Init:
     if len(shape) == 1:
-        return Draw(0.1 if name.endswith(("alpha", "beta")) else 0.02)
+        return Init(0.1 if name.endswith(("alpha", "beta")) else 0.02)
     if ".ups." in name:
         return common.normal(shape, fan_in=2 * shape[0])  # [in, out, kernel]; about two taps reach each sample
     if "resblocks" in name:
@@ -325,12 +291,12 @@ def _bigvgan_draw(name: str, shape: Sequence[int]) -> Draw:
 def initialise(model: Qwen2_5OmniForConditionalGeneration, *, seed: int = 0) -> None:
     """Give a model that was built on its device the weights of a checkpoint, without files.
 
-    The values are those of `write` on a CPU; another device draws others from the same seed.
+    The values are those of `write` on a CPU; another device gives others for the same seed.
     """
     rule = weight_rule(model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(common.draw(hub_name(name), parameter.shape, rule, seed, parameter.device))
+            parameter.copy_(common.initial(hub_name(name), parameter.shape, rule, seed, parameter.device))
 
 
 def speakers(vocab_size: int, seed: int = 0) -> dict[str, dict[str, int | torch.Tensor]]:
@@ -339,15 +305,13 @@ def speakers(vocab_size: int, seed: int = 0) -> dict[str, dict[str, int | torch.
     for name, start in _SPEAKERS.items():
         voices[name] = {
             "bos_token": token_id(start, vocab_size),
-            "cond": common.draw(f"{name}.cond", (1, 192), lambda *_: Draw(1.0), seed),
-            "ref_mel": common.draw(f"{name}.ref_mel", (1, 120, 80), lambda *_: Draw(1.5, mean=-4.0), seed),
+            "cond": common.initial(f"{name}.cond", (1, 192), lambda *_: Init(1.0), seed),
+            "ref_mel": common.initial(f"{name}.ref_mel", (1, 120, 80), lambda *_: Init(1.5, mean=-4.0), seed),
         }
     return voices
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Callable[[str, float], None] | None = None
-) -> None:
+def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
     prepare_torchvision()
     from transformers import Qwen2_5OmniForConditionalGeneration
@@ -359,7 +323,7 @@ def write(
     _write_processor(folder, ids, full_size=scale == 1.0)
     with torch.device("meta"):
         tensors = Qwen2_5OmniForConditionalGeneration(config).state_dict()
-    stored = torch.float32 if scale <= 0.5 else torch.bfloat16
+    stored = common.stored_dtype(scale)
     common.write_weights(
         folder,
         {hub_name(name): tensor for name, tensor in tensors.items()},
@@ -369,53 +333,21 @@ def write(
         progress,
     )
     torch.save(speakers(vocab_size, seed), folder / "spk_dict.pt")
-    common.write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": ids["<|im_start|>"],
-            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-            "pad_token_id": ids["<|endoftext|>"],
-        },
-    )
+    common.write_generation_config(folder, ids)
     config.save_pretrained(folder)  # last: a folder without it is no checkpoint
 
 
 def _write_processor(folder: Path, ids: dict[str, int], *, full_size: bool) -> None:
-    common.write_tokenizer(
-        folder,
-        ids,
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "processor_class": "Qwen2_5OmniProcessor",
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "unk_token": None,
-            "add_prefix_space": False,
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "errors": "replace",
-            "model_max_length": 32768,
-            "extra_special_tokens": TOKEN_ATTRIBUTES,
-            "chat_template": CHAT_TEMPLATE,
-            **TOKEN_ATTRIBUTES,
-        },
-    )
+    more = {"extra_special_tokens": TOKEN_ATTRIBUTES, "chat_template": CHAT_TEMPLATE, **TOKEN_ATTRIBUTES}
+    settings = common.tokenizer_settings("Qwen2Tokenizer", 32768, more, processor="Qwen2_5OmniProcessor")
+    common.write_tokenizer(folder, ids, settings)
     common.write_json(folder / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
     # A small model must not need minutes for a photograph, nor pad every sound to the real model's five minutes.
     seconds = 300 if full_size else 30
     common.write_json(
         folder / "preprocessor_config.json",
         {
-            "processor_class": "Qwen2_5OmniProcessor",
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 3136,
-            "max_pixels": 12845056 if full_size else 64 * 28 * 28,
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "image_mean": _CLIP_MEAN,
-            "image_std": _CLIP_STD,
+            **common.qwen_image_processor("Qwen2_5OmniProcessor", 12845056 if full_size else 64 * 28 * 28),
             "feature_extractor_type": "WhisperFeatureExtractor",
             "feature_size": 128,
             "sampling_rate": 16000,

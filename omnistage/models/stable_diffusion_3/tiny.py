@@ -5,31 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
+from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
+from omnistage.models._diffusers.tiny import TinyModel
 from omnistage.models._tiny_common import between
 
-_INDEX = {
-    "feature_extractor": None,
-    "image_encoder": None,
-    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
-    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
-    "text_encoder_3": ("transformers", "T5EncoderModel"),
-    "tokenizer": ("transformers", "CLIPTokenizer"),
-    "tokenizer_2": ("transformers", "CLIPTokenizer"),
-    "tokenizer_3": ("transformers", "T5TokenizerFast"),
-    "transformer": ("diffusers", "SD3Transformer2DModel"),
-    "vae": ("diffusers", "AutoencoderKL"),
-}
+if TYPE_CHECKING:
+    from diffusers import ConfigMixin, SD3Transformer2DModel
 
 
-def transformer(scale: float, *, pooled: int) -> Any:
+def transformer(scale: float, *, pooled: int) -> SD3Transformer2DModel:
     """The MMDiT at `scale`, on no device."""
     head = 16 if scale < 0.5 else 64
     heads = between(scale, (4, 24))
@@ -53,47 +46,46 @@ def transformer(scale: float, *, pooled: int) -> Any:
     )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Callable[[str, float], None] | None = None
-) -> None:
+def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
-    common.check_scale(scale)
-    common.new_folder(folder)
-    dtype = parts.stored_dtype(scale)
-    clips = {
-        "text_encoder": parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=True),
-        "text_encoder_2": parts.clip(scale, hidden=(32, 1280), layers=(2, 32), projected=True),
-    }
-    pooled = sum(clip.config.projection_dim for clip in clips.values())
-    mmdit = transformer(scale, pooled=pooled)
-    models = {
-        **{name: (clip, parts.clip_draw) for name, clip in clips.items()},
-        "text_encoder_3": (parts.t5(scale), parts.t5_draw),
-        "transformer": (mmdit, parts.transformer_draw),
-        "vae": (parts.autoencoder(scale, scaling_factor=1.5305, shift_factor=0.0609), parts.vae_draw),
-    }
-    fixed = {"pos_embed.pos_embed": _positions(mmdit.config)}
-    for done, (name, (model, rule)) in enumerate(models.items()):
-        if progress is not None:
-            progress(f"writing {name}", done / len(models))
-        parts.write_model(folder / name, model, rule, seed=seed, dtype=dtype, fixed=fixed)
-    parts.write_clip_tokenizer(folder / "tokenizer")
-    parts.write_clip_tokenizer(folder / "tokenizer_2", pad_token="!")
-    parts.write_t5_tokenizer(folder / "tokenizer_3")
-    parts.write_flow_scheduler(folder / "scheduler", shift=3.0)
-    parts.write_index(folder, "StableDiffusion3Pipeline", _INDEX)
-    if progress is not None:
-        progress("checkpoint written", 1.0)
+    common.start(folder, scale)
+    first = parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=True)
+    second = parts.clip(scale, hidden=(32, 1280), layers=(2, 32), projected=True)
+    mmdit = transformer(scale, pooled=first.config.projection_dim + second.config.projection_dim)
+    parts.write_checkpoint(
+        folder,
+        "StableDiffusion3Pipeline",
+        {
+            "text_encoder": TinyModel(first, parts.clip_init),
+            "text_encoder_2": TinyModel(second, parts.clip_init),
+            "text_encoder_3": TinyModel(parts.t5(scale), parts.t5_init),
+            "transformer": TinyModel(
+                mmdit, parts.transformer_init, fixed={"pos_embed.pos_embed": _positions(mmdit.config)}
+            ),
+            "vae": TinyModel(parts.autoencoder(scale, scaling_factor=1.5305, shift_factor=0.0609), parts.vae_init),
+        },
+        {
+            "feature_extractor": None,
+            "image_encoder": None,
+            "scheduler": parts.flow_scheduler(shift=3.0),
+            "tokenizer": parts.clip_tokenizer(),
+            "tokenizer_2": parts.clip_tokenizer(pad_token="!"),
+            "tokenizer_3": parts.t5_tokenizer(),
+        },
+        seed=seed,
+        scale=scale,
+        progress=progress,
+    )
 
 
-def _positions(config: Any) -> Any:
+def _positions(config: ConfigMixin) -> Tensor:
     """The sines that the transformer stores with its weights; a module on no device has none."""
-    made = diffusers().models.embeddings.PatchEmbed(
+    positions: Tensor = private_api.patch_embed(
         height=config.sample_size,
         width=config.sample_size,
         patch_size=config.patch_size,
         in_channels=config.in_channels,
         embed_dim=config.num_attention_heads * config.attention_head_dim,
         pos_embed_max_size=config.pos_embed_max_size,
-    )
-    return made.pos_embed
+    ).get_buffer("pos_embed")
+    return positions

@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from omnistage.core.errors import ConfigError
+from torch import nn
+
+from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._tiny_common import Init, between
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionModel
 
 Variant = Literal["t2v", "t2v_experts", "i2v_clip", "flf2v", "i2v_experts", "ti2v"]
 
@@ -31,10 +37,9 @@ _SHAPES: dict[Variant, tuple[int, int, int]] = {
 _CLIP_VARIANTS, _CHANNEL_VARIANTS = ("i2v_clip", "flf2v"), ("i2v_clip", "flf2v", "i2v_experts")
 _BOUNDARIES = {"t2v_experts": 0.875, "i2v_experts": 0.9}
 VARIANTS = tuple(_SHAPES)
-_TEXT_VOCAB = (1280, 256384)
 
 
-def transformer(scale: float, variant: Variant, *, clip: Any | None) -> Any:
+def transformer(scale: float, variant: Variant, *, clip: CLIPVisionModel | None) -> nn.Module:
     """A transformer at `scale`, on no device."""
     heads, ffn, layers = _SHAPES[variant]
     latent = 48 if variant == "ti2v" else 16
@@ -58,24 +63,11 @@ def transformer(scale: float, variant: Variant, *, clip: Any | None) -> Any:
     )
 
 
-def text_encoder(scale: float) -> Any:
-    """UMT5's encoder, at scale 1 that of umt5-xxl, on no device."""
-    width, head = parts.t5_width(scale), 16 if scale < 0.5 else 64
-    config = transformers.UMT5Config(
-        vocab_size=between(scale, _TEXT_VOCAB, 64),
-        d_model=width,
-        d_kv=head,
-        d_ff=between(scale, (96, 10240), 32),
-        num_layers=between(scale, (2, 24)),
-        num_heads=width // head,
-        feed_forward_proj="gated-gelu",
-        is_encoder_decoder=False,
-        use_cache=False,
-    )
-    return parts.on_meta(lambda: transformers.UMT5EncoderModel(config))
+def text_encoder(scale: float) -> nn.Module:
+    return parts.t5(scale, "UMT5", (1280, 256384))
 
 
-def image_encoder(scale: float) -> Any:
+def image_encoder(scale: float) -> CLIPVisionModel:
     """CLIP's view of a picture, at scale 1 that of ViT-H/14, on no device."""
     head = 16 if scale < 0.5 else 80
     width = between(scale, (32, 1280), head)
@@ -92,7 +84,7 @@ def image_encoder(scale: float) -> Any:
     return parts.on_meta(lambda: transformers.CLIPVisionModel(config))
 
 
-def autoencoder(scale: float, *, residual: bool) -> Any:
+def autoencoder(scale: float, *, residual: bool) -> nn.Module:
     """The VAE of Wan 2.1, or (`residual`) that of Wan 2.2's small model, on no device."""
     blocks = 1 if scale == 0 else 2
     if not residual:
@@ -117,73 +109,47 @@ def autoencoder(scale: float, *, residual: bool) -> Any:
 
 
 def write(
-    folder: Path,
-    *,
-    seed: int = 0,
-    scale: float = 0.0,
-    progress: Callable[[str, float], None] | None = None,
-    variant: Variant = "t2v",
+    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: Variant = "t2v"
 ) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
-    common.check_scale(scale)
-    if variant not in _SHAPES:
-        raise ConfigError(f"there is no {variant!r}; known: {', '.join(_SHAPES)}", param="variant")
-    common.new_folder(folder)
+    common.start(folder, scale, variant, VARIANTS)
+    small, pictures = variant == "ti2v", variant in _CHANNEL_VARIANTS
     clip = image_encoder(scale) if variant in _CLIP_VARIANTS else None
-    models: dict[str, tuple[Any, common.Rule]] = {
-        "text_encoder": (text_encoder(scale), parts.t5_draw),
-        "transformer": (transformer(scale, variant, clip=clip), _transformer_draw),
-        "vae": (autoencoder(scale, residual=variant == "ti2v"), _vae_draw),
+    models = {
+        "text_encoder": TinyModel(text_encoder(scale), parts.t5_init),
+        "transformer": TinyModel(transformer(scale, variant, clip=clip), _transformer_init),
+        "vae": TinyModel(autoencoder(scale, residual=small), _vae_init),
+    }
+    scheduler = diffusers().UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if small else 3.0
+    )
+    others: dict[str, TinyPart | None] = {
+        "tokenizer": parts.t5_tokenizer(),
+        "scheduler": TinyPart("diffusers", "UniPCMultistepScheduler", scheduler.save_pretrained),
     }
     if variant in _BOUNDARIES:
-        models["transformer_2"] = (transformer(scale, variant, clip=None), _transformer_draw)
+        models["transformer_2"] = TinyModel(transformer(scale, variant, clip=None), _transformer_init)
+    else:
+        others["transformer_2"] = None
     if clip is not None:
-        models["image_encoder"] = (clip, parts.clip_draw)
+        models["image_encoder"] = TinyModel(clip, parts.clip_init, _clip_hub_name)
         edge = clip.config.image_size
-        transformers.CLIPImageProcessor(size={"shortest_edge": edge}, crop_size=edge).save_pretrained(
-            folder / "image_processor"
-        )
-    for done, (name, (model, rule)) in enumerate(models.items()):
-        if progress is not None:
-            progress(f"writing {name}", done / len(models))
-        parts.write_model(
-            folder / name,
-            model,
-            rule,
-            seed=seed,
-            dtype=parts.stored_dtype(scale),
-            hub_name=_clip_hub_name if name == "image_encoder" else str,
-        )
-    parts.write_t5_tokenizer(folder / "tokenizer")
-    diffusers().UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if variant == "ti2v" else 3.0
-    ).save_pretrained(folder / "scheduler")
-    _write_index(folder, variant, {name: type(model) for name, (model, _) in models.items()})
-    if progress is not None:
-        progress("checkpoint written", 1.0)
-
-
-def _write_index(folder: Path, variant: Variant, classes: dict[str, type[Any]]) -> None:
-    named = {
-        "tokenizer": ("transformers", "T5TokenizerFast"),
-        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
-        "transformer_2": None,
-        **{name: (cls.__module__.partition(".")[0], cls.__name__) for name, cls in classes.items()},
-    }
-    pictures = variant in _CHANNEL_VARIANTS
-    if pictures:
-        clip = "image_encoder" in classes
-        named = {
-            "image_encoder": None,
-            **named,
-            "image_processor": ("transformers", "CLIPImageProcessor") if clip else None,
-        }
-    parts.write_index(
+        processor = transformers.CLIPImageProcessor(size={"shortest_edge": edge}, crop_size=edge)
+        others["image_processor"] = TinyPart("transformers", "CLIPImageProcessor", processor.save_pretrained)
+    elif pictures:
+        others |= {"image_encoder": None, "image_processor": None}
+    order = ("tokenizer", "scheduler", "transformer_2", "text_encoder", "transformer", "vae")
+    parts.write_checkpoint(
         folder,
         "WanImageToVideoPipeline" if pictures else "WanPipeline",
-        named,
+        models,
+        others,
+        seed=seed,
+        scale=scale,
+        progress=progress,
+        order=("image_encoder", *order, "image_processor") if pictures else order,
         boundary_ratio=_BOUNDARIES.get(variant),
-        expand_timesteps=variant == "ti2v",
+        expand_timesteps=small,
     )
 
 
@@ -196,14 +162,14 @@ def _clip_hub_name(name: str) -> str:
     return name if name.startswith("vision_model.") else f"vision_model.{name}"
 
 
-def _transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+def _transformer_init(name: str, shape: Sequence[int]) -> Init:
     # Most of the 512 text tokens are padding; attention must be sharp for the words among them to be felt.
     if ".attn2.norm_" in name:
-        return Draw(0.1, mean=2.0)
-    return parts.transformer_draw(name, shape)
+        return Init(0.1, mean=2.0)
+    return parts.transformer_init(name, shape)
 
 
-def _vae_draw(name: str, shape: Sequence[int]) -> Draw:
+def _vae_init(name: str, shape: Sequence[int]) -> Init:
     if name.endswith("gamma"):
-        return Draw(0.1, mean=1.0)
-    return parts.vae_draw(name, shape)
+        return Init(0.1, mean=1.0)
+    return parts.vae_init(name, shape)

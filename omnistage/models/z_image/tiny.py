@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from torch import nn
+
+from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._tiny_common import Draw, between
+from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._tiny_common import Init, between
 
 REAL_VOCAB, FIRST_SPECIAL = 151936, 151643
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # in the order of the real vocabulary
-_SMALLEST_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
+_MIN_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
@@ -28,47 +31,36 @@ _CHAT_TEMPLATE = (
 )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Callable[[str, float], None] | None = None
-) -> None:
+def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
-    common.check_scale(scale)
-    common.new_folder(folder)
-    models: dict[str, tuple[Any, common.Rule]] = {
-        "text_encoder": (text_encoder(scale), common.decoder_draw),
-        "transformer": (transformer(scale), transformer_draw),
-        "vae": (parts.autoencoder(scale, scaling_factor=0.3611, shift_factor=0.1159), parts.vae_draw),
-    }
-    for done, (name, (model, rule)) in enumerate(models.items()):
-        if progress is not None:
-            progress(name, done / len(models))
-        parts.write_model(folder / name, model, rule, seed=seed, dtype=parts.stored_dtype(scale))
-    parts.write_flow_scheduler(folder / "scheduler", num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=False)
-    _write_tokenizer(folder / "tokenizer", special_ids(scale))
-    parts.write_index(
+    common.start(folder, scale)
+    parts.write_checkpoint(
         folder,
         "ZImagePipeline",
         {
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-            "text_encoder": ("transformers", "Qwen3ForCausalLM"),
-            "tokenizer": ("transformers", "Qwen2Tokenizer"),
-            "transformer": ("diffusers", "ZImageTransformer2DModel"),
-            "vae": ("diffusers", "AutoencoderKL"),
+            "text_encoder": TinyModel(text_encoder(scale), common.decoder_init),
+            "transformer": TinyModel(transformer(scale), _transformer_init),
+            "vae": TinyModel(parts.autoencoder(scale, scaling_factor=0.3611, shift_factor=0.1159), parts.vae_init),
         },
+        {
+            "scheduler": parts.flow_scheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=False),
+            "tokenizer": parts.qwen_tokenizer(special_ids(scale), chat_template=_CHAT_TEMPLATE),
+        },
+        seed=seed,
+        scale=scale,
+        progress=progress,
     )
 
 
 def special_ids(scale: float) -> dict[str, int]:
-    """The special tokens lie as far from the vocabulary's end as in the real one."""
-    first = between(scale, (_SMALLEST_VOCAB, REAL_VOCAB), 16) - REAL_VOCAB + FIRST_SPECIAL
-    return {token: first + offset for offset, token in enumerate(SPECIAL_TOKENS)}
+    return common.special_ids(SPECIAL_TOKENS, _vocab_size(scale), REAL_VOCAB, FIRST_SPECIAL)
 
 
-def text_encoder(scale: float) -> Any:
+def text_encoder(scale: float) -> nn.Module:
     """Qwen3, at scale 1 that of 4B, on no device."""
     ids = special_ids(scale)
     config = transformers.Qwen3Config(
-        vocab_size=between(scale, (_SMALLEST_VOCAB, REAL_VOCAB), 16),
+        vocab_size=_vocab_size(scale),
         hidden_size=_text_width(scale),
         intermediate_size=between(scale, (128, 9728), 32),
         num_hidden_layers=between(scale, (3, 36)),
@@ -85,7 +77,7 @@ def text_encoder(scale: float) -> Any:
     return parts.on_meta(lambda: transformers.Qwen3ForCausalLM(config))
 
 
-def transformer(scale: float) -> Any:
+def transformer(scale: float) -> nn.Module:
     """The single-stream transformer, on no device."""
     heads, head_dim = between(scale, (2, 30)), between(scale, (32, 128), 32)
     return parts.on_meta(
@@ -103,32 +95,15 @@ def transformer(scale: float) -> Any:
     )
 
 
-def transformer_draw(name: str, shape: Sequence[int]) -> Draw:
+def _transformer_init(name: str, shape: Sequence[int]) -> Init:
     if name.endswith("pad_token"):
-        return Draw(0.5)
-    return parts.transformer_draw(name, shape)
+        return Init(0.5)
+    return parts.transformer_init(name, shape)
+
+
+def _vocab_size(scale: float) -> int:
+    return between(scale, (_MIN_VOCAB, REAL_VOCAB), 16)
 
 
 def _text_width(scale: float) -> int:
     return between(scale, (64, 2560), 64)
-
-
-def _write_tokenizer(folder: Path, ids: dict[str, int]) -> None:
-    folder.mkdir()
-    common.write_tokenizer(
-        folder,
-        ids,
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "unk_token": None,
-            "add_prefix_space": False,
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "errors": "replace",
-            "model_max_length": 131072,
-            "chat_template": _CHAT_TEMPLATE,
-        },
-    )
