@@ -54,7 +54,9 @@ class BatchedStage(Stage, Generic[Payload, Params]):
     def submit(self, stage_input: StageInput) -> None:
         info, (params, payload) = stage_input.info, self._typed(stage_input)
         if info.request_id in self._started:
-            raise InvalidRequestError(f"request {info.request_id!r} is in stage {self.name!r} already")
+            raise InvalidRequestError(
+                f"request {info.request_id!r} is in stage {self.name!r} already", param="request_id"
+            )
         payload = self._prepare(info, payload)
         self._check(info, params, payload)
         self._add(stage_input, params, payload)

@@ -436,7 +436,7 @@ def test_min_tokens_beyond_the_room_is_refused(model: CausalLM) -> None:
 def test_an_id_in_use_is_refused_until_its_request_has_ended(model: CausalLM) -> None:
     stage = make_stage(model)
     stage.submit(request("a", PROMPT))
-    with pytest.raises(InvalidRequestError, match="in use"):
+    with pytest.raises(InvalidRequestError, match="already"):
         stage.submit(request("a", OTHER))
     assert drain(stage)["a", 0].tokens == one(make_stage(model), PROMPT).tokens
     stage = make_stage(model)
@@ -448,7 +448,7 @@ def test_params_and_payloads_of_other_engines_are_refused(model: CausalLM) -> No
     stage = make_stage(model)
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         stage.submit(StageInput(RequestInfo("a"), CodecParams(), ARInput((1,))))
-    with pytest.raises(StageError, match="ARInput"):
+    with pytest.raises(InvalidRequestError, match="ARInput"):
         stage.submit(StageInput(RequestInfo("a"), SamplingParams(), CodecInput()))
     with pytest.raises(StageError, match="side rows"):
         stage.feed("a", CodecFrames(()))

@@ -109,7 +109,7 @@ class Simulator:
 
     def step(self) -> SchedulerOutput:
         had_work = self.scheduler.has_work()
-        any_starved = any(s.state.starved for s in self.live.values())
+        any_starved = any(not s.state.pending for s in self.live.values())
         output = self.scheduler.schedule()
         self._check_plan(output)
         if had_work and not any_starved:
@@ -124,7 +124,7 @@ class Simulator:
         keys = [item.key for item in output.batch]
         assert len(set(keys)) == len(keys)
         assert not set(keys) & set(output.preempted), "a preempted sequence is in the batch"
-        assert output.num_tokens == sum(item.count for item in output.batch) <= self.budget
+        assert sum(item.count for item in output.batch) <= self.budget
         assert self.scheduler.counts()[1] <= self.max_running
         for key in output.preempted:
             self.live[key].computed = 0
@@ -140,7 +140,7 @@ class Simulator:
                 assert item.start % self.pool.block_size == 0
                 mine.computed = item.start
             assert item.start == mine.computed, "the range does not begin where the computed part ends"
-            assert item.start + item.count <= mine.state.ready, "scheduled past what is ready"
+            assert item.count <= mine.state.pending, "scheduled past what is ready"
             assert item.sample == (item.start + item.count == len(mine.state.token_ids))
             assert len(item.blocks) == self.pool.blocks_for(item.start + item.count)
 

@@ -109,7 +109,7 @@ def test_one_sequence_whose_blocks_lie_in_order_is_read_in_place(past: int, wind
         scene = make_scene([(past, 1)], in_order=in_order, seed=past)
         plan = scene.paged.plan
         assert isinstance(plan, SdpaPlan)
-        assert (plan.run is not None) == (in_order or past < 4)  # within one block they always do
+        assert (plan.first_slot is not None) == (in_order or past < 4)  # within one block they always do
         got = scene.run(scale=0.3, window=window)
         assert torch.allclose(got.double(), scene.expected(scale=0.3, window=window), atol=1e-5)
 

@@ -20,13 +20,20 @@ from types import ModuleType
 import pytest
 import torch
 
-KERNELS = Path(__file__).parents[2] / "omnistage/engines/ar/attention/triton_paged.py"
+FOLDER = Path(__file__).parents[2] / "omnistage/engines/ar/attention"
+PACKAGE = "omnistage.engines.ar.attention"
 
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The module by its path: it needs torch and triton alone, and the package around it needs more."""
-    spec = importlib.util.spec_from_file_location("triton_paged_under_test", KERNELS)
+    """The modules by their paths: they need torch and triton alone, and the package around them needs more."""
+    if f"{PACKAGE}.triton_kernels" not in sys.modules:
+        load(f"{PACKAGE}.triton_kernels", FOLDER / "triton_kernels.py")
+    return load("triton_paged_under_test", FOLDER / "triton_paged.py")
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.attention.triton_backend import TritonPlan
 from omnistage.engines.ar.rows import SequenceRows
 from omnistage.engines.ar.scheduler import ScheduledSequence
 
@@ -25,15 +24,12 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
     """Static buffers and the graph for `size` sequences of at most `length` tokens."""
 
     def __init__(self, runner: Runner, size: int, length: int, pool: Any) -> None:
-        component, block = runner.component, runner.block_size
+        component = runner.component
         spec, device = component.spec, component.device
         self.size = size
-        self.width = -(-length // block)
         dims = spec.position_dims
         self.longs_host = torch.zeros(size * (2 + dims), dtype=torch.int64, pin_memory=True)
-        self.ints_host = torch.zeros(size * (1 + self.width), dtype=torch.int32, pin_memory=True)
         self.longs = torch.zeros_like(self.longs_host, device=device)
-        self.ints = torch.zeros_like(self.ints_host, device=device)
         self.longs_host[size : 2 * size] = -1
         self.longs.copy_(self.longs_host)
         ids, slots = self.longs[:size], self.longs[size : 2 * size]
@@ -41,17 +37,11 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         self.side = (
             torch.zeros(size, spec.embed_size, dtype=component.dtype, device=device) if spec.side_input else None
         )
-        plan = TritonPlan(
-            torch.arange(size + 1, dtype=torch.int32, device=device),
-            self.ints[:size],
-            self.ints[size:].view(size, self.width),
-            1,
-            self.width * block,
-        )
-        paged = PagedContext(runner.backend, slots, plan)
+        self.attention = runner.backend.graph_plan(size, length, runner.block_size, device)
+        paged = PagedContext(runner.backend, slots, self.attention.plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
-        # The graph reads their memory at every replay, and nothing else would keep it from being given away.
-        self._read_by_graph = (plan, no_media)
+        # The graph reads its memory at every replay, and nothing else would keep it from being given away.
+        self._no_media = no_media
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
         def step() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -91,12 +81,10 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
             self._get(size, self._lengths[0])
 
     def _get(self, size: int, length: int) -> _Captured:
-        found = self._captured.get((size, length))
-        if found is None:
+        if (size, length) not in self._captured:
             with torch.inference_mode():
-                found = _Captured(self._runner, size, length, self._pool)
-            self._captured[size, length] = found
-        return found
+                self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
+        return self._captured[size, length]
 
     def run(
         self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]
@@ -125,18 +113,14 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         size = next(s for s in self._sizes if s >= count)
         length = next(n for n in self._lengths if n >= longest)
         captured = self._get(size, length)
-        longs, ints, width = captured.longs_host.numpy(), captured.ints_host.numpy(), captured.width
+        longs = captured.longs_host.numpy()
         longs[size : 2 * size] = -1
-        ints[:size] = 0
         for i, (item, row) in enumerate(zip(part, rows, strict=True)):
             longs[i] = row.tokens[item.start]
             longs[size + i] = row.slots[item.start]
             longs[2 * size + i :: size] = row.position(item.start)
-            ints[i] = item.start + 1
-            table = row.table[:width]
-            ints[size + i * width : size + i * width + len(table)] = table
         captured.longs.copy_(captured.longs_host, non_blocking=True)
-        captured.ints.copy_(captured.ints_host, non_blocking=True)
+        captured.attention.fill([item.start + 1 for item in part], [row.table for row in rows])
         if captured.side is not None:
             torch.stack(
                 [row.side_row(item.start) for item, row in zip(part, rows, strict=True)], out=captured.side[:count]

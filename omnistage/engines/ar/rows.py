@@ -21,6 +21,7 @@ class SequenceRows:
 
     key: str
     payload: ARInput
+    prompt_length: int
     tokens: np.ndarray
     length: int
     emit: bool
@@ -52,6 +53,7 @@ class SequenceRows:
         return cls(
             key=key,
             payload=payload,
+            prompt_length=prompt,
             tokens=tokens,
             length=prompt,
             emit=emit,
@@ -59,10 +61,6 @@ class SequenceRows:
             positions=positions,
             media_index=np.sort(np.concatenate(media)) if media else _EMPTY_SLOTS,
         )
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.payload.token_ids)
 
     def append(self, token_id: int) -> None:
         if self.length == len(self.tokens):
@@ -78,8 +76,8 @@ class SequenceRows:
 
     def fill_positions(self, out: np.ndarray, start: int, end: int) -> None:
         """Write the positions of tokens [start, end) into `out [dims, end - start]`."""
-        given = self.prompt_length if self.positions is None else self.positions.shape[1]
-        split = min(max(given, start), end)
+        known_length = self.prompt_length if self.positions is None else self.positions.shape[1]
+        split = min(max(known_length, start), end)
         if split > start:
             known = self.positions
             out[:, : split - start] = np.arange(start, split) if known is None else known[:, start:split]

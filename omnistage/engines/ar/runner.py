@@ -6,15 +6,14 @@ replay a captured CUDA graph instead (`graphs.py`); both paths share the compone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from omnistage.core.errors import InternalError, OmniError, StageError
-from omnistage.core.failures import log_defect
+from omnistage.core.failures import stage_failure
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches
@@ -24,6 +23,7 @@ from omnistage.engines.ar.rows import SequenceRows
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.byte_cache import ByteCache
+from omnistage.engines.streams import DeviceStream
 
 _HOST_VOCABULARY = 16384
 
@@ -52,6 +52,7 @@ class Runner:
         self,
         component: ARComponent,
         backend: AttentionBackend,
+        stream: DeviceStream,
         *,
         num_blocks: int,
         block_size: int,
@@ -63,9 +64,9 @@ class Runner:
         self.component = component
         self.backend = backend
         self.block_size = block_size
+        self._stream = stream
         self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
         device, dtype = component.device, component.dtype
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
         caches = [
@@ -90,30 +91,30 @@ class Runner:
         self._rows: dict[str, SequenceRows] = {}
         self.graphs: DecodeGraphs | None = None
         if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
-            with self.on_stream():
+            with self._stream.use():
                 self.graphs = DecodeGraphs(self, graph_batch_sizes, max_length)
 
     # ------------------------------------------------------------------------------------------ sequences
 
     def add(self, key: str, payload: ARInput, params: SamplingParams, *, capacity: int, emit: bool) -> None:
         """Open a sequence. Raises (and keeps nothing) when its parameters do not fit the model."""
-        with self.on_stream():
+        with self._stream.use():
             self.sampler.add(key, params, payload.token_ids)
             device, dtype = self.component.device, self.component.dtype
             rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
             if payload.side_rows is not None and len(payload.side_rows):
-                self._share(payload.side_rows)
+                self._stream.share(payload.side_rows)
                 rows.feed(payload.side_rows, final=False, device=device, dtype=dtype)
             if payload.embeds is not None:
-                self._share(payload.embeds)
+                self._stream.share(payload.embeds)
             self._rows[key] = rows
 
     def feed(self, key: str, side: SideRows) -> int:
         """Append side rows, the component's final ones behind the last; how many came."""
         rows = self._rows[key]
         device, dtype = self.component.device, self.component.dtype
-        with self.on_stream():
-            self._share(side.rows)
+        with self._stream.use():
+            self._stream.share(side.rows)
             new = side.rows
             if side.final:
                 tail = self.component.final_side_rows()
@@ -133,53 +134,59 @@ class Runner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
         result = RunnerOutput()
-        step: tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]
-        with self.on_stream():
+        logits: torch.Tensor | None
+        with self._stream.use():
             for key in output.preempted:
                 if key in self._rows:
                     self._rows[key].forget_blocks()
-            batch = [item for item in output.batch if self._ready(item, result)]
-            if not batch:
-                return result
-            for item in batch:
-                rows = self._rows[item.key]
+            batch = []
+            for item in output.batch:
+                rows = self._rows.get(item.key)
+                if rows is None:
+                    raise InternalError(f"sequence {item.key!r} was scheduled but never added")
+                if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
+                    try:
+                        rows.media_rows = self._encode_media(rows)
+                    except Exception as error:  # the boundary of one request's media: it ends this sequence alone
+                        result.failed[item.key] = stage_failure(error, "the media encoder")
+                        continue
                 if len(item.blocks) > len(rows.table):
                     rows.sync_blocks(item.blocks, self.block_size)
+                batch.append(item)
+            if not batch:
+                return result
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
-                step = (*self.graphs.run(batch, self._rows), batch)
+                logits, emitted = self.graphs.run(batch, self._rows)
+                sampling = batch
             else:
-                step = self._forward(batch)
-            logits, emitted, sampling = step
+                logits, emitted, sampling = self._forward(batch)
             if emitted is not None:
                 self._gather_hidden(batch, emitted, result)
-            self._sample(logits, sampling, result)
-            if self._stream is not None and not sampling:
+            if logits is None:
                 self._stream.synchronize()
+                return result
+            if logits.device != self._sampling_device:
+                logits = logits.float().to(self._sampling_device)
+            keys = [item.key for item in sampling]
+            for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
+                result.sampled[key] = sampled
+                if sampled.error is None:
+                    self._rows[key].append(sampled.token_id)
         return result
-
-    def _sample(self, logits: torch.Tensor | None, sampling: Sequence[ScheduledSequence], result: RunnerOutput) -> None:
-        if logits is None:
-            return
-        keys = [item.key for item in sampling]
-        if logits.device != self._sampling_device:
-            logits = logits.float().to(self._sampling_device)
-        for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
-            result.sampled[key] = sampled
-            if sampled.error is None:
-                self._rows[key].append(sampled.token_id)
 
     def _forward(
         self, batch: Sequence[ScheduledSequence]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]:
         """The plain path: any mixture of prompt chunks and generated tokens."""
-        device = self.component.device
+        component, device = self.component, self.component.device
         total = sum(item.count for item in batch)
         ids = np.empty(total, dtype=np.int64)
         slots = np.empty(total, dtype=np.int64)
-        positions = np.empty((self.component.spec.position_dims, total), dtype=np.int64)
-        offset = 0
-        for item in batch:
-            rows, start, count = self._rows[item.key], item.start, item.count
+        positions = np.empty((component.spec.position_dims, total), dtype=np.int64)
+        sequences = [self._rows[item.key] for item in batch]
+        offset, has_rows = 0, False
+        for item, rows in zip(batch, sequences, strict=True):
+            start, count = item.start, item.count
             if count == 1 and start >= rows.prompt_length:  # numbers are several times faster than slices
                 ids[offset] = rows.tokens[start]
                 slots[offset] = rows.slots[start]
@@ -188,44 +195,49 @@ class Runner:
                 ids[offset : offset + count] = rows.tokens[start : start + count]
                 slots[offset : offset + count] = rows.slots[start : start + count]
                 rows.fill_positions(positions[:, offset : offset + count], start, start + count)
+            has_rows = has_rows or start < rows.prompt_length or rows.payload.streaming
             offset += count
         packed = torch.from_numpy(np.concatenate((ids, slots, positions.reshape(-1)))).to(device)
         slot_mapping = packed[total : 2 * total]
-        embeds, media = self._embed(packed[:total], batch)
-        paged = PagedContext(self.backend, slot_mapping, self.backend.plan(self._layout(batch), device))
-        hidden = self.component.forward(embeds, packed[2 * total :].view(-1, total), paged)
-        rows_out = None
+        embeds = component.embed(packed[:total])
+        media = torch.zeros(total, 1, dtype=torch.bool, device=device) if self.emit_pool is not None else None
+        if has_rows:
+            self._fill_embeds(embeds, media, batch)
+        layout = BatchLayout(
+            np.array([item.count for item in batch], dtype=np.int32),
+            np.array([item.start + item.count for item in batch], dtype=np.int32),
+            [rows.slots for rows in sequences],
+            [rows.table for rows in sequences],
+        )
+        paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
+        hidden = component.forward(embeds, packed[2 * total :].view(-1, total), paged)
+        emitted = None
         if self.emit_pool is not None and media is not None:
-            rows_out = self.component.emit(embeds, hidden, media)
-            self.emit_pool.index_copy_(0, slot_mapping, rows_out)
+            emitted = component.emit(embeds, hidden, media)
+            self.emit_pool.index_copy_(0, slot_mapping, emitted)
         sampling = [item for item in batch if item.sample]
         if not sampling:
-            return None, rows_out, []
+            return None, emitted, []
         if len(sampling) != total:
             ends = np.cumsum([item.count for item in batch]) - 1
             last = [int(e) for e, item in zip(ends, batch, strict=True) if item.sample]
             hidden = hidden.index_select(0, torch.tensor(last, device=device))
-        return self.component.logits(hidden), rows_out, sampling
+        return component.logits(hidden), emitted, sampling
 
-    def _embed(self, ids: torch.Tensor, batch: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings of the batch with prompt rows, media rows and side rows in place; and, where rows are emitted,
-        where media stand."""
-        embeds = self.component.embed(ids)
-        emitting = self.emit_pool is not None
-        media = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device) if emitting else None
+    def _fill_embeds(
+        self, embeds: torch.Tensor, media: torch.Tensor | None, batch: Sequence[ScheduledSequence]
+    ) -> None:
+        """Put prompt rows, media rows and side rows into the batch's embeddings; and in `media` where media stand."""
         offset = 0
         for item in batch:
             rows, end = self._rows[item.key], item.start + item.count
-            if item.start >= rows.prompt_length and not rows.payload.streaming:
-                offset += item.count
-                continue
             prompt_end = min(end, rows.prompt_length)
             if rows.embeds is not None and item.start < prompt_end:
                 embeds[offset : offset + prompt_end - item.start] = rows.embeds[item.start : prompt_end]
             if rows.media_rows is not None and item.start < prompt_end:
                 low, high = np.searchsorted(rows.media_index, (item.start, end))
                 if high > low:
-                    where = torch.from_numpy(rows.media_index[low:high] - item.start + offset).to(ids.device)
+                    where = torch.from_numpy(rows.media_index[low:high] - item.start + offset).to(embeds.device)
                     embeds[where] = rows.media_rows[low:high]
                     if media is not None:
                         media[where] = True
@@ -235,38 +247,12 @@ class Runner:
                 for index in range(max(item.start, rows.prompt_length), end):
                     embeds[offset + index - item.start] += rows.side_row(index)
             offset += item.count
-        return embeds, media
-
-    def _layout(self, batch: Sequence[ScheduledSequence]) -> BatchLayout:
-        rows = [self._rows[item.key] for item in batch]
-        return BatchLayout(
-            np.array([item.count for item in batch], dtype=np.int32),
-            np.array([item.start + item.count for item in batch], dtype=np.int32),
-            [r.slots for r in rows],
-            [r.table for r in rows],
-        )
 
     # --------------------------------------------------------------------------------------------- pieces
 
     def _is_decode(self, item: ScheduledSequence) -> bool:
         """A generated token that the next one is sampled from: what a captured step does."""
         return item.sample and item.count == 1 and item.start >= self._rows[item.key].prompt_length
-
-    def _ready(self, item: ScheduledSequence, result: RunnerOutput) -> bool:
-        """Encode the sequence's media on first need; a failure ends this sequence alone."""
-        rows = self._rows.get(item.key)
-        if rows is None:
-            raise InternalError(f"sequence {item.key!r} was scheduled but never added")
-        if not len(rows.media_index) or rows.media_rows is not None or item.start >= rows.prompt_length:
-            return True
-        try:
-            rows.media_rows = self._encode_media(rows)
-        except OmniError as error:
-            result.failed[item.key] = error
-        except Exception as error:  # the boundary of one request's media: record it and end that request
-            log_defect("the media encoder", error)
-            result.failed[item.key] = StageError(f"the media encoder failed with {type(error).__name__}")
-        return item.key not in result.failed
 
     def _encode_media(self, rows: SequenceRows) -> torch.Tensor:
         parts = []
@@ -293,27 +279,10 @@ class Runner:
                 first = max(rows.emitted, item.start)
                 new = step_rows[offset + first - item.start : offset + item.count]
                 if rows.emitted < item.start:
-                    new = torch.cat((self._pooled(rows, rows.emitted, item.start), new))
+                    if self.emit_pool is None:
+                        raise InternalError("this component emits no rows")
+                    pooled = torch.from_numpy(rows.slots[rows.emitted : item.start]).to(self.emit_pool.device)
+                    new = torch.cat((self.emit_pool.index_select(0, pooled), new))
                 result.hidden[item.key] = HiddenRows(new, rows.emitted)
                 rows.emitted = end
             offset += item.count
-
-    def _pooled(self, rows: SequenceRows, start: int, end: int) -> torch.Tensor:
-        if self.emit_pool is None:
-            raise InternalError("this component emits no rows")
-        return self.emit_pool.index_select(0, torch.from_numpy(rows.slots[start:end]).to(self.emit_pool.device))
-
-    def _share(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that another stage's tensor is read on this stage's stream."""
-        if self._stream is not None and tensor.is_cuda:
-            tensor.record_stream(self._stream)
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Inference mode, on the stage's own CUDA stream where it has one."""
-        if self._stream is None:
-            with torch.inference_mode():
-                yield
-        else:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
-                yield

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from omnistage.core.errors import InternalError
 from omnistage.core.record import record
+from omnistage.engines.ageing import arrival_rank
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 
 
@@ -42,15 +43,12 @@ class SequenceState:
     """Tokens that were found computed when it was first admitted."""
 
     @property
-    def ready(self) -> int:
-        """How many tokens could have been computed by now."""
+    def pending(self) -> int:
+        """How many tokens could be computed now; 0: it is starved, it waits for its upstream."""
         known = len(self.token_ids)
-        return known if self.side_rows is None else int(min(known, self.prompt_length + self.side_rows))
-
-    @property
-    def starved(self) -> bool:
-        """It has computed all that it may and waits for its upstream."""
-        return self.computed >= self.ready
+        if self.side_rows is not None:
+            known = int(min(known, self.prompt_length + self.side_rows))
+        return max(known - self.computed, 0)
 
     def extend_hashes(self, block_size: int, upto: int) -> None:
         """Hash the full blocks within the first `upto` tokens."""
@@ -82,10 +80,6 @@ class SchedulerOutput:
     """Sequences that run for the first time."""
     preempted: tuple[str, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.count for item in self.batch)
-
 
 class Scheduler:
     """Owns the order, the budget and the block pool of one stage."""
@@ -110,6 +104,7 @@ class Scheduler:
         self._arrivals = 0
         self._stalled = False
         self.steps = 0
+        self.tokens = 0
         self.preemptions = 0
 
     # ------------------------------------------------------------------------------------------- requests
@@ -119,8 +114,7 @@ class Scheduler:
         if state.key in self._sequences:
             raise InternalError(f"sequence {state.key!r} is scheduled already")
         self._arrivals += 1
-        # The arrival number breaks ties, far below the weight of one step.
-        state.rank = priority + self.steps / self._ageing_steps + self._arrivals * 1e-9
+        state.rank = arrival_rank(priority, self.steps, self._arrivals, self._ageing_steps)
         self._sequences[state.key] = state
         insort(self._waiting, state, key=_rank)
         self._stalled = False
@@ -154,7 +148,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `schedule` might give a batch: something is not starved and the last try was not in vain."""
-        return not self._stalled and any(not s.starved for s in (*self._running, *self._waiting))
+        return not self._stalled and any(s.pending for s in (*self._running, *self._waiting))
 
     def schedule(self) -> SchedulerOutput:
         """The next batch, blocks allocated. Call `commit` once it has run."""
@@ -162,8 +156,20 @@ class Scheduler:
         batch: list[ScheduledSequence] = []
         started: list[str] = []
         preempted: list[str] = []
-        budget = self._schedule_running(batch, preempted)
-        self._admit(batch, started, preempted, budget)
+        budget, block_size = self._max_batch_tokens, self.pool.block_size
+        for state in list(self._running):
+            if budget == 0:
+                break
+            count = min(state.pending, budget, self._prefill_chunk)
+            if not count or not state.running:  # evicted a moment ago
+                continue
+            end = state.computed + count
+            if end > len(state.blocks) * block_size and not self._grow(state, end, preempted):
+                continue
+            batch.append(ScheduledSequence(state.key, state.computed, count, end == len(state.token_ids), state.blocks))
+            budget -= count
+        if self._waiting:
+            self._admit(batch, started, preempted, budget)
         self._stalled = not batch
         return SchedulerOutput(tuple(batch), tuple(started), tuple(preempted))
 
@@ -171,6 +177,7 @@ class Scheduler:
         """The batch was computed: advance the counters and publish blocks that became full."""
         size = self.pool.block_size
         for item in output.batch:
+            self.tokens += item.count
             state = self._sequences.get(item.key)
             if state is None:
                 continue
@@ -183,37 +190,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _schedule_running(self, batch: list[ScheduledSequence], preempted: list[str]) -> int:
-        budget = self._max_batch_tokens
-        for state in list(self._running):
-            if budget == 0:
-                break
-            if not state.running or state.starved:
-                continue
-            count = min(state.ready - state.computed, budget, self._prefill_chunk)
-            if not self._grow(state, state.computed + count, preempted):
-                continue
-            batch.append(_scheduled(state, count))
-            budget -= count
-        return budget
-
     def _admit(self, batch: list[ScheduledSequence], started: list[str], preempted: list[str], budget: int) -> None:
+        block_size = self.pool.block_size
         # What was evicted a moment ago must not come back in the same step.
         for state in [s for s in self._waiting if s.key not in preempted]:
             if budget == 0:
                 return
-            if state.starved:
+            if not state.pending:
                 continue
             if len(self._running) >= self._max_running and not self._evict_for(state, preempted, batch):
                 return
             cached = self._reuse_prefix(state)
-            count = min(state.ready - state.computed, budget, self._prefill_chunk)
-            while not self._try_grow(state, state.computed + count):
+            count = min(state.pending, budget, self._prefill_chunk)
+            end = state.computed + count
+            while not self._try_grow(state, end):
                 if not self._evict_for(state, preempted, batch):
                     self.pool.release(cached)
                     state.blocks, state.computed = [], 0
                     return
-            self._count_reuse(state, len(cached))
+            # Counted on admission, not on each try: a sequence that waits for room is looked up again every step.
+            if state.cacheable and self.pool.prefix_caching:
+                self.pool.lookups += (len(state.token_ids) - 1) // block_size
+                self.pool.hits += len(cached)
             self._waiting.remove(state)
             insort(self._running, state, key=_rank)
             state.running = True
@@ -221,7 +219,7 @@ class Scheduler:
                 state.started = True
                 state.cached = state.computed
                 started.append(state.key)
-            batch.append(_scheduled(state, count))
+            batch.append(ScheduledSequence(state.key, state.computed, count, end == len(state.token_ids), state.blocks))
             budget -= count
 
     def _reuse_prefix(self, state: SequenceState) -> list[int]:
@@ -236,12 +234,6 @@ class Scheduler:
         state.blocks = list(cached)
         state.computed = len(cached) * size
         return cached
-
-    def _count_reuse(self, state: SequenceState, found: int) -> None:
-        """Counted on admission, not on each try: a sequence that waits for room is looked up again every step."""
-        if state.cacheable and self.pool.prefix_caching:
-            self.pool.lookups += (len(state.token_ids) - 1) // self.pool.block_size
-            self.pool.hits += found
 
     def _grow(self, state: SequenceState, tokens: int, preempted: list[str]) -> bool:
         """Give a running sequence room for `tokens`, evicting worse-ranked ones, at the last itself."""
@@ -290,7 +282,7 @@ class Scheduler:
 
     def counts(self) -> tuple[int, int, int]:
         """(waiting, running, starved)."""
-        starved = sum(1 for s in self._running if s.starved)
+        starved = sum(1 for s in self._running if not s.pending)
         return len(self._waiting), len(self._running), starved
 
     def keys(self) -> list[str]:
@@ -303,8 +295,3 @@ class Scheduler:
 
 def _rank(state: SequenceState) -> float:
     return state.rank
-
-
-def _scheduled(state: SequenceState, count: int) -> ScheduledSequence:
-    sample = state.computed + count == len(state.token_ids)
-    return ScheduledSequence(state.key, state.computed, count, sample, state.blocks)

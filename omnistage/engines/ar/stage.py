@@ -10,17 +10,20 @@ import numpy as np
 import torch
 
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import (
-    CapacityError,
-    InvalidRequestError,
-    OmniError,
-    PromptTooLongError,
-    StageError,
+from omnistage.core.errors import CapacityError, InvalidRequestError, OmniError, PromptTooLongError, StageError
+from omnistage.core.failures import log_defect, stage_failure
+from omnistage.core.params import SamplingParams
+from omnistage.core.stage import StageStats
+from omnistage.core.types import (
+    ARInput,
+    FinishReason,
+    RequestInfo,
+    SideRows,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    TokenChunk,
 )
-from omnistage.core.failures import log_defect
-from omnistage.core.params import SamplingParams, StageParams
-from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import ARInput, FinishReason, SideRows, StageChunk, StageFeed, StageInput, TokenChunk
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
@@ -28,6 +31,7 @@ from omnistage.engines.ar.memory import plan_blocks
 from omnistage.engines.ar.runner import Runner, RunnerOutput
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
+from omnistage.engines.stage import BatchedStage
 
 
 @dataclass(slots=True)
@@ -46,14 +50,15 @@ class _Answer:
     announced: bool = False
 
 
-class ARStage(Stage):
+class ARStage(BatchedStage[ARInput, SamplingParams]):
     """A stage on the autoregressive engine."""
 
     params_type = SamplingParams
+    payload_type = ARInput
 
     def __init__(self, name: str, component: ARComponent, budget: ARBudget) -> None:
+        super().__init__(name, component.device, stream_priority=-1)
         spec = component.spec
-        self.name = name
         self.component = component
         self._budget = budget
         max_length = min(budget.max_model_len or spec.max_length, spec.max_length)
@@ -73,6 +78,7 @@ class ARStage(Stage):
         self.runner = Runner(
             component,
             make_backend(budget.attention, component.device),
+            self.stream,
             num_blocks=num_blocks,
             block_size=budget.block_size,
             max_length=self.max_length,
@@ -81,14 +87,11 @@ class ARStage(Stage):
         )
         self._answers: dict[str, _Answer] = {}
         self._requests: dict[str, list[str]] = {}
-        self._tokens = 0
 
     # ------------------------------------------------------------------------------------------- requests
 
-    def check(self, stage_input: StageInput) -> None:
-        params, payload = _typed(stage_input)
-        self.component.check(stage_input.info, payload)
-        self.runner.sampler.check(params)
+    def _check(self, info: RequestInfo, params: SamplingParams, payload: ARInput) -> None:
+        self.component.check(info, payload)
         _check_payload(payload, self.component)
         length = len(payload.token_ids)
         if length >= self.max_length:
@@ -109,9 +112,8 @@ class ARStage(Stage):
                 param="min_tokens",
             )
 
-    def check_params(self, params: StageParams) -> None:
-        if isinstance(params, SamplingParams):
-            self.runner.sampler.check(self._effective(params))
+    def _check_params(self, params: SamplingParams) -> None:
+        self.runner.sampler.check(self._effective(params))
 
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """With what the component never samples."""
@@ -122,56 +124,48 @@ class ARStage(Stage):
             return params
         return params.model_copy(update={"suppress_token_ids": tuple(sorted(banned))})
 
-    def submit(self, stage_input: StageInput) -> None:
-        params, payload = _typed(stage_input)
-        # On the runner's stream: what it makes is read there, with nothing else to order the two.
-        with self.runner.on_stream():
-            payload = self.component.prepare(stage_input.info, payload)
-        if params.seed is None and payload.seed is not None:
-            params = params.model_copy(update={"seed": payload.seed})
-        self.check(StageInput(stage_input.info, params, payload, stage_input.emit_hidden))
-        request_id = stage_input.info.request_id
-        if request_id in self._requests:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        prompt = len(payload.token_ids)
-        limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
+    def _prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        # On the stage's stream: what it makes is read there, with nothing else to order the two.
+        with self.stream.use():
+            return self.component.prepare(info, payload)
+
+    def _add(self, stage_input: StageInput, params: SamplingParams, payload: ARInput) -> None:
+        request_id, params = stage_input.info.request_id, self._effective(params)
+        seed = payload.seed if params.seed is None else params.seed
         keys = [f"{request_id}/{index}" for index in range(params.n)]
         with ExitStack() as undo:  # whatever fails, the stage is left as it was
             for index, key in enumerate(keys):
                 undo.callback(self._forget, key)
-                self._open(key, stage_input, payload, params, index, limit)
+                if seed is not None and seed + index != params.seed:
+                    params = params.model_copy(update={"seed": (seed + index) % 2**63})
+                self._open(key, stage_input, payload, params, index)
             undo.pop_all()
         self._requests[request_id] = keys
 
-    def _open(
-        self, key: str, stage_input: StageInput, payload: ARInput, params: SamplingParams, index: int, limit: int
-    ) -> None:
+    def _open(self, key: str, stage_input: StageInput, payload: ARInput, params: SamplingParams, index: int) -> None:
         info, component = stage_input.info, self.component
-        own = params
-        if index and params.seed is not None:
-            own = params.model_copy(update={"seed": (params.seed + index) % 2**63})
-        own = self._effective(own)
         prompt = len(payload.token_ids)
-        self.runner.add(key, payload, own, capacity=prompt + limit, emit=stage_input.emit_hidden)
+        limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
+        self.runner.add(key, payload, params, capacity=prompt + limit, emit=stage_input.emit_hidden)
         side = None
         if payload.streaming:
             side = float(len(payload.side_rows)) if payload.side_rows is not None else 0.0
+        plain = not payload.media and payload.positions is None and not payload.position_delta
         state = SequenceState(
             key=key,
             rank=0.0,
             token_ids=list(payload.token_ids),
             prompt_length=prompt,
             side_rows=side,
-            media_keys=_content_keys(payload),
+            media_keys=None if plain else _ContentKeys(payload),
             cacheable=payload.embeds is None
             and not payload.streaming
             and not (stage_input.emit_hidden and component.spec.emit_anew),
         )
         self.scheduler.add(state, info.priority)
-        text = TextStream(component.tokenizer, own) if component.tokenizer is not None else None
-        own_eos = () if own.ignore_eos else component.eos_token_ids
-        stop_ids = frozenset((*own.stop_token_ids, *own_eos))
-        self._answers[key] = _Answer(info.request_id, index, own, payload, text, limit, stop_ids)
+        text = TextStream(component.tokenizer, params) if component.tokenizer is not None else None
+        stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else component.eos_token_ids)))
+        self._answers[key] = _Answer(info.request_id, index, params, payload, text, limit, stop_ids)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if not isinstance(feed, SideRows):
@@ -181,8 +175,8 @@ class ARStage(Stage):
                 count = self.runner.feed(key, feed)
                 self.scheduler.feed(key, count, final=feed.final)
 
-    def abort(self, request_id: str) -> None:
-        for key in self._requests.pop(request_id, ()):
+    def _remove(self, request_id: str) -> None:
+        for key in self._requests.pop(request_id):
             self._forget(key)
 
     def _forget(self, key: str) -> None:
@@ -197,7 +191,7 @@ class ARStage(Stage):
 
     def step(self) -> list[StageChunk]:
         plan = self.scheduler.schedule()
-        chunks = self._announce(plan)
+        chunks = self._mark_started(self._answers[key].request_id for key in plan.started) if plan.started else []
         # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
         if not plan.batch and not plan.preempted:
             return chunks
@@ -205,48 +199,33 @@ class ARStage(Stage):
             result = self.runner.execute(plan)
         except Exception as error:  # the boundary of a step: its requests end, the stage goes on
             return chunks + self._fail_batch(plan, error)
-        for key, problem in result.failed.items():
-            chunks.append(self._end(key, FinishReason.ERROR, error=problem))
+        chunks += [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
         self.scheduler.commit(plan)
-        self._tokens += plan.num_tokens
         for item in plan.batch:
             if item.key in self._answers:
-                chunks.extend(self._try_update(item.key, result))
+                chunk = self._update(item.key, result)
+                if chunk is not None:
+                    chunks.append(chunk)
         return chunks
 
-    def _try_update(self, key: str, result: RunnerOutput) -> list[StageChunk]:
-        try:
-            return self._update(key, result)
-        except Exception as error:  # the boundary of one answer: what its own text or tokens break ends it alone
-            log_defect(f"an answer's text in stage {self.name!r}", error)
-            problem = error if isinstance(error, OmniError) else _step_error(self.name, error)
-            return [self._end(key, FinishReason.ERROR, error=problem)] if key in self._answers else []
-
-    def _announce(self, plan: SchedulerOutput) -> list[StageChunk]:
-        chunks = []
-        for key in plan.started:
-            answer = self._answers[key]
-            if answer.index == 0:
-                chunks.append(StageChunk(answer.request_id, self.name))
-        return chunks
-
-    def _update(self, key: str, result: RunnerOutput) -> list[StageChunk]:
-        """Account for what one sequence got; at most one chunk."""
+    def _update(self, key: str, result: RunnerOutput) -> StageChunk | None:
+        """Account for what one sequence got."""
         answer = self._answers[key]
-        sampled = result.sampled.get(key)
-        hidden = result.hidden.get(key)
-        if sampled is not None and sampled.error is not None:
-            return [self._end(key, FinishReason.ERROR, error=sampled.error)]
+        sampled, hidden = result.sampled.get(key), result.hidden.get(key)
         if sampled is None and hidden is None:
-            return []
+            return None
         text, finish, ended_by = "", None, None
-        tokens: tuple[int, ...] = ()
         if sampled is not None:
-            tokens = (sampled.token_id,)
+            if sampled.error is not None:
+                return self._end(key, FinishReason.ERROR, error=sampled.error)
             self.scheduler.append(key, sampled.token_id)
-            text, finish, ended_by = self._advance(answer, sampled.token_id)
+            try:
+                text, finish, ended_by = self._advance(answer, sampled.token_id)
+            except Exception as error:  # the boundary of one answer: what its own text breaks ends it alone
+                failure = stage_failure(error, f"the text of an answer of stage {self.name!r}")
+                return self._end(key, FinishReason.ERROR, error=failure)
         payload = TokenChunk(
-            token_ids=tokens,
+            token_ids=() if sampled is None else (sampled.token_id,),
             text=text,
             logprobs=(sampled.logprobs,) if sampled is not None and sampled.logprobs is not None else (),
             hidden=hidden.rows if hidden is not None else None,
@@ -257,8 +236,8 @@ class ARStage(Stage):
         )
         answer.announced = True
         if finish is not None:
-            return [self._end(key, finish, payload=payload)]
-        return [StageChunk(answer.request_id, self.name, payload, answer.index)]
+            return self._end(key, finish, payload=payload)
+        return StageChunk(answer.request_id, self.name, payload, answer.index)
 
     @staticmethod
     def _advance(answer: _Answer, token_id: int) -> tuple[str, FinishReason | None, int | None]:
@@ -288,19 +267,22 @@ class ARStage(Stage):
     ) -> StageChunk:
         answer = self._answers[key]
         self._forget(key)
-        keys = self._requests.get(answer.request_id, [])
-        if key in keys:
-            keys.remove(key)
+        keys = self._requests[answer.request_id]
+        keys.remove(key)
         if not keys:
-            self._requests.pop(answer.request_id, None)
+            self.abort(answer.request_id)
         return StageChunk(answer.request_id, self.name, payload, answer.index, finish, error)
 
     def _fail_batch(self, plan: SchedulerOutput, error: Exception) -> list[StageChunk]:
-        log_defect(f"a step of {len(plan.batch)} sequences in stage {self.name!r}", error)
-        problem = error if isinstance(error, OmniError) else _step_error(self.name, error)
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            log_defect(f"a step of {len(plan.batch)} sequences in stage {self.name!r}", error)
+            error = StageError(
+                f"stage {self.name!r} ran out of device memory in this step; lower its budget.max_batch_tokens"
+            )
+        failure = stage_failure(error, f"a step of stage {self.name!r}")
         # Keys and values of the batch may be half written: nothing computed so far may be reused.
         self.scheduler.pool.forget_prefixes()
-        return [self._end(item.key, FinishReason.ERROR, error=problem) for item in plan.batch]
+        return [self._end(item.key, FinishReason.ERROR, error=failure) for item in plan.batch]
 
     # -------------------------------------------------------------------------------------------- insight
 
@@ -312,7 +294,7 @@ class ARStage(Stage):
             running=running,
             starved=starved,
             steps=self.scheduler.steps,
-            tokens=self._tokens,
+            tokens=self.scheduler.tokens,
             preemptions=self.scheduler.preemptions,
             extra={
                 "blocks": pool.num_blocks,
@@ -359,27 +341,6 @@ class _ContentKeys:
             known = self._positions[:, start:end]
             parts.append(np.concatenate((known, np.tile(generated, (len(known), 1))), axis=1).tobytes())
         return parts
-
-
-def _content_keys(payload: ARInput) -> _ContentKeys | None:
-    if not payload.media and payload.positions is None and not payload.position_delta:
-        return None
-    return _ContentKeys(payload)
-
-
-def _step_error(stage: str, error: Exception) -> StageError:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return StageError(f"stage {stage!r} ran out of device memory in this step; lower its budget.max_batch_tokens")
-    # Not the exception's own words: they may quote what a user sent.
-    return StageError(f"a step of stage {stage!r} failed with {type(error).__name__}; the log has where")
-
-
-def _typed(stage_input: StageInput) -> tuple[SamplingParams, ARInput]:
-    if not isinstance(stage_input.params, SamplingParams):
-        raise InvalidRequestError(f"this stage takes SamplingParams, not {type(stage_input.params).__name__}")
-    if not isinstance(stage_input.payload, ARInput):
-        raise StageError(f"an autoregressive stage takes ARInput, not {type(stage_input.payload).__name__}")
-    return stage_input.params, stage_input.payload
 
 
 def _check_payload(payload: ARInput, component: ARComponent) -> None:

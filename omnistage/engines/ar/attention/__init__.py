@@ -71,16 +71,30 @@ class AttentionPlan:
     __slots__ = ()
 
 
+class GraphPlan(ABC):
+    """A plan whose tensors keep their place, because a captured graph reads them at every replay."""
+
+    plan: AttentionPlan
+
+    @abstractmethod
+    def fill(self, lengths: Sequence[int], block_tables: Sequence[np.ndarray]) -> None:
+        """Describe the next replay: sequences with one query each, this step's tokens included; the rest is padding."""
+
+
 class AttentionBackend(ABC):
     """Writes keys and values into the pool and attends through it."""
 
     name: str
     supports_graphs = False
-    """Its plan is made of static tensors, so that a decode step can be captured in a CUDA graph."""
+    """It has a `graph_plan`, so that a decode step can be captured in a CUDA graph."""
 
     @abstractmethod
     def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
         """Device metadata of one step."""
+
+    def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> GraphPlan:
+        """The plan of a captured decode step for `size` sequences of at most `length` tokens."""
+        raise StageError(f"attention backend {self.name!r} cannot be captured in a CUDA graph; set cuda_graphs: false")
 
     @abstractmethod
     def attend(

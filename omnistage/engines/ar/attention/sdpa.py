@@ -52,27 +52,24 @@ class SdpaPlan(AttentionPlan):
     """int64 [B, 1], or None when all are equally long and no mask is needed."""
     longest: int
     chunks: list[_Chunk]
-    run: int | None = None
-    """Where the only sequence's slots begin, if they lie one behind the other: then nothing has to be gathered."""
-    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    first_slot: int | None = None
+    """Of the only sequence, if its slots are adjacent: then nothing has to be gathered."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def single_mask(self, window: int | None) -> torch.Tensor | None:
         """bool [B, 1, 1, longest] over the padded slots."""
         if window is not None and window >= self.longest:
             window = None
-        if window not in self.masks:
-            self.masks[window] = self._make_mask(window)
-        return self.masks[window]
-
-    def _make_mask(self, window: int | None) -> torch.Tensor | None:
         if self.single_slots is None or (self.lengths is None and window is None):
             return None
-        keys = torch.arange(self.longest, device=self.single_slots.device)[None, :]
-        lengths = self.lengths if self.lengths is not None else torch.full_like(keys[:, :1], self.longest)
-        mask = keys < lengths
-        if window is not None:
-            mask = mask & (keys >= lengths - window)
-        return mask[:, None, None, :]
+        if window not in self.masks:
+            keys = torch.arange(self.longest, device=self.single_slots.device)[None, :]
+            lengths = self.lengths if self.lengths is not None else torch.full_like(keys[:, :1], self.longest)
+            mask = keys < lengths
+            if window is not None:
+                mask = mask & (keys >= lengths - window)
+            self.masks[window] = mask[:, None, None, :]
+        return self.masks[window]
 
 
 class SdpaBackend(AttentionBackend):
@@ -89,23 +86,25 @@ class SdpaBackend(AttentionBackend):
         ]
         if not single:
             return SdpaPlan(None, False, None, None, 0, chunks)
-        own = [lengths[i] for i in single]
-        longest = max(own)
+        single_lengths = [lengths[i] for i in single]
+        longest = max(single_lengths)
         # Padding repeats a slot of the same sequence: another's could hold NaN, and 0 x NaN is NaN.
         padded = np.empty((len(single), longest), dtype=np.int64)
-        for row, i, length in zip(padded, single, own, strict=True):
+        for row, i, length in zip(padded, single, single_lengths, strict=True):
             slots = layout.slots[i]
             row[:length] = slots[:length]
             if length < longest:
                 row[length:] = slots[0]
+        first = int(padded[0, 0])
+        adjacent = len(single) == 1 and padded[0, -1] - first == longest - 1 and bool((np.diff(padded[0]) == 1).all())
         return SdpaPlan(
             torch.tensor([starts[i] for i in single], device=device) if chunks else None,
             not chunks,
             torch.from_numpy(padded).to(device),
-            torch.tensor(own, device=device)[:, None] if min(own) < longest else None,
+            torch.tensor(single_lengths, device=device)[:, None] if min(single_lengths) < longest else None,
             longest,
             chunks,
-            _run(padded[0]) if len(single) == 1 else None,
+            first if adjacent else None,
         )
 
     def attend(
@@ -122,8 +121,8 @@ class SdpaBackend(AttentionBackend):
         plan = paged.plan
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
-        if plan.run is not None and plan.all_single:
-            return _attend_run(query, key, value, cache, plan.run, plan, scale, window)
+        if plan.first_slot is not None and plan.all_single:
+            return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, scale, window)
         keys, values = (c.view(-1, *c.shape[2:]) for c in cache)
         keys.index_copy_(0, paged.slot_mapping, key)
         values.index_copy_(0, paged.slot_mapping, value)
@@ -135,14 +134,6 @@ class SdpaBackend(AttentionBackend):
         for chunk in plan.chunks:
             out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, scale, window)
         return out
-
-
-def _run(slots: np.ndarray) -> int | None:
-    """The first of slots that lie one behind the other; None if they do not."""
-    first = int(slots[0])
-    if int(slots[-1]) - first != len(slots) - 1 or not (np.diff(slots) == 1).all():
-        return None
-    return first
 
 
 def _attend_single(
@@ -161,7 +152,7 @@ def _attend_single(
     return out.reshape(batch, heads, values.shape[2])
 
 
-def _attend_run(
+def _attend_adjacent(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -171,10 +162,12 @@ def _attend_run(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One sequence alone whose slots begin at `first` and lie one behind the other: its keys and values are read where
-    they are. As few operators as can be: for a small model on the CPU they cost more than the attention."""
+    """A single sequence with adjacent slots from `first` on: its keys and values are read in place.
+
+    As few operators as possible: for a small model on the CPU they cost more than the attention.
+    """
     length = plan.longest
-    k, v = _lines(cache[0], first, length), _lines(cache[1], first, length)
+    k, v = _adjacent_slots(cache[0], first, length), _adjacent_slots(cache[1], first, length)
     k.select(2, length - 1).copy_(key)
     v.select(2, length - 1).copy_(value)
     heads, kv_heads = query.shape[1], k.shape[1]
@@ -183,7 +176,7 @@ def _attend_run(
     return out.reshape(1, heads, v.shape[3])
 
 
-def _lines(pool: torch.Tensor, first: int, length: int) -> torch.Tensor:
+def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor:
     """`[1, heads, length, d]` of `[blocks, size, heads, d]`, from slot `first` on."""
     _, _, heads, dim = pool.shape
     start = pool.storage_offset() + first * heads * dim

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, KVCache, PagedContext
+from omnistage.engines.ar.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    BatchLayout,
+    GraphPlan,
+    KVCache,
+    PagedContext,
+)
 
 
 def triton_available() -> bool:
@@ -27,6 +35,31 @@ class TritonPlan(AttentionPlan):
     block_tables: torch.Tensor
     max_query_len: int
     max_seq_len: int
+
+
+class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
+    """Lengths and block tables in one pinned buffer and its copy on the device."""
+
+    def __init__(self, size: int, length: int, block_size: int, device: torch.device) -> None:
+        self._size, self._width = size, -(-length // block_size)
+        self._host = torch.zeros(size * (1 + self._width), dtype=torch.int32, pin_memory=True)
+        self._device = torch.zeros_like(self._host, device=device)
+        self.plan = TritonPlan(
+            torch.arange(size + 1, dtype=torch.int32, device=device),
+            self._device[:size],
+            self._device[size:].view(size, self._width),
+            1,
+            self._width * block_size,
+        )
+
+    def fill(self, lengths: Sequence[int], block_tables: Sequence[np.ndarray]) -> None:
+        host, size, width = self._host.numpy(), self._size, self._width
+        host[:size] = 0
+        host[: len(lengths)] = lengths
+        for row, table in enumerate(block_tables):
+            known = table[:width]
+            host[size + row * width : size + row * width + len(known)] = known
+        self._device.copy_(self._host, non_blocking=True)
 
 
 class TritonBackend(AttentionBackend):
@@ -52,6 +85,9 @@ class TritonBackend(AttentionBackend):
             int(queries.max()),
             int(lengths.max()),
         )
+
+    def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> TritonGraphPlan:
+        return TritonGraphPlan(size, length, block_size, device)
 
     def attend(
         self,

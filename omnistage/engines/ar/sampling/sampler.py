@@ -38,7 +38,7 @@ class Sampled:
     error: OmniError | None = None
 
 
-class _Part:
+class _RowGroup:
     """Rows of a batch that are treated alike: all plain, or all processed. `rows` are their places in the batch."""
 
     def __init__(
@@ -48,6 +48,8 @@ class _Part:
         self.states = [batch[row] for row in rows]
         self.index = None if rows == list(range(len(batch))) else torch.tensor(rows, device=device)
         self.processors = Processors(self.states, vocab_size, device) if processed else None
+        self.unchanged = self.index is None and self.processors is None
+        """Its logits are the batch's own."""
         self._random = [i for i, state in enumerate(self.states) if not state.params.greedy]
         self._device = device
         self._vocab_size = vocab_size
@@ -60,7 +62,7 @@ class _Part:
                 self._random_index = torch.tensor(self._random, device=device)
 
     def prepare(self, logits: Tensor) -> Tensor:
-        """This part's logits after its processors; the batch's own are left as they are."""
+        """This group's logits after its processors; the batch's own are left as they are."""
         if self.processors is None:
             return logits if self.index is None else logits.index_select(0, self.index)
         if self.index is not None:
@@ -88,12 +90,12 @@ class _Part:
 
     def gather(self, x: Tensor) -> Tensor:
         """What `pick_gathered` needs of logits on a device: int32 `[N]` there."""
-        found = []
+        parts = []
         if self._selector is None or self._random_index is not None:
-            found.append(argmax_rows(x).to(torch.int32))
+            parts.append(argmax_rows(x).to(torch.int32))
         if self._selector is not None:
-            found.append(self._selector.gather(self._random_rows_of(x)).view(-1))
-        return torch.cat(found)
+            parts.append(self._selector.gather(self._random_rows_of(x)).view(-1))
+        return torch.cat(parts)
 
     def pick_gathered(self, gathered: npt.NDArray[np.int32]) -> list[int]:
         """`pick`, from the host's copy of what `gather` gave."""
@@ -127,27 +129,25 @@ class _Plan:
         plain = [i for i, s in enumerate(states) if not s.processed]
         changed = [i for i, s in enumerate(states) if s.processed]
         changed.sort(key=lambda i: states[i].grammar is None)
-        self.parts = [
-            _Part(rows, states, processed, vocab_size, device)
+        self.groups = [
+            _RowGroup(rows, states, processed, vocab_size, device)
             for rows, processed in ((plain, False), (changed, True))
             if rows
         ]
         self.logprob_rows = [i for i, s in enumerate(states) if s.params.logprobs is not None]
         self.constrained = any(s.grammar is not None for s in states)
         self.tops = min(max((s.params.logprobs or 0 for s in states), default=0), vocab_size)
-        self.records = any(part.processors is not None and part.processors.records for part in self.parts)
-        self._logprob_index = torch.tensor(self.logprob_rows, device=device) if self.logprob_rows else None
+        self.records = any(group.processors is not None and group.processors.records for group in self.groups)
+        self._logprob_index = torch.tensor(self.logprob_rows, dtype=torch.int64, device=device)
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> list[float]:
         """`[L, 1 + 2n]` flat: logprob of the chosen token, of the n likeliest, and their ids; raw logits."""
-        if self._logprob_index is None:
-            return []
         rows = logits.index_select(0, self._logprob_index).float()
         mass = rows.logsumexp(dim=1, keepdim=True)
         chosen = rows.gather(1, ids[self._logprob_index].clamp(min=0)[:, None])
         top, top_ids = top_rows(rows, self.tops)
-        found = torch.cat([(chosen - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
-        values: list[float] = found.flatten().tolist()
+        joined = torch.cat([(chosen - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
+        values: list[float] = joined.flatten().tolist()
         return values
 
 
@@ -181,10 +181,18 @@ class Sampler:
 
         Compiles a grammar, so that `add` finds it in the cache.
         """
-        self._check_ids(params.logit_bias or (), "logit_bias")
-        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        self._check_ids(params.suppress_token_ids, "suppress_token_ids")
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        token_ids: dict[str, Iterable[int]] = {
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "suppress_token_ids": params.suppress_token_ids,
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for param, ids in token_ids.items():
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidRequestError(
+                        f"token {token} is outside the vocabulary (0 to {self._vocab_size - 1})", param=param
+                    )
         suppressed = set(params.suppress_token_ids)
         if params.allowed_token_ids is not None and suppressed.issuperset(params.allowed_token_ids):
             raise InvalidRequestError("suppress_token_ids removes every allowed token", param="allowed_token_ids")
@@ -200,13 +208,6 @@ class Sampler:
                 )
             self._grammars().compile(params.structured)
 
-    def _check_ids(self, ids: Iterable[int], param: str) -> None:
-        for token in ids:
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"token {token} is outside the vocabulary (0 to {self._vocab_size - 1})", param=param
-                )
-
     def _grammars(self) -> GrammarCompiler:
         if self._tokenizer is None:
             raise InvalidRequestError("this stage gives no text, so it cannot be constrained", param="structured")
@@ -215,13 +216,12 @@ class Sampler:
         return compiler_for(self._tokenizer, self._vocab_size, self._eos)
 
     def add(self, key: str, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        """Start a request. Prompt ids outside the vocabulary (media, another embedding table) are not penalised.
+        """Start a request whose parameters have passed `check`. Without a seed it gets a random one.
 
-        Raises what `check` raises. Without a seed the request gets a random one.
+        Prompt ids outside the vocabulary (media, another embedding table) are not penalised.
         """
         if key in self._states:
             raise InternalError(f"the sampler already holds request {key!r}")
-        self.check(params)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         state = RowState(params, stream=mix(seed))
         if params.repetition_penalty != 1.0:
@@ -265,77 +265,76 @@ class Sampler:
             )
         if not keys:
             return []
-        logits = logits.detach()
-        plan = self._plan_of(tuple(keys))
-        prepared = [part.prepare(logits) for part in plan.parts]
-        tokens = self._pick(plan, prepared)
+        logits, names, plan = logits.detach(), tuple(keys), self._plan
+        if plan is None or plan.keys != names or plan.steps == 0:
+            plan = self._plan = self._make_plan(names)
+        if plan.steps is not None:
+            plan.steps -= 1
+        prepared = [logits if group.unchanged else group.prepare(logits) for group in plan.groups]
+        if self._arrays.host:
+            picked = [group.pick(x) for group, x in zip(plan.groups, prepared, strict=True)]
+        else:
+            picked = self._pick_on_device(plan, prepared)
+        tokens = picked[0] if len(picked) == 1 else self._in_order(plan, picked)
         attempt = 0
         while UNCOVERED in tokens:
             attempt += 1
             self._select_again(plan, prepared, tokens, attempt)
         logprobs: list[float] = []
         if plan.records or plan.logprob_rows:
-            ids = self._uploaded(tokens)
-            self._record(plan, ids)
-            logprobs = plan.logprobs(logits, ids)
-        return self._results(plan, logits, tokens, logprobs)
+            ids = self._record(plan, tokens)
+            logprobs = plan.logprobs(logits, ids) if plan.logprob_rows else []
+        for state in plan.states:
+            state.step += 1
+        if plan.constrained or logprobs or FAILED in tokens:
+            return self._results(plan, logits, tokens, logprobs)
+        return [Sampled(token) for token in tokens]
 
-    def _plan_of(self, keys: tuple[str, ...]) -> _Plan:
-        plan = self._plan
-        if plan is None or plan.keys != keys or plan.steps == 0:
-            if len(set(keys)) != len(keys):
-                raise InternalError("a request is in the batch more than once")
-            missing = [key for key in keys if key not in self._states]
-            if missing:
-                raise InternalError(f"the sampler does not hold request {missing[0]!r}")
-            plan = self._plan = _Plan(keys, [self._states[k] for k in keys], self._vocab_size, self._device)
-        if plan.steps is not None:
-            plan.steps -= 1
-        return plan
+    def _make_plan(self, keys: tuple[str, ...]) -> _Plan:
+        if len(set(keys)) != len(keys):
+            raise InternalError("a request is in the batch more than once")
+        missing = [key for key in keys if key not in self._states]
+        if missing:
+            raise InternalError(f"the sampler does not hold request {missing[0]!r}")
+        return _Plan(keys, [self._states[key] for key in keys], self._vocab_size, self._device)
 
-    def _pick(self, plan: _Plan, prepared: Sequence[Tensor]) -> list[int]:
-        if self._arrays.host:
-            found = [part.pick(x) for part, x in zip(plan.parts, prepared, strict=True)]
-        else:
-            gathered = [part.gather(x) for part, x in zip(plan.parts, prepared, strict=True)]
-            ends = np.cumsum([len(own) for own in gathered])
-            host = torch.cat(gathered).cpu().numpy()  # the step's only wait for the device, logprobs aside
-            pieces = np.split(host, ends[:-1])
-            found = [part.pick_gathered(piece) for part, piece in zip(plan.parts, pieces, strict=True)]
-        if len(found) == 1:
-            return found[0]
+    @staticmethod
+    def _pick_on_device(plan: _Plan, prepared: Sequence[Tensor]) -> list[list[int]]:
+        gathered = [group.gather(x) for group, x in zip(plan.groups, prepared, strict=True)]
+        ends = np.cumsum([len(tensor) for tensor in gathered])
+        host = torch.cat(gathered).cpu().numpy()  # the step's only wait for the device, logprobs aside
+        pieces = np.split(host, ends[:-1])
+        return [group.pick_gathered(piece) for group, piece in zip(plan.groups, pieces, strict=True)]
+
+    @staticmethod
+    def _in_order(plan: _Plan, picked: Sequence[Sequence[int]]) -> list[int]:
+        """The groups' tokens in the order of the batch."""
         tokens = [FAILED] * len(plan.keys)
-        for part, own in zip(plan.parts, found, strict=True):
-            for row, token in zip(part.rows, own, strict=True):
+        for group, ids in zip(plan.groups, picked, strict=True):
+            for row, token in zip(group.rows, ids, strict=True):
                 tokens[row] = token
         return tokens
 
     @staticmethod
     def _select_again(plan: _Plan, prepared: Sequence[Tensor], tokens: list[int], attempt: int) -> None:
         """Fill in, in `tokens`, the rows whose likeliest tokens did not settle it."""
-        for part, x in zip(plan.parts, prepared, strict=True):
-            local = [i for i, row in enumerate(part.rows) if tokens[row] == UNCOVERED]
+        for group, x in zip(plan.groups, prepared, strict=True):
+            local = [i for i, row in enumerate(group.rows) if tokens[row] == UNCOVERED]
             if local:
-                for i, token in zip(local, part.pick_again(x, local, attempt), strict=True):
-                    tokens[part.rows[i]] = token
+                for i, token in zip(local, group.pick_again(x, local, attempt), strict=True):
+                    tokens[group.rows[i]] = token
 
-    def _uploaded(self, tokens: Sequence[int]) -> Tensor:
-        """The ids where the logits are. From pinned memory, so that nothing waits for the copy."""
-        if self._arrays.host:
-            return torch.tensor(tokens)
-        return torch.tensor(tokens, pin_memory=True).to(self._device, non_blocking=True)
-
-    @staticmethod
-    def _record(plan: _Plan, ids: Tensor) -> None:
-        for part in plan.parts:
-            if part.processors is not None and part.processors.records:
-                part.processors.record(ids if part.index is None else ids[part.index])
+    def _record(self, plan: _Plan, tokens: Sequence[int]) -> Tensor:
+        """Count the sampled tokens for the penalties; the ids where the logits are."""
+        ids = torch.tensor(tokens, pin_memory=not self._arrays.host)  # pinned, so that nothing waits for the copy
+        if not self._arrays.host:
+            ids = ids.to(self._device, non_blocking=True)
+        for group in plan.groups:
+            if group.processors is not None and group.processors.records:
+                group.processors.record(ids if group.index is None else ids[group.index])
+        return ids
 
     def _results(self, plan: _Plan, logits: Tensor, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
-        for state in plan.states:
-            state.step += 1
-        if not (plan.constrained or logprobs or FAILED in tokens):
-            return [Sampled(token) for token in tokens]
         width = 1 + 2 * plan.tops
         rows = {row: logprobs[i * width : (i + 1) * width] for i, row in enumerate(plan.logprob_rows)}
         results = []
@@ -346,8 +345,8 @@ class Sampler:
                 results.append(Sampled(FAILED, error=StageError("the sampled token broke the request's grammar")))
             else:
                 count = min(state.params.logprobs or 0, plan.tops)
-                found = self._logprobs(token, rows[row], count, plan.tops) if row in rows else None
-                results.append(Sampled(token, found))
+                logprobs_of = self._logprobs(token, rows[row], count, plan.tops) if row in rows else None
+                results.append(Sampled(token, logprobs_of))
         return results
 
     @staticmethod
@@ -371,11 +370,10 @@ class Sampler:
     def _text(self, token: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return "", b""
-        found = self._texts.get(token)
-        if found is None:
-            own = token_bytes(self._tokenizer, token)
-            found = self._texts[token] = (own.decode(errors="replace"), own)
-        return found
+        if token not in self._texts:
+            raw = token_bytes(self._tokenizer, token)
+            self._texts[token] = raw.decode(errors="replace"), raw
+        return self._texts[token]
 
 
 def _ascending(ids: Iterable[int]) -> Ints:
