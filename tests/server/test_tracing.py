@@ -192,7 +192,7 @@ def test_spans_reach_a_collector(models: dict[str, AsyncOmni], monkeypatch: pyte
 
 def test_a_collector_is_a_url() -> None:
     for endpoint in ("collector:4318", "file:///tmp/x", ""):
-        with pytest.raises(ConfigError, match="no URL"):
+        with pytest.raises(ConfigError, match="not a URL"):
             start_tracing(endpoint)
 
 

@@ -59,8 +59,8 @@ def create_app(
     if local_names is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=local_names)
     if service.tracing is not None:
-        from omnistage.server.observe.tracing import TracedRequests
+        from omnistage.server.observe.tracing import TracingMiddleware
 
-        app.add_middleware(TracedRequests, tracing=service.tracing)
+        app.add_middleware(TracingMiddleware, tracing=service.tracing)
     app.add_middleware(Exchange, metrics=service.metrics, stall_seconds=stall_seconds)
     return app

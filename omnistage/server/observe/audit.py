@@ -1,6 +1,6 @@
-"""Who asked what of which model, how much came out and how it ended. Never content.
+"""The audit log: who ran what on which model, how much came out and how it ended. Never content.
 
-One JSON line a request, through the logger `omnistage.audit`; where it goes is for whoever runs the service to say.
+One JSON line a request, through the logger `omnistage.audit`.
 """
 
 from __future__ import annotations
@@ -25,48 +25,45 @@ _log = logging.getLogger(AUDIT_LOGGER)
 
 @dataclass(slots=True)
 class AuditRecord:
-    """One request to the service, filled in as it goes on. Streams of one request add up."""
+    """One request to the service, filled in as it runs. Several streams of one request add up."""
 
     endpoint: str
     client: str | None = None
     started: float = field(default_factory=time.monotonic)
     who: str | None = None
     tag: str | None = None
-    """What the client calls its request: it can be asked for by this name before its answer has begun."""
+    """The client's own id, by which its request can be found before the response has begun."""
     model: str | None = None
     status: int | None = None
     ended: str | None = None
-    """The engine's reason, or the service's own: disconnected, slow_reader, error, refused, filtered."""
+    """The engine's finish reason, or the service's: disconnected, slow_reader, error, refused, filtered."""
     requests: list[str] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     bytes_in: int = 0
     bytes_out: int = 0
     closed: bool = False
 
-    def count(self, item: OutputChunk) -> None:
-        """Count what an item gives; a request that never reaches its end is then still known by its size."""
-        self.usage.completion_tokens += len(item.token_ids)
-        if item.audio is not None:
-            self.usage.audio_seconds += len(item.audio.samples) / item.audio.sample_rate
-        if item.image is not None and not item.image.preview:
-            self.usage.images += 1
-        if item.video is not None and not item.video.preview:
-            self.usage.video_seconds += len(item.video.frames) / item.video.fps
-        if item.final is not None:
-            self.usage.prompt_tokens += item.final.usage.prompt_tokens
-            self.ended = self.ended or ended_by(item.final.finish_reason)
+    def count(self, chunk: OutputChunk) -> None:
+        """Count a chunk's content as it passes: a request may never reach its end."""
+        usage = self.usage
+        usage.completion_tokens += len(chunk.token_ids)
+        if chunk.audio is not None:
+            usage.audio_seconds += len(chunk.audio.samples) / chunk.audio.sample_rate
+        if chunk.image is not None and not chunk.image.preview:
+            usage.images += 1
+        if chunk.video is not None and not chunk.video.preview:
+            usage.video_seconds += len(chunk.video.frames) / chunk.video.fps
+        if chunk.final is not None:
+            usage.prompt_tokens += chunk.final.usage.prompt_tokens
+            self.ended = self.ended or ended_by(chunk.final.finish_reason)
 
     def close(self) -> float:
-        """Write the line, once. The seconds that the request took."""
+        """Write the line, once; return the request's duration in seconds."""
         seconds = time.monotonic() - self.started
-        if not self.closed:
-            self.closed = True
-            _log.info("%s", self._line(seconds))
-        return seconds
-
-    def _line(self, seconds: float) -> str:
-        usage = self.usage
-        values = {
+        if self.closed:
+            return seconds
+        self.closed = True
+        line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "who": self.who,
             "client": self.client,
@@ -76,19 +73,20 @@ class AuditRecord:
             "ended": self.ended or ("refused" if (self.status or 0) >= 400 else "done"),
             "seconds": round(seconds, 4),
             "requests": self.requests,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "audio_seconds": round(usage.audio_seconds, 3),
-            "images": usage.images,
-            "video_seconds": round(usage.video_seconds, 3),
+            "prompt_tokens": self.usage.prompt_tokens,
+            "completion_tokens": self.usage.completion_tokens,
+            "audio_seconds": round(self.usage.audio_seconds, 3),
+            "images": self.usage.images,
+            "video_seconds": round(self.usage.video_seconds, 3),
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
         }
-        return json.dumps(values, separators=(",", ":"))
+        _log.info("%s", json.dumps(line, separators=(",", ":")))
+        return seconds
 
 
 CURRENT_RECORD: ContextVar[AuditRecord | None] = ContextVar("omnistage_record", default=None)
-"""The request that this task works for."""
+"""The record of the request that this task works for."""
 
 
 def ended_by(reason: FinishReason | None) -> str:
@@ -96,9 +94,9 @@ def ended_by(reason: FinishReason | None) -> str:
 
 
 def log_to(file: Path) -> None:
-    """Append the audit log to a file of its own."""
+    """Append the audit log to a file, and only there."""
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
-    _log.propagate = False  # it is for this file, not for the terminal
+    _log.propagate = False

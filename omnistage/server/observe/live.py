@@ -1,4 +1,4 @@
-"""What can be watched while it happens: a request's trace as a stream of events, and gauges of the service."""
+"""Live views: a request's trace as a stream of events, and gauges of the service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -15,24 +15,19 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import answers
 from omnistage.server.http.sse import event, stream_response
-from omnistage.server.observe.memory import memory_now
-from omnistage.server.observe.status import known_trace, unknown_request
+from omnistage.server.observe.memory import memory_usage
+from omnistage.server.observe.status import find_trace, unknown_request
 from omnistage.server.openai.response_models import StatsAnswer, TraceAnswer
 from omnistage.server.service import Service
 
 router = APIRouter()
+_POLL_SECONDS = 0.05
+"""Between two reads of a trace: changes are sent at most this often."""
+_REPEAT_SECONDS = 1.0
+"""After this time an unchanged trace is sent again, for its clock."""
 
-_TICK = 0.05
-"""Seconds between two looks at a trace: an event is sent at most this often, and only for something new."""
-_REMINDER = 1.0
-"""Seconds after which a trace is sent again though nothing is new: it says how late it is now."""
 
-
-@router.get(
-    "/v1/requests/{request_id}/events",
-    response_model=None,
-    responses=answers(events=TraceAnswer),
-)
+@router.get("/v1/requests/{request_id}/events", response_model=None, responses=answers(events=TraceAnswer))
 async def request_events(
     request_id: str,
     request: Request,
@@ -40,45 +35,44 @@ async def request_events(
 ) -> Response:
     """What runs when, as it happens: an event `trace` for each change, the last when the request has ended.
 
-    `wait` seconds are given to a request that is still on its way in: its body is being read, its media decoded.
+    A request that is not admitted yet (its body is being read, its media decoded) is awaited for `wait` seconds.
     """
     service, holder = service_of(request), caller(request)
-    await request.body()  # there is none; only when it has been read does a client that leaves end this wait
-    give_up = time.monotonic() + wait
-    while (trace := known_trace(service, request_id, holder)) is None:
-        if time.monotonic() >= give_up or service.draining:
+    await request.body()  # there is none, but only a body that has been read lets a disconnect cancel this wait
+    deadline = time.monotonic() + wait
+    while (trace := find_trace(service, request_id, holder)) is None:
+        if time.monotonic() >= deadline or service.draining:
             raise unknown_request(request_id)
-        await asyncio.sleep(_TICK)
+        await asyncio.sleep(_POLL_SECONDS)
     return await stream_response(_events(service, trace, holder))
 
 
 async def _events(service: Service, trace: Trace | None, holder: Holder) -> AsyncIterator[bytes]:
-    shown: Trace | None = None
-    sent = 0.0
+    sent: Trace | None = None
+    sent_at = 0.0
     while trace is not None:
         now = time.monotonic()
-        if trace != shown or now - sent >= _REMINDER:
-            shown, sent = trace, now
-            yield event({**asdict(trace), "now": _since(trace, now)}, "trace")
+        if trace != sent or now - sent_at >= _REPEAT_SECONDS:
+            sent, sent_at = trace, now
+            clock = trace.finished if trace.finished is not None else now - trace.arrival
+            yield event({**asdict(trace), "now": clock}, "trace")
         if trace.finished is not None:
             return
-        await asyncio.sleep(_TICK)
+        await asyncio.sleep(_POLL_SECONDS)
         trace = service.trace(trace.request_id, holder)
 
 
-def _since(trace: Trace, now: float) -> float:
-    """Seconds since the request came in; it stands still when the request has ended."""
-    return trace.finished if trace.finished is not None else now - trace.arrival
-
-
-@router.get("/v1/stats", responses=answers(StatsAnswer))
-async def stats(request: Request) -> dict[str, Any]:
+@router.get("/v1/stats", response_model=None, responses=answers(StatsAnswer))
+async def stats(request: Request) -> StatsAnswer:
     """Queues, batches and memory now, of the models that this key may use."""
-    service, holder = service_of(request), caller(request)
-    models = {
-        name: asdict(model.omni.stats())
-        for name, model in service.models.items()
-        if holder.models is None or name in holder.models
-    }
-    limits = {"max_body_bytes": request.app.state.max_body_bytes}
-    return {"object": "stats", "models": models, "memory": asdict(memory_now()), "limits": limits}
+    service, allowed = service_of(request), caller(request).models
+    return StatsAnswer(
+        object="stats",
+        models={
+            name: asdict(model.omni.stats())
+            for name, model in service.models.items()
+            if allowed is None or name in allowed
+        },
+        memory=asdict(memory_usage()),
+        limits={"max_body_bytes": request.app.state.max_body_bytes},
+    )

@@ -1,4 +1,4 @@
-"""How much memory this process holds, for the gauges. Read from the system, so that nothing has to be counted."""
+"""Memory of this process, for the gauges; read from the operating system."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes; None: the system does not say."""
+class MemoryUsage:
+    """Bytes; None: unknown."""
 
     process: int | None
     """Resident memory of this process."""
     host: int | None
-    """What the machine, or the container, has."""
+    """Memory of the machine, or of the container."""
     device: int | None = None
-    """Used on the current CUDA device, by whomever."""
+    """Used on the current CUDA device, by all processes."""
     device_total: int | None = None
 
 
-def memory_now() -> Memory:
-    free, total = _cuda()
-    used = None if free is None or total is None else total - free
-    return Memory(_resident(), _host(), used, total)
+def memory_usage() -> MemoryUsage:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():  # the query must not initialise CUDA
+        return MemoryUsage(_resident(), _host())
+    free, total = torch.cuda.mem_get_info()
+    return MemoryUsage(_resident(), _host(), int(total) - int(free), int(total))
 
 
 def _resident() -> int | None:
@@ -35,8 +37,8 @@ def _resident() -> int | None:
         lines = _STATUS.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = next((line for line in lines if line.startswith("VmRSS:")), None)
-    return None if found is None else int(found.split()[1]) * 1024
+    line = next((line for line in lines if line.startswith("VmRSS:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
 
 
 def _host() -> int | None:
@@ -49,12 +51,3 @@ def _host() -> int | None:
     except OSError:
         limit = "max"
     return min(total, int(limit)) if limit.isdigit() else total
-
-
-def _cuda() -> tuple[int | None, int | None]:
-    """Free and all bytes of the device, if this process computes on one: asking must not be what starts CUDA."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None, None
-    free, total = torch.cuda.mem_get_info()
-    return int(free), int(total)

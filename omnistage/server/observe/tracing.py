@@ -1,6 +1,6 @@
-"""OpenTelemetry: a span for each request to the service and one for each stage that ran for it. Never content.
+"""OpenTelemetry: a span for each HTTP request and one for each stage that ran for it. Never content.
 
-Only imported where tracing is asked for.
+Only imported where tracing is on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     from opentelemetry.trace import SpanKind, StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ModuleNotFoundError as error:
-    raise MissingDependencyError("tracing needs more: pip install 'omnistage[tracing]'") from error
+    raise MissingDependencyError("tracing needs more packages: pip install 'omnistage[tracing]'") from error
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
@@ -39,32 +39,30 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
 }
-"""GenAI's own names; other endpoints make other things and are called so."""
+"""Operation names of the GenAI conventions; other endpoints are `generate_content`."""
 
 
 class Tracing:
-    """Makes spans and hands them to a provider's exporters, in a thread of theirs."""
+    """Creates spans; the provider exports them in its own thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("omnistage", __version__)
-        self._headers = TraceContextTextMapPropagator()
-
-    def parent(self, headers: dict[str, str]) -> otel_context.Context:
-        """What a client's `traceparent` header says; an empty context where there is none."""
-        return self._headers.extract(headers, context=otel_context.Context())
+        self._propagator = TraceContextTextMapPropagator()
 
     def server_span(self, scope: Scope) -> otel.Span:
+        """A span for a request, child of the client's `traceparent` where it sends one."""
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        parent = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
+        context = self._propagator.extract(parent, context=otel_context.Context())
         attributes: dict[str, AttributeValue] = {
             "http.request.method": method_of(scope),
             "url.scheme": scope.get("scheme", "http"),
         }
-        context = self.parent({key: headers[key] for key in ("traceparent", "tracestate") if key in headers})
         return self._tracer.start_span(method_of(scope), context, SpanKind.SERVER, attributes)
 
-    def answered(self, span: otel.Span, scope: Scope, status: int | None, record: AuditRecord | None) -> None:
-        """Say how a request ended, and end its span."""
+    def end_server_span(self, span: otel.Span, scope: Scope, status: int | None, record: AuditRecord | None) -> None:
+        """End a request's span with its outcome."""
         route = getattr(scope.get("route"), "path", None)
         if route is not None:
             span.update_name(f"{method_of(scope)} {route}")
@@ -75,12 +73,12 @@ class Tracing:
             span.set_status(StatusCode.ERROR)
             span.set_attribute("error.type", "cancelled" if status is None else str(status))
         if record is not None and record.model is not None:
-            span.set_attributes(_generated(record, route))
+            span.set_attributes(_genai_attributes(record, route))
         span.end()
 
     def stages(self, model: str, trace: Trace) -> None:
         """A span for each stage that ran, from the times in the request's trace."""
-        # The trace counts from the request's arrival, on a clock that knows no date.
+        # The trace counts from the request's arrival, on a monotonic clock.
         arrival = time.time_ns() - int((time.monotonic() - trace.arrival) * 1e9)
         now = trace.finished if trace.finished is not None else time.monotonic() - trace.arrival
 
@@ -111,12 +109,12 @@ class Tracing:
             span.end(at(max(stage.submitted, stage.last_chunk or now)))
 
     def close(self) -> None:
-        """Hand out what is left; waits for the exporter, within its own timeout."""
+        """Export what is left; waits for the exporter, within its own timeout."""
         self._provider.shutdown()
 
 
-def _generated(record: AuditRecord, route: str | None) -> dict[str, AttributeValue]:
-    """GenAI's attributes of what was made."""
+def _genai_attributes(record: AuditRecord, route: str | None) -> dict[str, AttributeValue]:
+    """Attributes of the GenAI conventions."""
     operation = _OPERATIONS.get(route or "", "generate_content")
     values: dict[str, AttributeValue] = {
         "gen_ai.operation.name": operation,
@@ -137,8 +135,8 @@ def _generated(record: AuditRecord, route: str | None) -> dict[str, AttributeVal
     return values
 
 
-class TracedRequests:
-    """ASGI middleware: a server span around each request under `/v1/`, whose context the work inside inherits."""
+class TracingMiddleware:
+    """ASGI middleware: a server span around each request under `/v1/`; the context of the work inside has it."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
@@ -151,7 +149,7 @@ class TracedRequests:
         status: int | None = None
         complete = False
 
-        async def noted(message: Message) -> None:
+        async def watch_status(message: Message) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -161,18 +159,18 @@ class TracedRequests:
         span = self._tracing.server_span(scope)
         token = otel_context.attach(otel.set_span_in_context(span, otel_context.Context()))
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, watch_status)
         finally:
             otel_context.detach(token)
-            self._tracing.answered(span, scope, status if complete else None, CURRENT_RECORD.get())
+            self._tracing.end_server_span(span, scope, status if complete else None, CURRENT_RECORD.get())
 
 
 def start_tracing(endpoint: str | None) -> Tracing:
-    """Spans to an OTLP/HTTP collector: `endpoint`, or where the `OTEL_*` variables say."""
+    """Export spans to an OTLP/HTTP collector: `endpoint`, or the one of the `OTEL_*` variables."""
     if endpoint is not None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"{endpoint!r} is no URL like http://collector:4318", param="--otel-endpoint")
+            raise ConfigError(f"{endpoint!r} is not a URL like http://collector:4318", param="--otel-endpoint")
         endpoint = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
     name = os.environ.get("OTEL_SERVICE_NAME", "omnistage")
     provider = TracerProvider(resource=Resource.create({"service.name": name, "service.version": __version__}))
