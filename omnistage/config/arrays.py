@@ -1,4 +1,4 @@
-"""Declared arrays: what a module takes and gives, written like `float32[batch, 80, frames]`."""
+"""Declared inputs and outputs of a module, written like `float32[batch, 80, frames]`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DTYPES = (
     "uint64",
 )
 BATCH = "batch"
-"""The dimension along which several pieces of work are put together."""
+"""The dimension along which inputs are batched."""
 _SPEC = re.compile(r"\s*([a-z0-9]+)\s*\[([^\[\]]*)\]\s*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-_LONGEST = 500
-_HELP = "write it like float32[batch, 80, frames]: a type, then names for free dimensions and numbers for fixed ones"
+_MAX_CHARS = 500
+_HELP = "write it like float32[batch, 80, frames]: a dtype, then names for free dimensions and numbers for fixed ones"
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """An array's type and dimensions: a number is fixed, a name is free and stands for one size throughout a call."""
+    """An array's dtype and dimensions: a number is fixed, a name is free and has one size throughout a call."""
 
     dtype: str
     dims: tuple[int | str, ...]
@@ -41,12 +41,12 @@ class ArraySpec:
     @classmethod
     def parse(cls, text: str) -> ArraySpec:
         """Raises ValueError with the accepted form."""
-        match = _SPEC.fullmatch(text) if len(text) <= _LONGEST else None
+        match = _SPEC.fullmatch(text) if len(text) <= _MAX_CHARS else None
         if match is None:
             raise ValueError(f"{text[:40]!r} is not an array; {_HELP}")
         dtype, inside = match[1], match[2].strip()
         if dtype not in DTYPES:
-            raise ValueError(f"{dtype!r} is not a type of numbers; use one of {', '.join(DTYPES)}")
+            raise ValueError(f"{dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
         dims: list[int | str] = []
         for part in (part.strip() for part in inside.split(",")) if inside else ():
             if _NUMBER.fullmatch(part):
@@ -80,14 +80,14 @@ class ArraySpec:
 
 
 def are_batched(specs: Iterable[ArraySpec]) -> bool:
-    """Whether pieces of work can be put together: every array has `batch` first."""
+    """Whether inputs can be batched: every array has `batch` first."""
     return all(spec.is_batched for spec in specs)
 
 
-def parse_specs(given: Mapping[str, str]) -> dict[str, ArraySpec]:
-    """Arrays by name. Raises ValueError naming the one at fault."""
+def parse_specs(arrays: Mapping[str, str]) -> dict[str, ArraySpec]:
+    """Arrays by name. Raises ValueError with the name of the invalid one."""
     specs: dict[str, ArraySpec] = {}
-    for name, text in given.items():
+    for name, text in arrays.items():
         try:
             specs[name] = ArraySpec.parse(text)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Find a model's folder, read its config.json, and tell which family serves it."""
+"""Finds a model's folder, reads its config.json, and detects its family."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from omnistage.core.validation import short_repr
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
-"""What a model needs and nothing that runs: no Python files, no pickled weights but the voices' table."""
+"""Files to download: no code, and no pickles except the table of voices."""
 _SHOWN_PATH = 300
 _MODEL_CONFIG = "config.json"
 _PIPELINE_INDEX = "model_index.json"
 ANY_PIPELINE = "*Pipeline"
-"""What a family claims that serves every diffusers pipeline which no other one does."""
+"""Claimed by the family that serves the diffusers pipelines of no other family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _shown(model: str) -> str:
-    """A path as it is where it is of an ordinary length."""
+    """The path itself where it is short and printable."""
     return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
 
 
@@ -78,7 +78,7 @@ def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    # The same files are asked for here and there: the cache calls a snapshot incomplete by what is asked for.
+    # The same patterns for both calls: the cache decides by them whether a snapshot is complete.
     fetch = functools.partial(
         snapshot_download, name, revision=revision, cache_dir=cache_dir, allow_patterns=list(_DOWNLOAD)
     )
@@ -100,13 +100,13 @@ def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
-    """config.json of a model folder, or model_index.json of one that diffusers made."""
+    """config.json of a model folder, or model_index.json of a diffusers pipeline."""
     path = folder / _MODEL_CONFIG
     index = folder / _PIPELINE_INDEX
     if index.is_file():
         data = read_json(index)
         if not isinstance(data.get("_class_name"), str):
-            raise CheckpointError(f"{index} names no pipeline (`_class_name`); fetch it again")
+            raise CheckpointError(f"{index} names no pipeline (`_class_name`); download it again")
         return data
     if not path.is_file():
         raise CheckpointError(
@@ -122,7 +122,7 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
     families = registry.families()
     if not names:
         raise UnsupportedModelError(
-            "config.json names neither `architectures` nor `model_type`, so the family cannot be told; "
+            "config.json names neither `architectures` nor `model_type`, so its family is unknown; "
             f"families: {', '.join(families) or 'none'}"
         )
     for name in names:
@@ -147,7 +147,7 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
 
 
 def _architectures(hf_config: Mapping[str, object]) -> list[str]:
-    """Names to look for, most telling first."""
+    """Architecture names, most specific first."""
     pipeline = hf_config.get("_class_name")
     if isinstance(pipeline, str):
         return [pipeline]

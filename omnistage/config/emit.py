@@ -1,4 +1,4 @@
-"""Print a resolved configuration as YAML with the source of every value beside it."""
+"""Prints a configuration as YAML with the source of every value in a comment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _lines(data: Mapping[str, object], path: KeyPath, indent: int) -> Iterator[t
             for index, item in enumerate(value):
                 inner = _lines(item, (*here, str(index)), indent + 4)
                 for number, (text, at) in enumerate(inner):
-                    # The dash takes the place of the first line's last two blanks.
+                    # The dash replaces the last two blanks of the first line's indent.
                     yield (f"{pad}  - {text[indent + 4 :]}" if number == 0 else text), at
         else:
             yield f"{pad}{name}: {_flow(value)}", here

@@ -1,4 +1,4 @@
-"""Layers of configuration, later ones over earlier ones, each value remembering where it came from."""
+"""Merges configuration layers, later over earlier, and keeps the source of each value."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _STAGES: KeyPath = ("pipeline", "stages")
 
 @dataclass(slots=True)
 class Layers:
-    """The merged data so far. Mappings merge key by key; anything else, lists too, is replaced whole."""
+    """The merged data so far. Mappings merge key by key; other values, lists too, are replaced."""
 
     data: dict[str, object] = field(default_factory=dict)
     sources: dict[KeyPath, Source] = field(default_factory=dict)
 
     def add(self, document: Document) -> None:
-        """Lay a parsed file over what is there."""
+        """Merge a parsed file."""
         if isinstance(document.data, dict):
             self._merge(self.data, document.data, (), document.sources)
 
     def set(self, path: KeyPath, value: object, source: Source) -> None:
-        """Lay one value over what is there, making the sections on its way."""
+        """Set one value, creating the sections around it."""
         nested: object = value
         for part in reversed(path[1:]):
             nested = {part: nested}
         sources = dict.fromkeys(_paths_in(value, path), source)
-        # A section that this makes has no other source; one that is there keeps its own.
+        # A new section has this source; an existing one keeps its own.
         sources |= {path[:end]: self.sources.get(path[:end], source) for end in range(1, len(path))}
         self._merge(self.data, {path[0]: nested}, (), sources)
 
     def apply_overrides(self, overrides: Iterable[str]) -> None:
-        """Lay `--set KEY=VALUE` strings over the rest, in order."""
+        """Apply `--set KEY=VALUE` strings, in order."""
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals or not key.strip():
@@ -48,7 +48,7 @@ class Layers:
                     f"{short_repr(text)} is not KEY=VALUE, like thinker.budget.max_running=4", where=SET
                 )
             if len(key) > _MAX_KEY:
-                raise LocatedConfigError(f"{short_repr(key)} is longer than any key; check it", where=SET)
+                raise LocatedConfigError(f"{short_repr(key)} is longer than any key; check the spelling", where=SET)
             if not is_utf8(text):
                 param = key.strip() if is_utf8(key) else None
                 raise LocatedConfigError(
@@ -57,7 +57,7 @@ class Layers:
             self.set(self.locate(key.strip()), parse_value(value.strip(), f"--set {key.strip()}"), SET)
 
     def locate(self, key: str) -> KeyPath:
-        """The full path that the key of a `--set` means.
+        """The full path of the key of a `--set`.
 
         It starts with a section or a stage; `stage.key` finds `key` in the stage's budget or params.
         """
@@ -87,12 +87,12 @@ class Layers:
         if model is None or parts[1] in keys_of(model):
             return parts
         inner = {name: model_at((*stage, name), self.data) for name in ("budget", "params")}
-        found = [name for name, section in inner.items() if section is not None and parts[1] in keys_of(section)]
-        if len(found) == 1:
-            return (parts[0], found[0], *parts[1:])
-        if found:
-            both = " or ".join(f"{parts[0]}.{name}.{parts[1]}" for name in found)
-            raise LocatedConfigError(f"could be two keys; write {both}", param=key, where=SET)
+        sections = [name for name, section in inner.items() if section is not None and parts[1] in keys_of(section)]
+        if len(sections) == 1:
+            return (parts[0], sections[0], *parts[1:])
+        if sections:
+            both = " or ".join(f"{parts[0]}.{name}.{parts[1]}" for name in sections)
+            raise LocatedConfigError(f"is ambiguous; write {both}", param=key, where=SET)
         known = [*keys_of(model), *(n for section in inner.values() if section for n in keys_of(section))]
         raise LocatedConfigError(f"unknown key; {did_you_mean(parts[1], known)}", param=key, where=SET)
 
@@ -107,7 +107,7 @@ class Layers:
         for depth, part in enumerate(path):
             if isinstance(here, list):
                 raise LocatedConfigError(
-                    f"is inside a list, which is set whole: {dotted(path[:depth])}=[...]", param=key, where=SET
+                    f"is inside a list; set the whole list: {dotted(path[:depth])}=[...]", param=key, where=SET
                 )
             here = here.get(part) if isinstance(here, Mapping) else None
 
@@ -121,9 +121,9 @@ class Layers:
                 self.sources[here] = sources[here]
                 self._merge(old, value, here, sources)
                 continue
-            for gone in _paths_in(old, here):
-                self.sources.pop(gone, None)
-            base[key] = _copied(value)
+            for replaced in _paths_in(old, here):
+                self.sources.pop(replaced, None)
+            base[key] = _copy(value)
             self.sources |= {p: sources[p] for p in _paths_in(value, here)}
 
 
@@ -138,10 +138,10 @@ def _paths_in(value: object, path: KeyPath) -> Iterable[KeyPath]:
             yield from _paths_in(item, (*path, str(index)))
 
 
-def _copied(value: object) -> object:
-    """Fresh containers: aliases and layers must not share what a later layer changes."""
+def _copy(value: object) -> object:
+    """A copy that shares no containers, not even between aliases: a later layer changes it in place."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copied(item) for item in value]
+        return [_copy(item) for item in value]
     return value

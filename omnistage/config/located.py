@@ -1,4 +1,4 @@
-"""Where a value of the configuration came from, and errors that say so."""
+"""The source of a configuration value, and errors that name it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place that a value can come from: `default`, a file and line, or an option."""
+    """Where a value comes from: `default`, a file and line, or an option."""
 
     label: str
     line: int | None = None
@@ -46,7 +46,7 @@ class LocatedConfigError(ConfigError):
 
 
 def nearest_source(path: KeyPath, sources: Sources) -> Source | None:
-    """The source of `path`, or of the closest section around it that was written somewhere."""
+    """The source of `path`, or of the closest section around it that has one."""
     for end in range(len(path), 0, -1):
         if path[:end] in sources:
             return sources[path[:end]]

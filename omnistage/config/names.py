@@ -1,4 +1,4 @@
-"""From the configured pipeline to the graph, and the check of its registry names."""
+"""Builds the graph of a configured pipeline and checks its registry names."""
 
 from __future__ import annotations
 

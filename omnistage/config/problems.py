@@ -1,4 +1,4 @@
-"""Turn pydantic's findings into our errors: the path, the line, and the fix."""
+"""Validation errors of a configuration: the path, the line, and the fix."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pydantic_core import ErrorDetails
 from omnistage.config.located import KeyPath, LocatedConfigError, Sources, dotted, nearest_source
 from omnistage.config.schema import STAGE_TYPES, OmniConfig
 from omnistage.core.graph import did_you_mean
+from omnistage.core.validation import data_path
 
-_VALUE_ERROR = "Value error, "
 _ENGINES = " or ".join((", ".join(list(STAGE_TYPES)[:-1]), list(STAGE_TYPES)[-1]))
 
 
 def to_config_error(error: ValidationError, data: Mapping[str, object], sources: Sources) -> LocatedConfigError:
-    """One error for the first problem; the others ride along as text."""
-    found: dict[KeyPath, str] = {}
+    """One error for the first problem, with the others as text."""
+    problems: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False):
-        path = written_path(detail, data)
-        found.setdefault(path, _explain(detail, path, data))
+        path = tuple(str(step) for step in data_path(detail, data))
+        problems.setdefault(path, _explain(detail, path, data))
     located = [
         LocatedConfigError(message, param=dotted(path) or None, where=nearest_source(path, sources))
-        for path, message in found.items()
+        for path, message in problems.items()
     ]
     first = located[0]
     return LocatedConfigError(
@@ -32,31 +32,8 @@ def to_config_error(error: ValidationError, data: Mapping[str, object], sources:
     )
 
 
-def written_path(detail: ErrorDetails, data: Mapping[str, object]) -> KeyPath:
-    """The error's path in the file: pydantic's own has the tags of unions in between."""
-    path: list[str] = []
-    here: object = data
-    for part in detail["loc"]:
-        known, inner = _child(here, part)
-        if known:
-            here = inner
-        elif detail["type"] != "missing" or part != detail["loc"][-1]:
-            continue
-        path.append(str(part))
-    return tuple(path)
-
-
-def _child(value: object, part: int | str) -> tuple[bool, object]:
-    """Whether `value` has this key or index, and what is there."""
-    if isinstance(value, Mapping):
-        return part in value, value.get(part)
-    if isinstance(value, list) and isinstance(part, int):
-        return True, value[part]
-    return False, None
-
-
 def _explain(detail: ErrorDetails, path: KeyPath, data: Mapping[str, object]) -> str:
-    kind, given = detail["type"], detail["input"]
+    kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return f"unknown key; {_suggest(path, data)}"
     if kind == "missing":
@@ -64,19 +41,15 @@ def _explain(detail: ErrorDetails, path: KeyPath, data: Mapping[str, object]) ->
     if kind == "union_tag_not_found":
         return f"the key `engine` is missing; add `engine: {_ENGINES}`"
     if kind == "union_tag_invalid":
-        given = given.get("engine") if isinstance(given, Mapping) else given
-        return f"there is no engine {given!r}; use {_ENGINES}"
-    if given is None:
-        return f"is empty; give it a value or remove the key ({_message(detail)})"
+        engine = value.get("engine") if isinstance(value, Mapping) else value
+        return f"there is no engine {engine!r}; use {_ENGINES}"
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    if value is None:
+        return f"is empty; set a value or remove the key ({message})"
     if kind == "value_error":
-        return _message(detail)
-    text = repr(given)
-    return f"{_message(detail)}, got {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _message(detail: ErrorDetails) -> str:
-    message = detail["msg"].removeprefix(_VALUE_ERROR)
-    return message.replace("Input should be", "must be", 1)
+        return message
+    text = repr(value)
+    return f"{message}, got {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _suggest(path: KeyPath, data: Mapping[str, object]) -> str:

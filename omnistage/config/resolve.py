@@ -1,4 +1,4 @@
-"""From what a user gives to a checked configuration: family defaults < configuration file < options < `--set`."""
+"""Builds the checked configuration of a model: family defaults < configuration file < options < `--set`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from omnistage.core.family import Family
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.registry import Registry
 from omnistage.core.types import DTypeName
+from omnistage.core.validation import first_problem
 
 
 class OmniEngineArgs(ConfigModel):
-    """What a user says to start an engine."""
+    """Arguments that start an engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,7 +37,7 @@ class OmniEngineArgs(ConfigModel):
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
-    cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's own choice.")
+    cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's default.")
     allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
 
     @classmethod
@@ -45,17 +46,14 @@ class OmniEngineArgs(ConfigModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            path = dotted(tuple(str(part) for part in first["loc"]))
-            message = first["msg"].removeprefix("Value error, ")
-            if first["type"] == "extra_forbidden":
-                message = f"there is no such argument; known: {', '.join(cls.model_fields)}"
-            raise ConfigError(message, param=path or None) from error
+            unknown = f"unknown argument; known: {', '.join(cls.model_fields)}"
+            problem = first_problem(error, words={"extra_forbidden": unknown})
+            raise ConfigError(problem.message, param=dotted(tuple(map(str, problem.path))) or None) from error
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A configuration that was checked, and where each of its values came from."""
+    """A valid configuration with the source of each value."""
 
     config: OmniConfig
     graph: PipelineGraph
@@ -65,9 +63,9 @@ class ResolvedConfig:
 
 
 def resolve(args: OmniEngineArgs, *, registry: Registry) -> ResolvedConfig:
-    """Find the model, lay the layers over each other, check the result.
+    """Find the model, merge the layers, validate the result.
 
-    Raises `CheckpointError` where the model is at fault and `ConfigError` where the configuration is.
+    Raises `CheckpointError` for the model and `ConfigError` for the configuration.
     """
     folder = find_model(
         args.model, registry, revision=args.revision, cache_dir=args.cache_dir, allow_download=args.allow_download
@@ -101,7 +99,7 @@ def check(data: Mapping[str, object], sources: Sources, registry: Registry) -> t
 
 
 def to_yaml(resolved: ResolvedConfig) -> str:
-    """The whole configuration with the source of each value behind it; usable as a `--config` file."""
+    """The whole configuration with the source of each value in a comment; usable as a `--config` file."""
     header = f"# Configuration of {resolved.model.name} (family {resolved.model.family})\n"
     return header + emit_yaml(_dump(resolved.config), resolved.provenance)
 
@@ -124,7 +122,7 @@ def _dump(config: OmniConfig) -> dict[str, object]:
 
 
 def _provenance(config: OmniConfig, sources: Sources) -> Mapping[str, Source]:
-    # A value that a layer gives inside a list or mapping of its own has a source there; all others are defaults.
+    # Values without a source are defaults.
     return MappingProxyType({dotted(path): sources.get(path, DEFAULT) for path in _leaves(_dump(config), ())})
 
 

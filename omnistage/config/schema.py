@@ -1,6 +1,6 @@
 """The configuration as typed, frozen models: pipeline, deployment, limits.
 
-Every model refuses unknown keys. Checks that need more than one stage live in `graph`.
+Every model refuses unknown keys. Checks that need more than one stage are in `core.graph`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,11 @@ from omnistage.media.limits import MediaLimits
 
 # --------------------------------------------------------------------------------------------- scalar types
 
+_PREFIXES = "kmgt"
 _UNITS = {
     "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+    **{f"{prefix}ib": 2 ** (10 * power) for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate(_PREFIXES, 1)},
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
 _MAX_SIZE = 2**63 - 1
@@ -91,7 +86,7 @@ def _format_size_or_auto(value: int | str) -> str:
 
 
 def _refuse_bool(value: object) -> object:
-    # YAML reads `yes` as true and pydantic reads true as 1: that is never what was meant.
+    # YAML reads `yes` as true and pydantic reads true as 1, which is never intended.
     if isinstance(value, bool):
         raise ValueError(f"use a number, not {str(value).lower()}")
     return value
@@ -127,7 +122,7 @@ class ConfigModel(BaseModel):
 
 
 class ARBudget(ConfigModel):
-    """What an autoregressive stage may use."""
+    """Limits of an autoregressive stage."""
 
     max_batch_tokens: Count = Field(default=2048, description="Tokens computed in one step, over all requests.")
     max_running: Count = Field(default=64, description="Requests in the batch at once.")
@@ -145,7 +140,7 @@ class ARBudget(ConfigModel):
     )
     compile: bool = Field(default=False, description="Compile the decode step: slower start, faster steps.")
     prefill_chunk: Count | None = Field(
-        default=None, description="Most prompt tokens of one request in a step; null: as many as the batch takes."
+        default=None, description="Maximum prompt tokens of one request in a step; null: as many as the batch takes."
     )
 
     @field_validator("graph_batch_sizes")
@@ -159,7 +154,7 @@ class ARBudget(ConfigModel):
 
 
 class CodecBudget(ConfigModel):
-    """What a codec stage may use. A stage of a one-shot module reads `max_batch` alone."""
+    """Limits of a codec stage. A stage of a one-shot module reads `max_batch` alone."""
 
     max_batch: Count = Field(default=8, description="Chunks decoded in one forward.")
     max_running: Count = Field(default=64, description="Requests held at once.")
@@ -186,21 +181,19 @@ class CodecBudget(ConfigModel):
 
 
 class DiffusionBudget(ConfigModel):
-    """What a stage of the diffusion engine may use. Each kind of stage reads its own part of it."""
+    """Limits of a diffusion stage. Each kind of stage reads some of them."""
 
     max_batch_tokens: Count = Field(
         default=65_536, description="Latent patches in one forward, guidance counted; a larger picture is refused."
     )
     max_batch: Count = Field(default=16, description="Rows in one forward: pictures, twice where guided.")
-    max_running: Count = Field(default=16, description="Pictures on their way at once.")
+    max_running: Count = Field(default=16, description="Pictures being denoised at once.")
     ageing_steps: Count = Field(default=16, description="Steps of waiting that are worth one priority level.")
-    prompt_cache: Size = Field(default=256 * 2**20, description="Memory for encoded prompts that may come again.")
+    prompt_cache: Size = Field(default=256 * 2**20, description="Memory for the cache of encoded prompts.")
     tiling_pixels: CountOrZero = Field(
         default=2_000_000, description="Decode pictures with more pixels than this in tiles; 0: never."
     )
-    cache: str | None = Field(
-        default=None, max_length=100, description="A cache of the transformer's work, like first_block:0.1."
-    )
+    cache: str | None = Field(default=None, max_length=100, description="A DiT cache, like first_block:0.1.")
     compile: bool = Field(default=False, description="Compile the transformer's blocks: slower start, faster steps.")
 
 
@@ -211,9 +204,9 @@ class _StageConfig(StageSettings):
     device: DeviceName | None = Field(default=None, description="null: the deployment's.")
 
 
-def _only(given: Modality, output: Modality | None, engine: str) -> Modality | None:
-    if output not in (None, given):
-        raise ValueError(f"{engine} stage gives {given}, not {output}; use {given}, or null if the user gets nothing")
+def _only(modality: Modality, output: Modality | None, engine: str) -> Modality | None:
+    if output not in (None, modality):
+        raise ValueError(f"{engine} stage outputs {modality}, not {output}; use {modality}, or null for no output")
     return output
 
 
@@ -226,7 +219,7 @@ class ARStageConfig(_StageConfig):
 
     @field_validator("output")
     @classmethod
-    def _gives_text(cls, output: Modality | None) -> Modality | None:
+    def _is_text(cls, output: Modality | None) -> Modality | None:
         return _only(Modality.TEXT, output, "an autoregressive")
 
 
@@ -238,16 +231,16 @@ def _check_module_file(value: str) -> str:
 
 
 class ModuleAudio(ConfigModel):
-    """Which output of a module is sound."""
+    """The output of a module that is audio."""
 
-    output: str = Field(description="Name of the output that holds samples in [-1, 1]; int16 is scaled.")
+    output: str = Field(description="Name of the output with samples in [-1, 1]; int16 is scaled.")
     sample_rate: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1000, le=768_000)] = Field(
         description="Samples a second."
     )
 
 
 class ModuleConfig(ConfigModel):
-    """An ONNX file as a stage, with what it takes and gives."""
+    """An ONNX file as a stage, with its inputs and outputs."""
 
     file: Annotated[str, AfterValidator(_check_module_file)] = Field(
         max_length=1000, description="An .onnx file inside the model's folder."
@@ -255,11 +248,11 @@ class ModuleConfig(ConfigModel):
     inputs: dict[str, str] = Field(description="Every input of the file, like `mel: float32[batch, 80, frames]`.")
     outputs: dict[str, str] = Field(description="Outputs to compute, like `wave: float32[batch, samples]`.")
     audio: ModuleAudio | None = Field(
-        default=None, description="The output that is sound; null: the stage gives arrays."
+        default=None, description="The output that is audio; null: the stage outputs arrays."
     )
     max_batch: Count = Field(
         default=1,
-        description="Pieces of equal shapes in one run; over 1 every array has `batch` as its first dimension.",
+        description="Inputs of equal shapes in one run; over 1 every array has `batch` as its first dimension.",
     )
     threads: Count | None = Field(default=None, description="CPU threads; null: as many as torch_threads says.")
 
@@ -280,7 +273,7 @@ class ModuleConfig(ConfigModel):
                 "declare it so, or leave max_batch out"
             )
         if self.audio is not None:
-            _check_sound(self.audio.output, self.output_specs)
+            _check_audio(self.audio.output, self.output_specs)
         return self
 
     @property
@@ -292,14 +285,14 @@ class ModuleConfig(ConfigModel):
         return parse_specs(self.outputs)
 
 
-def _check_sound(name: str, outputs: dict[str, ArraySpec]) -> None:
+def _check_audio(name: str, outputs: dict[str, ArraySpec]) -> None:
     spec = outputs.get(name)
     if spec is None:
         raise ValueError(f"audio.output is {short_repr(name)}, which outputs does not declare; declare it there")
     long = [dim for dim in spec.dims[spec.is_batched :] if dim != 1]
     if len(long) != 1 or spec.dtype not in ("float16", "float32", "float64", "int16"):
         raise ValueError(
-            f"audio.output is {spec}, which is not one channel of sound; it must be like float32[{BATCH}, samples]"
+            f"audio.output is {spec}, which is not one channel of audio; it must be like float32[{BATCH}, samples]"
         )
 
 
@@ -327,7 +320,7 @@ class CodecStageConfig(_StageConfig):
 
     @field_validator("output")
     @classmethod
-    def _gives_audio(cls, output: Modality | None) -> Modality | None:
+    def _is_audio(cls, output: Modality | None) -> Modality | None:
         return _only(Modality.AUDIO, output, "a codec")
 
 
@@ -340,9 +333,9 @@ class DiffusionStageConfig(_StageConfig):
 
     @field_validator("output")
     @classmethod
-    def _gives_pictures(cls, output: Modality | None) -> Modality | None:
+    def _is_visual(cls, output: Modality | None) -> Modality | None:
         if output in (Modality.TEXT, Modality.AUDIO):
-            raise ValueError(f"a diffusion stage gives image or video, not {output}; use one of them, or null")
+            raise ValueError(f"a diffusion stage outputs image or video, not {output}; use one of them, or null")
         return output
 
 
@@ -359,7 +352,7 @@ STAGE_TYPES: dict[str, type[ARStageConfig] | type[CodecStageConfig] | type[Diffu
 
 
 class EdgeConfig(ConfigModel):
-    """All that flows into one stage: the chunks of one or more sources, through one bridge."""
+    """The input of one stage: chunks of one or more sources, through one bridge."""
 
     # A plain `alias` would make `from`, a keyword, the only constructor argument.
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -377,7 +370,7 @@ class EdgeConfig(ConfigModel):
 
 
 class PipelineConfig(ConfigModel):
-    """The stages of a model family and what flows between them. `graph.PipelineGraph` checks it as a whole."""
+    """The stages of a family and the edges between them. `PipelineGraph` checks it as a whole."""
 
     name: str = Field(min_length=1, max_length=100)
     entry: str | None = Field(default=None, description="Where requests start; null: the stage that no edge leads to.")
@@ -386,26 +379,26 @@ class PipelineConfig(ConfigModel):
 
 
 class DeploymentConfig(ConfigModel):
-    """Where it runs and how much it holds."""
+    """Devices and queues."""
 
     device: DeviceName = Field(default="auto", description="auto: CUDA where there is one, else CPU.")
     dtype: DTypeName = Field(default="auto", description="auto: bfloat16 on CUDA, float32 elsewhere.")
     max_inflight: Count = Field(default=256, description="Requests running or queued before new ones are refused.")
     trace_history: CountOrZero = Field(default=1024, description="Traces of finished requests that are kept.")
-    output_buffer: Count = Field(default=1024, description="Chunks held for a reader that is slow.")
+    output_buffer: Count = Field(default=1024, description="Chunks buffered for a slow reader.")
     torch_threads: Count | None = Field(default=None, description="CPU threads of torch; null: torch's choice.")
 
 
 class LimitsConfig(ConfigModel):
-    """What a request may ask for."""
+    """Limits of a request."""
 
     media: MediaLimits = Field(default_factory=MediaLimits)
     max_prompt_tokens: Count | None = Field(default=None, description="null: as long as the lead stage can hold.")
-    max_deadline_seconds: Seconds = Field(default=3600.0, description="Longest deadline that a request may set.")
+    max_deadline_seconds: Seconds = Field(default=3600.0, description="Maximum deadline of a request.")
 
 
 class OmniConfig(ConfigModel):
-    """Everything: what `omnistage config` prints."""
+    """The whole configuration, as `omnistage config` prints it."""
 
     pipeline: PipelineConfig
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig)

@@ -115,7 +115,7 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
         "deployment:\n  device: cpu\n  device: cuda\n",
         3,
         "deployment.device",
-        "duplicate key, first given on line 2; remove one",
+        "duplicate key, first on line 2; remove one",
     ),
     "not YAML": ("pipeline: [1, 2\n", 2, None, "not valid YAML"),
     "tab for indentation": ("pipeline:\n\tname: x\n", 2, None, "fix this line"),
@@ -166,7 +166,7 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
     ),
     "engine that is no text": (stages("thinker: {engine: [1]}"), 3, THINKER, "use autoregressive, codec or diffusion"),
     "stage that is no mapping": (stages("thinker: 4"), 3, THINKER, "must be a valid dictionary"),
-    "empty section": (stages("thinker: {budget: }"), 3, f"{THINKER}.budget", "is empty; give it a value or remove"),
+    "empty section": (stages("thinker: {budget: }"), 3, f"{THINKER}.budget", "is empty; set a value or remove"),
     "wrong type": (stages("thinker: {budget: {max_running: many}}"), 3, f"{THINKER}.budget.max_running", "integer"),
     "yes for a number": (
         stages("thinker: {budget: {max_running: yes}}"),
@@ -274,13 +274,13 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
         stages("talker: {output: video}"),
         3,
         "pipeline.stages.talker.output",
-        "an autoregressive stage gives text, not video; use text, or null",
+        "an autoregressive stage outputs text, not video; use text, or null",
     ),
     "codec stage that gives text": (
         stages("vocoder: {output: text}"),
         3,
         "pipeline.stages.vocoder.output",
-        "a codec stage gives audio, not text; use audio, or null",
+        "a codec stage outputs audio, not text; use audio, or null",
     ),
     "size beyond floats": (
         stages("thinker: {budget: {kv_memory: '" + "9" * 400 + ".0GiB'}}"),

@@ -497,7 +497,7 @@ def test_a_pipeline_of_onnx_files_runs_by_yaml_alone(folder: Path) -> None:
         ('front.module.inputs={x: "float32"}', "x: 'float32' is not an array"),
         ('front.module.inputs={x: "float32[rows, n]"}', "max_batch is 4, but"),
         ("back.module.audio.output=mel", "which outputs does not declare"),
-        ('back.module.outputs={wave: "float32[batch, n, m]"}', "is not one channel of sound"),
+        ('back.module.outputs={wave: "float32[batch, n, m]"}', "is not one channel of audio"),
         ("front.module=null", "needs a module section"),
         ("front.component=other.part", "module is read by component onnx.module alone"),
         ("front.module.sizes=3", "sizes"),
