@@ -212,7 +212,7 @@ def test_many_unseen_characters_do_not_push_a_word_out_of_reach(text: str) -> No
 def test_the_beginning_of_a_word_is_seen_behind_many_unseen_characters() -> None:
     words = WordList(["bad"])
     for space, refused in ((" ", True), ("x", False)):
-        text = "so" + space + "\u200b" * (2 * words.reach)
+        text = "so" + space + "\u200b" * (2 * words.max_span)
         sent, found = stream(words, [text, "bad", "."])
         assert (sent, found) == ((text, True) if refused else (text + "bad.", False))
 
@@ -240,7 +240,7 @@ def test_long_answers_are_not_searched_from_their_beginning() -> None:
     assert len(answer.sent) == 50_000
     # A word that was cut in two by looking at the end only is no word.
     words = WordList(["xx"])
-    text = "yyxx" + "." * (words.reach - 2)
+    text = "yyxx" + "." * (words.max_span - 2)
     assert stream(words, [text, "z"]) == (text + "z", False)
 
 
@@ -745,10 +745,10 @@ def spoken(words: list[str]) -> list[OutputChunk]:
     return [*made, OutputChunk("req-1", Modality.TEXT, final=output)]
 
 
-def play(words: list[str], *, gives_text: bool = True) -> tuple[list[str], OmniRequestOutput, FinishReason | None]:
+def play(words: list[str], *, returns_text: bool = True) -> tuple[list[str], OmniRequestOutput, FinishReason | None]:
     """What goes out, in its order: texts, and a star for each piece of sound; and how it ended."""
     inner = Played(spoken(words))
-    own = FilteredStream(inner, WordList(["bad"]).open(CONTEXT), inner, gives_text=gives_text)  # type: ignore[arg-type]
+    own = FilteredStream(inner, WordList(["bad"]).open(CONTEXT), inner, returns_text=returns_text)  # type: ignore[arg-type]
 
     async def read() -> list[OutputChunk]:
         return [item async for item in own]
@@ -766,15 +766,15 @@ def test_sound_waits_for_its_text() -> None:
     assert (final.text, len(final.audio.samples), final.finish_reason) == ("so barn", 20, FinishReason.STOP)
 
 
-@pytest.mark.parametrize("gives_text", [True, False])
-def test_sound_of_a_refused_text_is_never_heard(gives_text: bool) -> None:
-    order, final, aborted = play(["so ", "b", "a", "d "], gives_text=gives_text)
-    assert order == (["so ", "*"] if gives_text else ["*"])
+@pytest.mark.parametrize("returns_text", [True, False])
+def test_sound_of_a_refused_text_is_never_heard(returns_text: bool) -> None:
+    order, final, aborted = play(["so ", "b", "a", "d "], returns_text=returns_text)
+    assert order == (["so ", "*"] if returns_text else ["*"])
     assert (aborted, final.finish_reason) == (FinishReason.CONTENT_FILTER, FinishReason.CONTENT_FILTER)
     assert final.audio is not None
     assert (len(final.audio.samples), final.usage.audio_seconds) == (5, 1.0)
-    assert final.text == ("so " if gives_text else "")
-    assert (final.error is None) is gives_text
+    assert final.text == ("so " if returns_text else "")
+    assert (final.error is None) is returns_text
 
 
 def test_a_word_at_the_very_end_is_found_there() -> None:

@@ -1,8 +1,8 @@
-"""What may be said: a hook that sees prompts before they run and answers before they are sent.
+"""The content filter interface: checks prompts before they run and outputs before they are sent.
 
-A filter is chosen by its name (`--content-filter NAME[:ARGUMENT]`), never by an import path: names are registered in
-code, or by an installed package under the entry-point group `omnistage.filters`. What a filter raises ends the request
-as a defect: nothing passes a filter that does not work.
+A filter is chosen by name (`--content-filter NAME[:ARGUMENT]`), never by an import path: names are registered in code,
+or by an installed package under the entry-point group `omnistage.filters`. An exception in a filter ends the request as
+a defect: a broken filter lets nothing through.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Let it through, but for the last `hold` characters: those are shown again, with more behind them."""
+    """Let it through except the last `hold` characters, which are checked again with the text that follows."""
 
     hold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Redact:
-    """Send `text` in place of what was shown and not sent yet, but for its last `hold` characters."""
+    """Send `text` instead of what was checked and not sent yet, except its last `hold` characters."""
 
     text: str
     hold: int = 0
@@ -48,7 +48,7 @@ Verdict = Pass | Redact | Refuse
 
 @dataclass(frozen=True, slots=True)
 class FilterContext:
-    """Whose request it is."""
+    """The request's holder and model."""
 
     holder: str
     model: str
@@ -56,7 +56,7 @@ class FilterContext:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """One text of a prompt. `role` is that of its message; None where there are no messages."""
+    """One text of a prompt. `role` is its message's; None for a prompt without messages."""
 
     text: str
     role: str | None = None
@@ -64,62 +64,62 @@ class PromptText:
 
 @dataclass(slots=True)
 class AnswerText:
-    """One answer of a request, as it grows."""
+    """One generated text of a request, as it grows."""
 
     index: int = 0
-    """Which of the request's n answers."""
+    """Its index among the request's `n` texts."""
     held: str = ""
-    """New text, and what was held back before: none of it has been sent."""
+    """Text that has not been sent: what was held back, then what is new."""
     ended: bool = False
-    """No more will come; nothing can be held back any longer."""
+    """The text is complete; nothing can be held back any longer."""
     pieces: list[str] = field(default_factory=list)
 
     @property
     def sent(self) -> str:
-        """All that the reader has of this answer."""
+        """The text that has been sent."""
         if len(self.pieces) > 1:
             self.pieces[:] = ["".join(self.pieces)]
         return self.pieces[0] if self.pieces else ""
 
     def before(self, chars: int) -> str:
-        """The last characters that were sent; cheap for any length of answer."""
-        found: list[str] = []
+        """The last characters that were sent; cheap for any length."""
+        tail: list[str] = []
         for piece in reversed(self.pieces):
             if chars <= 0:
                 break
-            found.append(piece[-chars:])
-            chars -= len(found[-1])
-        return "".join(reversed(found))
+            tail.append(piece[-chars:])
+            chars -= len(tail[-1])
+        return "".join(reversed(tail))
 
 
 class RequestFilter(Protocol):
-    """The filter of one request. Its methods are called one at a time; those that may be slow are asynchronous."""
+    """The filter of one request. Its methods are called one at a time."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
-        """See everything that is written in the prompt, before it runs. `Redact` is not possible here."""
+        """Check all text of the prompt before it runs. `Redact` counts as `Refuse`."""
         ...
 
     def check_media(self, media: Decoded) -> Verdict:
-        """See a picture, sound or video of the prompt, in a worker thread."""
+        """Check an image, audio clip or video of the prompt, in a worker thread."""
         ...
 
     async def check_output(self, answer: AnswerText) -> Verdict:
-        """See an answer whenever it has grown, and once more at its end."""
+        """Check a generated text whenever it has grown, and once more at its end."""
         ...
 
     async def check_made(self, made: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
-        """See a piece of sound, a picture (previews too) or a video before it is sent. `Redact` is not possible."""
+        """Check generated audio, an image (previews too) or a video before it is sent. `Redact` counts as `Refuse`."""
         ...
 
 
 class ContentFilter(Protocol):
-    """What a factory gives: one object for the service, which opens a filter for each request."""
+    """One object for the service, which opens a filter for each request."""
 
     def open(self, context: FilterContext) -> RequestFilter: ...
 
 
 class PassingFilter:
-    """Lets everything through: a base for filters that look at some of it only."""
+    """Lets everything through: a base for filters that override some checks."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
         return Pass()
@@ -135,29 +135,28 @@ class PassingFilter:
 
 
 FilterFactory = Callable[[str | None], ContentFilter]
-"""Makes a filter from what stands behind the colon."""
+"""Creates a filter from its argument, the text after the colon."""
 _FACTORIES: dict[str, FilterFactory] = {}
 
 
 def register_filter(name: str, factory: FilterFactory) -> None:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name for a filter; use lower-case letters, digits, - and _")
+        raise ConfigError(f"{name!r} is not a valid filter name; use lower-case letters, digits, - and _")
     if name in _FACTORIES:
-        raise ConfigError(f"there is a filter {name!r} already; choose another name")
+        raise ConfigError(f"there is already a filter {name!r}; choose another name")
     _FACTORIES[name] = factory
 
 
-def make_filter(chosen: str) -> ContentFilter:
+def make_filter(spec: str) -> ContentFilter:
     """The filter that `NAME[:ARGUMENT]` names. Raises `ConfigError`."""
-    name, _, argument = chosen.partition(":")
+    name, _, argument = spec.partition(":")
     factory = _FACTORIES.get(name)
     if factory is None:
-        found = list(entry_points(group=GROUP, name=name)) if _NAME.fullmatch(name) else []
-        if not found:
-            installed = {entry.name for entry in entry_points(group=GROUP)}
-            known = ", ".join(sorted(installed | _FACTORIES.keys()))
+        installed = entry_points(group=GROUP)
+        if not _NAME.fullmatch(name) or name not in installed.names:
+            known = ", ".join(sorted(installed.names | _FACTORIES.keys()))
             raise ConfigError(f"there is no filter {name[:64]!r}; filters: {known}", param="--content-filter")
-        factory = found[0].load()
+        factory = installed[name].load()
     return factory(argument or None)
 
 

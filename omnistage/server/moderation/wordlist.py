@@ -1,4 +1,4 @@
-"""The example of a content filter: words and phrases of a file, found however they are spelled or cut into pieces."""
+"""An example of a content filter: a list of words and phrases, found in any spelling and across chunks."""
 
 from __future__ import annotations
 
@@ -22,171 +22,171 @@ from omnistage.server.moderation.filters import (
     Verdict,
 )
 
-_MOST_WORDS = 100_000
-_MOST_CHARS = 200
-_MOST_HELD = 4096
-"""Characters that are held back as they are; words have far fewer, so the rest are blanks and such as nobody sees."""
+MAX_WORDS = 100_000
+MAX_WORD_CHARS = 200
+MAX_HELD_CHARS = 4096
+"""Held back unchanged; words are far shorter, so the rest is whitespace and invisible characters."""
 
 
-def _unseen() -> str:
-    """The characters that nobody sees, for a class of a regular expression: with them inside, a word reads the same.
+def _invisible() -> str:
+    """Invisible characters, as a regular expression's character class: a word reads the same with them.
 
-    Format and control characters, variation selectors, and what else Unicode calls default ignorable, of which
-    `unicodedata` does not know.
+    Format and control characters, variation selectors and other default-ignorable code points, which `unicodedata`
+    does not know.
     """
-    blanks = "\t\n\v\f\r\x85"
+    whitespace = "\t\n\v\f\r\x85"
     known = (character for character in map(chr, range(0xE0000)) if unicodedata.category(character) in ("Cf", "Cc"))
-    escaped = "".join(re.escape(character) for character in known if character not in blanks)
+    escaped = "".join(re.escape(character) for character in known if character not in whitespace)
     return (
         escaped + "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\ufffc"
         "\U000e0000-\U000e0fff"
     )
 
 
-_CLASS = _unseen()
-_UNSEEN = re.compile(f"[{_CLASS}]+")
-_BLANKS = re.compile(r"\s+")
-_SEEN = re.compile(rf"(?![{_CLASS}])(?:\s[\s{_CLASS}]*|\S)")
-"""One character of what `squeezed` leaves, with the blanks and unseen ones that it stands for."""
+_CLASS = _invisible()
+_INVISIBLE = re.compile(f"[{_CLASS}]+")
+_WHITESPACE = re.compile(r"\s+")
+_VISIBLE = re.compile(rf"(?![{_CLASS}])(?:\s[\s{_CLASS}]*|\S)")
+"""One character that `squeezed` keeps, with the whitespace and invisible characters that it replaces."""
 
 
 def squeezed(text: str) -> str:
-    """Without what nobody sees, and with one blank for many."""
-    return _BLANKS.sub(" ", _UNSEEN.sub("", text))
+    """Without invisible characters, and with one space for any whitespace."""
+    return _WHITESPACE.sub(" ", _INVISIBLE.sub("", text))
 
 
 def normalised(text: str) -> str:
-    """Equal for texts that read the same: compatible forms, upper and lower case, and all blanks are one."""
+    """Equal for texts that read the same: squeezed, in compatible Unicode form and case-folded."""
     folded = unicodedata.normalize("NFKC", squeezed(text)).casefold()
-    return _BLANKS.sub(" ", unicodedata.normalize("NFKC", folded))
+    return _WHITESPACE.sub(" ", unicodedata.normalize("NFKC", folded))
 
 
 def _decomposed(text: str) -> str:
-    """A mark that follows would change the last letter, but not what it is made of."""
+    """Decomposed, so that a combining mark that follows does not change what is already there."""
     return unicodedata.normalize("NFD", normalised(text))
 
 
-def _is_inside(character: str) -> bool:
-    """Whether a word goes on over this character: letters, digits and the marks on them."""
+def _in_word(character: str) -> bool:
+    """Whether a character is part of a word: letters, digits and marks."""
     return unicodedata.category(character)[0] in "LNM" or character == "_"
 
 
 class WordList:
     """`wordlist:FILE`: one word or phrase a line, `#` begins a comment.
 
-    A word is found as a whole word; `*` at its beginning or end lets it go on there, which languages that are
-    written without blanks need. What is found in a prompt refuses it; what is found in an answer ends it.
+    Entries match whole words; `*` at the beginning or end lets a word continue there, which scripts without spaces
+    need. A match in a prompt refuses it; a match in an output ends it.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words: dict[str, tuple[bool, bool]] = {}
-        """Whether a word may go on to the left, and to the right."""
+        """Whether a word may continue to the left, and to the right."""
         for word in words:
             text, before, after = _entry(word)
             known = self._words.get(text, (False, False))
             self._words[text] = (known[0] or before, known[1] or after)
         self._words.pop("", None)
         self._lengths: dict[str, tuple[int, ...]] = {}
-        """How long the words are that begin with a character."""
+        """Lengths of the words that begin with a character."""
         for start in {text[0] for text in self._words}:
             self._lengths[start] = tuple({len(text) for text in self._words if text[0] == start})
         self._anywhere = any(before for before, _ in self._words.values())
         self._sorted = sorted(map(_decomposed, self._words))
         self._starts = {text[0] for text in self._sorted}
-        self.reach = 4 * max((len(text) for text in self._words), default=0) + 64
-        """Characters before a piece of text, squeezed, that may belong to a word which ends in it, marks included."""
+        self.max_span = 4 * max((len(text) for text in self._words), default=0) + 64
+        """Squeezed characters before a text that may belong to a word ending in it, marks included."""
 
     @classmethod
     def from_argument(cls, argument: str | None) -> WordList:
         if argument is None:
-            raise ConfigError("wordlist needs a file: wordlist:FILE", param="--content-filter")
+            raise ConfigError("wordlist needs a file; give wordlist:FILE", param="--content-filter")
         try:
             lines = Path(argument).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the words in {argument}: {error}", param="--content-filter") from error
-        if len(lines) > _MOST_WORDS:
-            raise ConfigError(f"{argument} has over {_MOST_WORDS} lines; shorten it", param="--content-filter")
-        made = cls(line.partition("#")[0] for line in lines)
-        if not made._words:
-            raise ConfigError(f"{argument} has no words; write one a line", param="--content-filter")
-        return made
+            raise ConfigError(f"cannot read {argument}: {error}", param="--content-filter") from error
+        if len(lines) > MAX_WORDS:
+            raise ConfigError(f"{argument} has over {MAX_WORDS} lines; shorten it", param="--content-filter")
+        words = cls(line.partition("#")[0] for line in lines)
+        if not words._words:
+            raise ConfigError(f"{argument} has no words; write one per line", param="--content-filter")
+        return words
 
     def open(self, context: FilterContext) -> RequestFilter:
-        return _Reader(self)
+        return _RequestFilter(self)
 
     def finds(self, text: str, *, begun: bool = True, ended: bool = True) -> bool:
-        """Whether a text holds one of the words.
+        """Whether a text contains one of the words.
 
-        A word at its very beginning counts where the text has `begun` there and was not cut out of a longer one, a
-        word at its very end where it has `ended`.
+        A word at the very start counts only if the text has `begun` there, and is not the end of a longer one; a word
+        at the very end only if the text has `ended`.
         """
         text = normalised(text)
         inside = not begun
         for start, character in enumerate(text):
             if (not inside or self._anywhere) and character in self._lengths:
                 for length in self._lengths[character]:
-                    if self._stands(text, start, start + length, inside, ended):
+                    if self._matches(text, start, start + length, inside, ended):
                         return True
-            inside = _is_inside(character)
+            inside = _in_word(character)
         return False
 
-    def _stands(self, text: str, start: int, end: int, inside: bool, ended: bool) -> bool:
+    def _matches(self, text: str, start: int, end: int, inside: bool, ended: bool) -> bool:
         sides = self._words.get(text[start:end])
         if sides is None or end > len(text):
             return False
         before, after = sides
         if inside and not before:
             return False
-        return after or (ended if end == len(text) else not _is_inside(text[end]))
+        return after or (ended if end == len(text) else not _in_word(text[end]))
 
     def hold(self, text: str) -> int:
-        """How many characters at the end of a text may be the beginning of a word that is not whole yet."""
-        seen = squeezed(text)
-        places = [found.start() for found in _SEEN.finditer(text)]
-        for index in range(max(0, len(seen) - self.reach), len(seen)):
-            first = _decomposed(seen[index])
+        """How many characters at the end of a text may be the beginning of a word that is not complete yet."""
+        visible = squeezed(text)
+        positions = [match.start() for match in _VISIBLE.finditer(text)]
+        for index in range(max(0, len(visible) - self.max_span), len(visible)):
+            first = _decomposed(visible[index])
             offsets = [offset for offset, character in enumerate(first) if character in self._starts]
-            if offsets and any(self._begins(_decomposed(seen[index:])[offset:]) for offset in offsets):
-                return len(text) - places[index]
+            if offsets and any(self._is_prefix(_decomposed(visible[index:])[offset:]) for offset in offsets):
+                return len(text) - positions[index]
         return 0
 
-    def _begins(self, beginning: str) -> bool:
-        at = bisect_left(self._sorted, beginning)
-        return at < len(self._sorted) and self._sorted[at].startswith(beginning)
+    def _is_prefix(self, text: str) -> bool:
+        index = bisect_left(self._sorted, text)
+        return index < len(self._sorted) and self._sorted[index].startswith(text)
 
 
 def _entry(line: str) -> tuple[str, bool, bool]:
     line = line.strip()
     text = normalised(line.strip("*")).strip()
-    if len(text) > _MOST_CHARS:
-        raise ConfigError(f"a word has over {_MOST_CHARS} characters; shorten it", param="--content-filter")
+    if len(text) > MAX_WORD_CHARS:
+        raise ConfigError(f"a word has over {MAX_WORD_CHARS} characters; shorten it", param="--content-filter")
     return text, line.startswith("*"), line.endswith("*")
 
 
-class _Reader(PassingFilter):
+class _RequestFilter(PassingFilter):
     def __init__(self, words: WordList) -> None:
         self._words = words
         self._sent: dict[int, str] = {}
-        """The end of what was let through of each answer, squeezed."""
+        """The end of the released text of each output, squeezed."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
-        # Prompts may be long, and the event loop is everybody's.
+        # In a thread: prompts may be long.
         found = await asyncio.to_thread(lambda: any(self._words.finds(part.text) for part in texts))
         return Refuse() if found else Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
         words, text, sent = self._words, answer.held, self._sent.get(answer.index, "")
-        begun = len(sent) < words.reach
+        begun = len(sent) < words.max_span
         if words.finds(sent + text, begun=begun, ended=answer.ended):
             return Refuse()
         hold = 0 if answer.ended else words.hold(text)
-        # Nor may what goes out end with a word: it goes on in what is held, which may never be sent.
+        # What is released may not end with a word either: the held text that continues it may never be sent.
         while hold and words.finds(sent + text[:-hold], begun=begun) and (more := words.hold(text[:-hold])):
             hold += more
         cut = len(text) - hold
-        self._sent[answer.index] = squeezed(sent + text[:cut])[-words.reach :]
-        if hold <= _MOST_HELD:
+        self._sent[answer.index] = squeezed(sent + text[:cut])[-words.max_span :]
+        if hold <= MAX_HELD_CHARS:
             return Pass(hold)
-        # It reads the same, and an answer of nothing but blanks must not grow here.
+        # It reads the same squeezed, and an output of nothing but whitespace must not be held without bound.
         held = squeezed(text[cut:])
         return Redact(text[:cut] + held, hold=len(held))
