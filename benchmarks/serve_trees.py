@@ -1,7 +1,7 @@
 """The user's path in two checkouts, side by side: `omnistage serve` over HTTP with OpenAI's default parameters.
 
     python benchmarks/serve_trees.py before=../base after=.
-    python benchmarks/serve_trees.py before=../base after=. --scale 24 --streams 64 --rounds 5     on a GPU
+    python benchmarks/serve_trees.py before=../base after=. --scale 1 --streams 64 --rounds 5     on a GPU
 
 Every checkout serves the same small random checkpoints in a process of its own, with its own defaults. The same streams
 go to each of them in turn, round after round; a ratio is taken within a round, and the median over the rounds is what
@@ -51,7 +51,12 @@ class Load:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="checkouts; the first is the reference")
-    parser.add_argument("--scale", type=float, default=1.0, help="size of the language model, times the smallest")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=0.1,
+        help="size of the language model: 0.5 is 100 million parameters, 1 is 1.1 billion",
+    )
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
