@@ -35,13 +35,9 @@ class Turns:
         self._count += 1
         return Turn(priority, self._count)
 
-    def level(self, turn: Turn) -> int:
-        """Urgency; smaller runs first."""
-        return turn.priority - turn.age // self._steps
-
     def rank(self, turn: Turn) -> tuple[int, int]:
-        """Smaller runs first: the level, then the longest wait."""
-        return self.level(turn), turn.number
+        """Smaller runs first: the level of urgency, then the longest wait."""
+        return turn.priority - turn.age // self._steps, turn.number
 
     def take(self, turn: Turn) -> None:
         """It runs now: it waits anew, behind its equals."""

@@ -1,4 +1,4 @@
-"""What was computed once and may be asked for again, within a bound in bytes."""
+"""A least-recently-used cache that is bounded in bytes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ByteCache(Generic[T]):
         self.misses = 0
 
     def get(self, key: bytes) -> T | None:
-        found = self._entries.get(key)
-        if found is None:
+        value = self._entries.get(key)
+        if value is None:
             self.misses += 1
             return None
         self._entries.move_to_end(key)
         self.hits += 1
-        return found
+        return value
 
     def put(self, key: bytes, value: T) -> None:
         """Keep a value, unless it is there or larger than the whole bound."""

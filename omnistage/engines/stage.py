@@ -64,11 +64,14 @@ class BatchedStage(Stage, Generic[Payload, Params]):
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if request_id in self._started:
-            raise InvalidRequestError(f"stage {self.name!r} takes no more input once it has started")
+            raise self._wrong_feed(feed)
 
     def abort(self, request_id: str) -> None:
         if self._started.pop(request_id, None) is not None:
             self._remove(request_id)
+
+    def _wrong_feed(self, feed: StageFeed) -> InvalidRequestError:
+        return InvalidRequestError(f"stage {self.name!r} cannot be fed {type(feed).__name__} after its first input")
 
     def _typed(self, stage_input: StageInput) -> tuple[Params, Payload]:
         params, payload = stage_input.params, stage_input.payload

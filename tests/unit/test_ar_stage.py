@@ -450,7 +450,7 @@ def test_params_and_payloads_of_other_engines_are_refused(model: CausalLM) -> No
         stage.submit(StageInput(RequestInfo("a"), CodecParams(), ARInput((1,))))
     with pytest.raises(InvalidRequestError, match="ARInput"):
         stage.submit(StageInput(RequestInfo("a"), SamplingParams(), CodecInput()))
-    with pytest.raises(StageError, match="side rows"):
+    with pytest.raises(InvalidRequestError, match="cannot be fed CodecFrames"):
         stage.feed("a", CodecFrames(()))
 
 

@@ -480,7 +480,7 @@ def test_mag_needs_calibrated_ratios(model: str) -> None:
 def test_unsupported_transformers() -> None:
     linear = SmallDenoiser("flux", nn.Linear(2, 2))
     for name in KINDS:
-        with pytest.raises(ConfigError, match=r"does not fit Linear.*none, leave it out"):
+        with pytest.raises(ConfigError, match=r"does not support Linear.*none, leave it out"):
             StepCache.open(name, linear)
     torch.manual_seed(0)
     dit = diffusers.ZImageTransformer2DModel(
@@ -493,7 +493,7 @@ def test_unsupported_transformers() -> None:
         cap_feat_dim=16,
         axes_dims=[4, 4, 8],
     )
-    with pytest.raises(ConfigError, match="does not fit ZImageTransformer2DModel"):
+    with pytest.raises(ConfigError, match="does not support ZImageTransformer2DModel"):
         StepCache.open("first_block:0.1", SmallDenoiser("flux", dit))
 
 

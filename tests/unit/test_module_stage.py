@@ -295,8 +295,8 @@ def test_a_failing_piece_takes_the_pieces_behind_it_along() -> None:
     ("results", "says"),
     [
         ([], "0 results for 1 inputs"),
-        (["text"], "gave a str"),
-        ([AudioChunk(np.array([0.0, np.nan], np.float32), 100)], "not numbers"),
+        (["text"], "returned a str"),
+        ([AudioChunk(np.array([0.0, np.nan], np.float32), 100)], "not finite"),
     ],
 )
 def test_results_that_make_no_sense_are_the_module_s_fault(
@@ -346,7 +346,7 @@ def test_wrong_types_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         stage.check(StageInput(RequestInfo("a"), SamplingParams(), ModuleInput(text="x")))
     stage.submit(start("a", "x", final=False))
-    with pytest.raises(InvalidRequestError, match="is not fed CodecFrames"):
+    with pytest.raises(InvalidRequestError, match="cannot be fed CodecFrames"):
         stage.feed("a", CodecFrames((1,)))
     with pytest.raises(InvalidRequestError, match="already"):
         stage.submit(start("a", "x"))

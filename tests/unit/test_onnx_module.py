@@ -329,7 +329,7 @@ def test_a_file_that_fails_on_values_is_named_without_its_runtime_s_sources(tmp_
     table = numpy_helper.from_array(np.arange(3, dtype=np.float32), "t")
     write(tmp_path / "g.onnx", [node], {"i": (INT64, ["n"])}, {"y": (FLOAT, ["n"])}, [table])
     module = OnnxModule(tmp_path / "g.onnx", inputs={"i": "int64[n]"}, outputs={"y": "float32[n]"})
-    with pytest.raises(StageError, match=r"g\.onnx failed on what it was given \(\w+\)$"):
+    with pytest.raises(StageError, match=r"g\.onnx failed on its input \(\w+\)$"):
         module.run({"i": np.array([99])})
 
 

@@ -552,7 +552,7 @@ def test_wrong_input() -> None:
     put(stage, "a")
     with pytest.raises(InvalidRequestError, match="already"):
         put(stage, "a")
-    with pytest.raises(InvalidRequestError, match="no more input"):
+    with pytest.raises(InvalidRequestError, match="cannot be fed"):
         stage.feed("a", CodecFrames(()))
     stage.feed("gone", CodecFrames(()))
     with pytest.raises(ConfigError) as caught:

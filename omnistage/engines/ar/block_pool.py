@@ -53,27 +53,27 @@ class BlockPool:
         """Blocks that hold the longest known prefix of `hashes`. Takes no reference."""
         if not self.prefix_caching:
             return []
-        found: list[int] = []
+        blocks: list[int] = []
         for value in hashes:
             block = self._block_of.get(value)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks for new content, or None (and nothing taken) when there is no room."""
         if count > len(self._free):
             return None
-        taken: list[int] = []
+        blocks: list[int] = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
             old = self._hash_of.pop(block, None)
             if old is not None:
                 del self._block_of[old]
             self._references[block] = 1
-            taken.append(block)
-        return taken
+            blocks.append(block)
+        return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Take one more reference on each block (after `match`)."""
@@ -113,7 +113,7 @@ class BlockPool:
         counted = [0] * self.num_blocks
         for table in owners:
             if len(set(table)) != len(table):
-                raise InternalError("a block stands twice in one table")
+                raise InternalError("a block is in one table twice")
             for block in table:
                 counted[block] += 1
         if counted != self._references:

@@ -262,7 +262,7 @@ class Runner:
                 encoded = self.component.encode(span).to(self.component.dtype)
                 if len(encoded) != len(span.positions):
                     raise StageError(
-                        f"the {span.kind} encoder gave {len(encoded)} rows for {len(span.positions)} placeholders"
+                        f"the {span.kind} encoder returned {len(encoded)} rows for {len(span.positions)} placeholders"
                     )
                 self.encoder_cache.put(span.key, encoded)
             parts.append(encoded)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from omnistage.core.errors import InternalError
 from omnistage.core.record import record
@@ -116,7 +117,7 @@ class Scheduler:
         self._arrivals += 1
         state.rank = arrival_rank(priority, self.steps, self._arrivals, self._ageing_steps)
         self._sequences[state.key] = state
-        insort(self._waiting, state, key=_rank)
+        insort(self._waiting, state, key=attrgetter("rank"))
         self._stalled = False
 
     def remove(self, key: str) -> None:
@@ -147,7 +148,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
-        """Whether `schedule` might give a batch: something is not starved and the last try was not in vain."""
+        """Whether `schedule` might give a batch: something is not starved and the last try gave a batch."""
         return not self._stalled and any(s.pending for s in (*self._running, *self._waiting))
 
     def schedule(self) -> SchedulerOutput:
@@ -213,7 +214,7 @@ class Scheduler:
                 self.pool.lookups += (len(state.token_ids) - 1) // block_size
                 self.pool.hits += len(cached)
             self._waiting.remove(state)
-            insort(self._running, state, key=_rank)
+            insort(self._running, state, key=attrgetter("rank"))
             state.running = True
             if not state.started:
                 state.started = True
@@ -248,10 +249,10 @@ class Scheduler:
         missing = self.pool.blocks_for(tokens) - len(state.blocks)
         if missing <= 0:
             return True
-        taken = self.pool.allocate(missing)
-        if taken is None:
+        blocks = self.pool.allocate(missing)
+        if blocks is None:
             return False
-        state.blocks.extend(taken)
+        state.blocks.extend(blocks)
         return True
 
     def _evict_for(self, state: SequenceState, preempted: list[str], batch: Sequence[ScheduledSequence]) -> bool:
@@ -270,7 +271,7 @@ class Scheduler:
         victim.running = False
         victim.preemptions += 1
         self.preemptions += 1
-        insort(self._waiting, victim, key=_rank)
+        insort(self._waiting, victim, key=attrgetter("rank"))
         preempted.append(victim.key)
 
     def _free(self, state: SequenceState) -> None:
@@ -291,7 +292,3 @@ class Scheduler:
     def check(self) -> None:
         """Integrity of the pool against all sequences."""
         self.pool.check([s.blocks for s in self._sequences.values()])
-
-
-def _rank(state: SequenceState) -> float:
-    return state.rank

@@ -102,12 +102,12 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             )
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
-                f"{payload.num_tokens} tokens are needed behind the prompt's {length}, and stage {self.name!r} holds "
+                f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
                 f"{self.max_length}: ask for a smaller picture or raise {self.name}.budget.max_model_len / kv_memory"
             )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
-                f"min_tokens={params.min_tokens} does not fit: {self.max_length - length} tokens are left behind the "
+                f"min_tokens={params.min_tokens} does not fit: {self.max_length - length} tokens are left after the "
                 "prompt",
                 param="min_tokens",
             )
@@ -169,7 +169,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if not isinstance(feed, SideRows):
-            raise StageError(f"stage {self.name!r} takes side rows, not {type(feed).__name__}")
+            raise self._wrong_feed(feed)
         for key in self._requests.get(request_id, ()):
             if key in self._answers:
                 count = self.runner.feed(key, feed)
@@ -358,8 +358,8 @@ def _check_payload(payload: ARInput, component: ARComponent) -> None:
     elif min(payload.token_ids) < 0 or max(payload.token_ids) >= known_ids:
         raise InvalidRequestError(f"prompt token ids must be in [0, {known_ids})", param="prompt_token_ids")
     if payload.positions is not None:
-        given = payload.positions.shape[-1]
-        if not length <= given <= length + (payload.num_tokens or 0):
-            raise InvalidRequestError(f"positions for {given} of {length} prompt tokens")
+        count = payload.positions.shape[-1]
+        if not length <= count <= length + (payload.num_tokens or 0):
+            raise InvalidRequestError(f"positions for {count} of {length} prompt tokens")
     if payload.streaming and not spec.side_input:
         raise InvalidRequestError("this stage takes no streaming side input")

@@ -93,9 +93,9 @@ class TokenBytes:
 
 def _byte_characters() -> dict[str, int]:
     """Which byte each character of a byte-level token stands for, as GPT-2 laid it down."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 _BYTES = _byte_characters()
@@ -197,11 +197,11 @@ class TextStream:
         text, start = self._held + text, len(self._held)
         may_stop = self._pushed >= self._min_tokens
         for end in range(start + 1, len(text) + 1):
-            found = [stop.text for stop in self._stops if stop.feed(text[end - 1])]
-            if found and may_stop:
+            matched = [stop.text for stop in self._stops if stop.feed(text[end - 1])]
+            if matched and may_stop:
                 self.stopped = True
                 self._held = ""
-                return text[: end if self._include_stop else end - max(map(len, found))]
+                return text[: end if self._include_stop else end - max(map(len, matched))]
         keep = len(text) - max(stop.pending for stop in self._stops)
         self._held = text[keep:]
         return text[:keep]

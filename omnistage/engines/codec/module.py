@@ -81,7 +81,7 @@ class ModuleComponent(ABC):
     def run(self, jobs: Sequence[Job]) -> Sequence[JobResult]:
         """What each job gives, in order. The jobs have one `group` and belong to different requests.
 
-        Where it raises, each job is run again alone, and only those that fail alone end their requests.
+        Where it raises, each job is run again by itself, and only those that fail then end their requests.
 
         A run cannot be interrupted, and all other requests wait for it. One that takes long does a part of its job,
         keeps what it has under the request's id and gives `UNFINISHED`; the same job then comes again, unless its
@@ -271,7 +271,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
         if request is None:
             return
         if self.component.input_type is not ModuleInput or not isinstance(feed, ModuleInput):
-            raise InvalidRequestError(f"stage {self.name!r} is not fed {type(feed).__name__}")
+            raise self._wrong_feed(feed)
         if not _is_empty(feed):
             self.component.check(*request, feed)
         job, group = self._job(*request, feed, self._scheduler.pieces(request_id))
@@ -339,8 +339,8 @@ def _is_empty(payload: ModulePayload) -> bool:
 def _check_result(result: JobResult) -> None:
     if isinstance(result, AudioChunk):
         if result.sample_rate < 1:
-            raise StageError(f"the module gave samples at {result.sample_rate} Hz")
+            raise StageError(f"the module returned samples at {result.sample_rate} Hz")
         if not np.isfinite(result.samples).all():
-            raise StageError("the module gave samples that are not numbers")
+            raise StageError("the module returned samples that are not finite")
     elif not isinstance(result, ModuleOutput | Unfinished):
-        raise StageError(f"the module gave a {type(result).__name__}; it must give AudioChunk or ModuleOutput")
+        raise StageError(f"the module returned a {type(result).__name__}; it must return AudioChunk or ModuleOutput")

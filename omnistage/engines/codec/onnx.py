@@ -94,7 +94,7 @@ class OnnxModule:
         except MemoryError:
             raise
         except Exception as error:  # ONNX Runtime's errors have no base of their own, and name paths of its sources
-            raise StageError(f"{self.path.name} failed on what it was given ({type(error).__name__})") from error
+            raise StageError(f"{self.path.name} failed on its input ({type(error).__name__})") from error
         outputs = dict(zip(self.outputs, results, strict=True))
         for name, spec in self.outputs.items():
             if (problem := spec.problem(outputs[name], sizes)) is not None:
@@ -139,17 +139,17 @@ class _NodeArg(Protocol):
 
 
 def _check_declared(
-    path: Path, kind: str, declared: Mapping[str, ArraySpec], found: Sequence[_NodeArg], *, whole: bool
+    path: Path, kind: str, declared: Mapping[str, ArraySpec], nodes: Sequence[_NodeArg], *, whole: bool
 ) -> None:
     """Raise unless the file's arrays are as declared; with `whole` it may have no others."""
-    there = {node.name: node for node in found}
-    wrong = [name for name, spec in declared.items() if name not in there or not _agrees(spec, there[name])]
-    wrong += [name for name in there if whole and name not in declared]
+    by_name = {node.name: node for node in nodes}
+    wrong = [name for name, spec in declared.items() if name not in by_name or not _agrees(spec, by_name[name])]
+    wrong += [name for name in by_name if whole and name not in declared]
     if wrong:
-        own = shown({name: _described(node) for name, node in there.items()})
+        actual = shown({name: _described(node) for name, node in by_name.items()})
         raise CheckpointError(
             f"{kind} {wrong[0]!r} of {path} is not as declared: declared are {shown(declared)}, "
-            f"the file has {own}; correct the declaration or use another file"
+            f"the file has {actual}; correct the declaration or use another file"
         )
 
 
@@ -161,7 +161,7 @@ def _agrees(spec: ArraySpec, node: _NodeArg) -> bool:
         return True
     if len(node.shape) != len(spec.dims):
         return False
-    return all(not isinstance(own, int) or own == dim for own, dim in zip(node.shape, spec.dims, strict=True))
+    return all(not isinstance(size, int) or size == dim for size, dim in zip(node.shape, spec.dims, strict=True))
 
 
 def _described(node: _NodeArg) -> str:
@@ -191,7 +191,7 @@ class OnnxComponent(ModuleComponent):
         sizes = self.module.check(piece.arrays)
         if self.audio is not None and sizes.get(BATCH, 1) != 1:
             raise InvalidRequestError(
-                f"{BATCH} is {sizes[BATCH]}, but sound is made one piece at a time; make it 1", param="arrays"
+                f"{BATCH} is {sizes[BATCH]}, but audio is generated one piece at a time; set it to 1", param="arrays"
             )
 
     def group(self, job: Job) -> Hashable:

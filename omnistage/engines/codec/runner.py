@@ -52,15 +52,15 @@ class CodecRunner:
             elif np.isfinite(result).all():
                 output.samples[plan.request_id] = result
             else:
-                output.failed[plan.request_id] = StageError("the decoder gave samples that are not numbers")
+                output.failed[plan.request_id] = StageError("the decoder returned samples that are not finite")
         return output
 
     def _decode(self, plans: Sequence[WindowPlan]) -> list[np.ndarray]:
-        return self._component.decode([self._window(plan) for plan in plans])
-
-    def _window(self, plan: WindowPlan) -> Window:
-        slot = self._slots[plan.request_id]
-        if not slot.opened:
-            slot.state = self._component.open(plan.request_id, slot.params, slot.voice)
-            slot.opened = True
-        return Window(slot.state, plan.codes, plan.history, plan.emit, plan.last)
+        windows = []
+        for plan in plans:
+            slot = self._slots[plan.request_id]
+            if not slot.opened:
+                slot.state = self._component.open(plan.request_id, slot.params, slot.voice)
+                slot.opened = True
+            windows.append(Window(slot.state, plan.codes, plan.history, plan.emit, plan.last))
+        return self._component.decode(windows)

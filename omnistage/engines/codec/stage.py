@@ -58,7 +58,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         if known is None:
             return
         if not isinstance(feed, CodecFrames):
-            raise InvalidRequestError(f"stage {self.name!r} is fed CodecFrames, not {type(feed).__name__}")
+            raise self._wrong_feed(feed)
         self._check_codes(feed.codes, known)
         self._scheduler.extend(request_id, feed.codes, feed.final)
 

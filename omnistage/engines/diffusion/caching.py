@@ -51,9 +51,9 @@ class StepCache:
             kind.apply(part, numbers)
             part.slots = _slots(part.transformer)
             # The list of hooks that a context reaches is kept from the first one on; it must know the new hooks.
-            registry = _of("hooks").HookRegistry.check_if_exists_or_initialize(part.transformer)
+            registry = _diffusers("hooks").HookRegistry.check_if_exists_or_initialize(part.transformer)
             registry.invalidate_child_registries_cache()
-        self._kept: dict[Lane, dict[Branch, States]] = {}
+        self._states: dict[Lane, dict[Branch, States]] = {}
 
     @classmethod
     def open(cls, spec: str, denoiser: Denoiser) -> Self:
@@ -68,7 +68,7 @@ class StepCache:
                     other.example for other in KINDS.values() if other.incompatible_reason(transformer) is None
                 ]
                 raise ConfigError(
-                    f"{kind.name} does not fit {type(transformer).__name__}: {reason}; caches for this model: "
+                    f"{kind.name} does not support {type(transformer).__name__}: {reason}; caches for this model: "
                     + (", ".join(compatible) or "none, leave it out"),
                     param="cache",
                 )
@@ -77,16 +77,16 @@ class StepCache:
     @property
     def states(self) -> int:
         """Lanes and branches that something is kept for."""
-        return sum(len(branches) for branches in self._kept.values())
+        return sum(len(branches) for branches in self._states.values())
 
     def forward(self, denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
         """`denoiser.forward(rows)`; all rows are of one lane and branch."""
         row = rows[0]
         if any(other.lane is not row.lane or other.branch != row.branch for other in rows):
             raise StageError("a cache was given rows of several requests in one forward")
-        kept = self._kept.setdefault(row.lane, {})
+        branches = self._states.setdefault(row.lane, {})
         # A forward that fails has moved some hooks on and others not: its states are not put back.
-        states = kept.pop(row.branch, None)
+        states = branches.pop(row.branch, None)
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(_enter(part, row))
@@ -95,16 +95,16 @@ class StepCache:
                 part.put(states[count : count + len(part.slots)] if states is not None else None, row)
                 count += len(part.slots)
             predictions = denoiser.forward(rows)
-            kept[row.branch] = [state for part in self._parts for state in part.take()]
+            branches[row.branch] = [state for part in self._parts for state in part.take()]
         return predictions
 
     def forget(self, denoiser: Denoiser, lane: Lane) -> None:
         """Drop what is kept for a lane."""
-        self._kept.pop(lane, None)
+        self._states.pop(lane, None)
 
     def close(self) -> None:
         """Take the hooks off the transformers, which run as before then."""
-        self._kept.clear()
+        self._states.clear()
         for part in self._parts:
             for module in list(part.transformer.modules()):
                 registry: Any = getattr(module, "_diffusers_hook", None)
@@ -113,7 +113,7 @@ class StepCache:
                         registry.remove_hook(name, recurse=False)
 
 
-def _of(module: str) -> Any:
+def _diffusers(module: str) -> Any:
     """A module of diffusers, which is imported only where a cache is asked for."""
     return import_module(f"diffusers.{module}")
 
@@ -166,7 +166,7 @@ class _HookedTransformer:
 @contextmanager
 def _enter(part: _HookedTransformer, row: Row) -> Iterator[None]:
     """The context that hooks with named states ask for; they are empty again behind it."""
-    mixin = _of("models.cache_utils").CacheMixin
+    mixin = _diffusers("models.cache_utils").CacheMixin
     try:
         # Not a method call: the hooks serve transformers without the mixin too, which then lack only this.
         with mixin.cache_context(part.transformer, row.branch):
@@ -181,7 +181,7 @@ def _slots(transformer: nn.Module) -> list[_Slot]:
     Some have a `StateManager` with a dictionary of states by context name (blocks share one), the others a `state`.
     Neither can be told apart by request from outside, nor forgotten one by one, so both are swapped whole.
     """
-    manager_class = _of("hooks.hooks").StateManager
+    manager_class = _diffusers("hooks.hooks").StateManager
     slots: dict[int, _Slot] = {}
     for module in transformer.modules():
         registry = getattr(module, "_diffusers_hook", None)
@@ -215,7 +215,7 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
     Where lists differ in what their blocks give (FLUX.2's first ones keep the text apart), it is the longest one.
     """
-    known = _of("hooks._helpers").TransformerBlockRegistry
+    known = _diffusers("hooks._helpers").TransformerBlockRegistry
     lists = _blocks(transformer)
     gives_text = {known.get(type(b)).return_encoder_hidden_states_index is not None for p in lists.values() for b in p}
     if len(gives_text) > 1:
@@ -229,7 +229,7 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
 def _no_blocks(transformer: nn.Module) -> str | None:
     """Why whole blocks cannot be skipped by their residuals, if so."""
-    known = _of("hooks._helpers").TransformerBlockRegistry
+    known = _diffusers("hooks._helpers").TransformerBlockRegistry
     blocks = [block for part in _blocks(transformer).values() for block in part]
     for cls in {type(block) for block in blocks}:
         try:
@@ -245,7 +245,7 @@ def _no_blocks(transformer: nn.Module) -> str | None:
 
 
 def _no_ratios(transformer: nn.Module) -> str | None:
-    if not isinstance(transformer, _of("models").FluxTransformer2DModel):
+    if not isinstance(transformer, _diffusers("models").FluxTransformer2DModel):
         return "there are no calibrated magnitude ratios for this model, only for FLUX.1"
     return _no_blocks(transformer)
 
@@ -259,8 +259,8 @@ def _no_projection(transformer: nn.Module) -> str | None:
 
 
 def _no_attention(transformer: nn.Module) -> str | None:
-    processors = _of("models.attention_processor")
-    known = (processors.Attention, processors.MochiAttention, _of("models.attention").AttentionModuleMixin)
+    processors = _diffusers("models.attention_processor")
+    known = (processors.Attention, processors.MochiAttention, _diffusers("models.attention").AttentionModuleMixin)
     if any(isinstance(module, known) and _ATTENTION.match(name) for name, module in transformer.named_modules()):
         return None
     return "it has no attention that diffusers can skip"
@@ -287,7 +287,7 @@ class _Kind:
 
 def _first_block(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """The other blocks are skipped where the first one changes its input about as it did last."""
-    hooks = _of("hooks")
+    hooks = _diffusers("hooks")
     config = hooks.FirstBlockCacheConfig(threshold=float(numbers[0]))
     hooks.apply_first_block_cache(_alike_blocks(part.transformer), config)
 
@@ -298,7 +298,7 @@ def _taylorseer(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     This is diffusers' lite mode with the blocks by name. Its other mode keeps the output of every attention, which
     is gigabytes for each request.
     """
-    hooks = _of("hooks")
+    hooks = _diffusers("hooks")
     hooked = {id(block) for blocks in _blocks(part.transformer).values() for block in blocks}
     names = [re.escape(name) for name, module in part.transformer.named_modules() if id(module) in hooked]
     config = hooks.TaylorSeerCacheConfig(
@@ -314,7 +314,7 @@ def _taylorseer(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
 def _magnitude(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """All blocks are skipped while the error that known magnitude ratios let expect stays below the threshold."""
     part.mag = _Mag(float(numbers[0]))
-    _of("hooks").apply_mag_cache(_alike_blocks(part.transformer), part.mag.config)
+    _diffusers("hooks").apply_mag_cache(_alike_blocks(part.transformer), part.mag.config)
 
 
 def _faster(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
@@ -323,7 +323,7 @@ def _faster(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     FasterCache's other half, guessing the unguided branch, needs both branches in one batch, side by side. Here they
     are rows of their own, so the model is declared guidance-distilled, which leaves that half out.
     """
-    hooks, every = _of("hooks"), int(numbers[0])
+    hooks, every = _diffusers("hooks"), int(numbers[0])
     config = hooks.FasterCacheConfig(
         spatial_attention_block_skip_range=every,
         temporal_attention_block_skip_range=every,
@@ -336,7 +336,7 @@ def _faster(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
 
 def _pyramid(part: _HookedTransformer, numbers: Sequence[Number]) -> None:
     """Attention of every sort is computed every so many steps and reused in between, but for the first and last."""
-    hooks, every = _of("hooks"), int(numbers[0])
+    hooks, every = _diffusers("hooks"), int(numbers[0])
     config = hooks.PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=every,
         temporal_attention_block_skip_range=every,
@@ -366,7 +366,7 @@ class _Mag:
 
     @staticmethod
     def _config_for(threshold: float, steps: int) -> Any:
-        module = _of("hooks.mag_cache")
+        module = _diffusers("hooks.mag_cache")
         return module.MagCacheConfig(threshold=threshold, num_inference_steps=steps, mag_ratios=module.FLUX_MAG_RATIOS)
 
 

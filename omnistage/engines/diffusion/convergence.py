@@ -19,7 +19,7 @@ def can_expect(scheduler: Any) -> bool:
 def check_early_stop(scheduler: Any) -> None:
     if not can_expect(scheduler):
         raise InvalidRequestError(
-            f"cannot be told with {type(scheduler).__name__}; leave it out, or use a flow-matching scheduler",
+            f"is not supported with {type(scheduler).__name__}; leave it out, or use a flow-matching scheduler",
             param="early_stop",
         )
 

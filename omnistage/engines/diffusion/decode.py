@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from omnistage.config.schema import DiffusionBudget
-from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.errors import OmniError
 from omnistage.core.failures import isolate
 from omnistage.core.params import DiffusionParams
 from omnistage.core.stage import StageStats
@@ -59,7 +59,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
         if request_id not in self._requests:
             return
         if not isinstance(feed, Latents):
-            raise InvalidRequestError(f"stage {self.name!r} is fed Latents, not {type(feed).__name__}")
+            raise self._wrong_feed(feed)
         self._put(request_id, feed)
 
     def _put(self, request_id: str, latents: Latents) -> None:

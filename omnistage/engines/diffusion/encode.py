@@ -116,17 +116,17 @@ class EncodeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         encoded: dict[bytes, Tensors | OmniError] = {}
         missing: dict[Hashable, list[tuple[bytes, EncodeJob]]] = {}
         for key, job in jobs.items():
-            kept = self.cache.get(key)
-            if kept is not None:
-                encoded[key] = kept
+            tensors = self.cache.get(key)
+            if tensors is not None:
+                encoded[key] = tensors
             else:
                 missing.setdefault(job.options, []).append((key, job))
         for group in missing.values():
-            for (key, _), tensors in isolate(group, self._run, _FAILED):
-                encoded[key] = tensors
-                if not isinstance(tensors, OmniError):
+            for (key, _), result in isolate(group, self._run, _FAILED):
+                encoded[key] = result
+                if not isinstance(result, OmniError):
                     self._encoded += 1
-                    self.cache.put(key, tensors)
+                    self.cache.put(key, result)
         return encoded
 
     def _run(self, jobs: Sequence[tuple[bytes, EncodeJob]]) -> list[Tensors]:

@@ -39,9 +39,9 @@ class RequestQueue(Generic[T]):
 
     def drop(self, request_id: str, unwanted: Callable[[T], bool]) -> int:
         """Remove items of a request; how many there were."""
-        kept = [entry for entry in self._waiting if entry.request_id != request_id or not unwanted(entry.item)]
-        dropped = len(self._waiting) - len(kept)
-        self._waiting = kept
+        remaining = [entry for entry in self._waiting if entry.request_id != request_id or not unwanted(entry.item)]
+        dropped = len(self._waiting) - len(remaining)
+        self._waiting = remaining
         return dropped
 
     def take(self, max_items: int, group: Callable[[T], Hashable]) -> list[tuple[str, T]]:
@@ -49,10 +49,10 @@ class RequestQueue(Generic[T]):
         ranked = sorted(self._waiting, key=lambda entry: self._turns.rank(entry.turn))
         if not ranked:
             return []
-        wanted = group(ranked[0].item)
-        taken = [entry for entry in ranked if group(entry.item) == wanted][:max_items]
-        chosen = {id(entry) for entry in taken}
-        self._waiting = [entry for entry in self._waiting if id(entry) not in chosen]
+        leader = group(ranked[0].item)
+        batch = [entry for entry in ranked if group(entry.item) == leader][:max_items]
+        ids = {id(entry) for entry in batch}
+        self._waiting = [entry for entry in self._waiting if id(entry) not in ids]
         for entry in self._waiting:
             entry.turn.age += 1
-        return [(entry.request_id, entry.item) for entry in taken]
+        return [(entry.request_id, entry.item) for entry in batch]

@@ -141,17 +141,16 @@ class DiffusionRunner:
         condition = running.lane.condition
         with self._stream.use():
             if preview:
-                shown = expected_picture(running.lane)
-                latents, running.lane.latents = running.lane.latents, shown
+                latents, running.lane.latents = running.lane.latents, expected_picture(running.lane)
                 picture = self.denoiser.result(running.lane).clone()
                 running.lane.latents = latents
             else:
                 picture = self.denoiser.result(running.lane)
-            sound = bool(torch.isfinite(picture).all())
+            finite = bool(torch.isfinite(picture).all())
         if not preview:
             self._close(key)
-        if not sound:
-            raise StageError("the denoiser gave values that are not numbers; try other parameters or another dtype")
+        if not finite:
+            raise StageError("the denoiser returned values that are not finite; try other parameters or another dtype")
         size = (condition.width, condition.height, condition.num_frames)
         return Latents(picture, *size, index=key.index, seed=running.seed, preview=preview, final=final)
 

@@ -59,7 +59,7 @@ class _Run:
         self.at = (0, 0)
         """Steps done, of those that there are; none where the pipeline does not say."""
         self.ended = False
-        self.drawn: np.ndarray | None = None
+        self.pixels: np.ndarray | None = None
         self.error: BaseException | None = None
         self._draw = draw
         self._go = threading.Semaphore(0)
@@ -90,7 +90,7 @@ class _Run:
 
     def _main(self) -> None:
         try:
-            self.drawn = self._draw(self._on_step)
+            self.pixels = self._draw(self._on_step)
         except BaseException as error:  # the boundary of one request's pipeline; the stage would wait for ever
             self.error = error
         finally:
@@ -216,14 +216,14 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     def _picture(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk:
         if run.error is not None:
             raise stage_failure(run.error, "the pipeline")
-        pixels, seed = run.drawn, (request.seed + request.index) % 2**63
+        pixels, seed = run.pixels, (request.seed + request.index) % 2**63
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[-1:] != (3,):
-            raise StageError("the pipeline gave something that is no picture")
+            raise StageError("the pipeline returned no picture")
         if pixels.ndim == 3:
             return ImageChunk(pixels, request.index, seed=seed)
         if pixels.ndim == 4:
             return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed)
-        raise StageError(f"the pipeline gave something of shape {pixels.shape}, which is no picture")
+        raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is no picture")
 
     def _drop_current(self) -> None:
         """End what is being drawn."""

@@ -92,25 +92,25 @@ class Arrays:
     def put(self, array: npt.NDArray[Any]) -> Array:
         return array if self.host else torch.from_numpy(array).to(self.device)
 
-    def nonzero(self, flat: Array) -> Array:
-        return np.flatnonzero(flat) if self.host else flat.nonzero()[:, 0]
 
-
+@dataclass(slots=True)
 class _Pairs:
     """Places in flattened `[P, V]` logits: some ids in some of the rows."""
 
-    def __init__(self, ids: Sequence[tuple[int, Ints]], arrays: Arrays, vocab_size: int) -> None:
-        rows = np.array([row for row, _ in ids])
-        row_of_each = np.repeat(rows, [len(own) for _, own in ids])
-        self.rows = arrays.put(rows)
-        self.row_of_each = arrays.put(row_of_each)
-        self.places = arrays.put(np.concatenate([own for _, own in ids]) + row_of_each * vocab_size)
+    rows: Array
+    row_of_each: Array
+    places: Array
 
     @classmethod
     def of(cls, ids: Sequence[Ints | None], arrays: Arrays, vocab_size: int) -> _Pairs | None:
         """From one entry a row; `None` if no row has any."""
-        given = [(row, own) for row, own in enumerate(ids) if own is not None]
-        return cls(given, arrays, vocab_size) if given else None
+        rows = np.array([row for row, entry in enumerate(ids) if entry is not None])
+        if not len(rows):
+            return None
+        entries = [entry for entry in ids if entry is not None]
+        row_of_each = np.repeat(rows, [len(entry) for entry in entries])
+        places = np.concatenate(entries) + row_of_each * vocab_size
+        return cls(arrays.put(rows), arrays.put(row_of_each), arrays.put(places))
 
 
 class _Places:
@@ -134,7 +134,7 @@ class _Places:
         self._find()
 
     def _find(self) -> None:
-        self.in_stack = self._arrays.nonzero(self.flat)
+        self.in_stack = np.flatnonzero(self.flat) if self._arrays.host else self.flat.nonzero()[:, 0]
         self.row = self.in_stack // self._vocab_size
         self.in_part = self.in_stack + self._shift[self.row]
         """The same places in the flattened logits that the stack's rows are part of."""
@@ -179,9 +179,7 @@ class _Penalties:
             self._frequency = arrays.put(np.array([s.params.frequency_penalty for _, s in counting], dtype=np.float32))
             for row, (_, state) in zip(self._counts.stack, counting, strict=True):
                 state.counts = row
-
-    def __bool__(self) -> bool:
-        return self._seen is not None or self._counts is not None
+        self.counters = [places for places in (self._seen, self._counts) if places is not None]
 
     def apply(self, flat: Array) -> None:
         if self._seen is not None:
@@ -193,11 +191,6 @@ class _Penalties:
             frequency = self._frequency[row]
             frequency *= self._counts.flat[self._counts.in_stack]  # in place, so that numpy stays with float32
             flat[places] = flat[places] - frequency - self._presence[row]
-
-    def record(self, ids: Array) -> None:
-        for places in (self._seen, self._counts):
-            if places is not None:
-                places.add(ids)
 
 
 class Processors:
@@ -212,6 +205,8 @@ class Processors:
         # A Python number assigned to places of a CUDA tensor travels from the host and waits for it; this does not.
         self._never = arrays.put(np.array(-np.inf, dtype=np.float32))
         self._penalties = _Penalties(states, arrays)
+        self.records = bool(self._penalties.counters)
+        """Whether `record` has anything to do."""
         self._bias = _Pairs.of([s.bias_ids for s in states], arrays, vocab_size)
         values = [s.bias_values for s in states if s.bias_values is not None]
         self._bias_values = arrays.put(np.concatenate(values)) if values else None
@@ -232,9 +227,9 @@ class Processors:
         if self._bias is not None:
             flat[self._bias.places] += self._bias_values
         if self._allowed is not None:
-            kept = flat[self._allowed.places]
+            allowed = flat[self._allowed.places]
             x[self._allowed.rows] = self._never
-            flat[self._allowed.places] = kept
+            flat[self._allowed.places] = allowed
         if self._suppressed is not None:
             flat[self._suppressed.places] = self._never
         if self._grammar is not None:
@@ -249,10 +244,8 @@ class Processors:
         nothing_left = self._arrays.xp.amax(x, 1) == -np.inf
         flat[stops.places] = self._arrays.xp.where(nothing_left[stops.row_of_each], held, self._never)
 
-    @property
-    def records(self) -> bool:
-        """Whether `record` has anything to do."""
-        return bool(self._penalties)
-
     def record(self, ids: Tensor) -> None:
-        self._penalties.record(ids.numpy() if self._arrays.host else ids)
+        """Count the sampled tokens."""
+        new: Array = ids.numpy() if self._arrays.host else ids
+        for places in self._penalties.counters:
+            places.add(new)

@@ -85,8 +85,8 @@ class _RowGroup:
         """An id for each row, or `FAILED` or `UNCOVERED`, from logits on the host."""
         if self._selector is None:
             return argmax_host(x)
-        chosen = self._selector.select(self._random_rows_of(x), self._uniforms(self._random))
-        return chosen if self._random_index is None else self._merged(argmax_host(x), chosen)
+        ids = self._selector.select(self._random_rows_of(x), self._uniforms(self._random))
+        return ids if self._random_index is None else self._merge(argmax_host(x), ids)
 
     def gather(self, x: Tensor) -> Tensor:
         """What `pick_gathered` needs of logits on a device: int32 `[N]` there."""
@@ -104,11 +104,11 @@ class _RowGroup:
             return greedy
         split = 0 if self._random_index is None else len(self.rows)
         candidates = gathered[split:].reshape(len(self._random), -1)
-        chosen = self._selector.select_gathered(candidates, self._uniforms(self._random))
-        return self._merged(gathered[:split].tolist(), chosen) if split else chosen
+        ids = self._selector.select_gathered(candidates, self._uniforms(self._random))
+        return self._merge(gathered[:split].tolist(), ids) if split else ids
 
-    def _merged(self, greedy: list[int], chosen: list[int]) -> list[int]:
-        for i, token in zip(self._random, chosen, strict=True):
+    def _merge(self, greedy: list[int], ids: list[int]) -> list[int]:
+        for i, token in zip(self._random, ids, strict=True):
             greedy[i] = token
         return greedy
 
@@ -199,7 +199,7 @@ class Sampler:
         if len(suppressed) >= self._vocab_size:
             raise InvalidRequestError("every token of the vocabulary is suppressed", param="suppress_token_ids")
         if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("this stage gives no text, so no string can stop it", param="stop")
+            raise InvalidRequestError("is not supported by a stage without text output", param="stop")
         if params.structured is not None:
             if not (*self._eos, *params.stop_token_ids):
                 raise InvalidRequestError(
@@ -210,7 +210,9 @@ class Sampler:
 
     def _grammars(self) -> GrammarCompiler:
         if self._tokenizer is None:
-            raise InvalidRequestError("this stage gives no text, so it cannot be constrained", param="structured")
+            raise InvalidRequestError(
+                "is not supported by a stage that generates no text; leave it out", param="structured"
+            )
         from omnistage.engines.ar.sampling.grammar import compiler_for
 
         return compiler_for(self._tokenizer, self._vocab_size, self._eos)
@@ -342,7 +344,7 @@ class Sampler:
             if token == FAILED:
                 results.append(Sampled(FAILED, error=self._diagnose(logits[row])))
             elif state.grammar is not None and not state.grammar.accept(token):
-                results.append(Sampled(FAILED, error=StageError("the sampled token broke the request's grammar")))
+                results.append(Sampled(FAILED, error=StageError("the sampled token violates the request's grammar")))
             else:
                 count = min(state.params.logprobs or 0, plan.tops)
                 logprobs_of = self._logprobs(token, rows[row], count, plan.tops) if row in rows else None
@@ -352,10 +354,10 @@ class Sampler:
     @staticmethod
     def _diagnose(row: Tensor) -> OmniError:
         if row.isnan().any():
-            return StageError("the model gave NaN logits")
+            return StageError("the model returned NaN logits")
         if row.isposinf().any() or not row.isfinite().any():
-            return StageError("the model gave infinite logits")
-        return InvalidRequestError("the request's constraints leave no token to sample; loosen them")
+            return StageError("the model returned infinite logits")
+        return InvalidRequestError("the request's constraints leave no token to sample; relax them")
 
     # ------------------------------------------------------------------------------------------- logprobs
 

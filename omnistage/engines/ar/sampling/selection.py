@@ -93,20 +93,20 @@ def _sorted_host(array: Floats) -> Candidates:
 
 
 class _Search:
-    """Finds at least the `wanted[i]` likeliest of row i, in float32 `[R, vocab_size]`.
+    """Finds at least the `counts[i]` likeliest of row i, in float32 `[R, vocab_size]`.
 
     The k-th largest of many column maxima is no larger than the k-th logit of all, and nearly as large: finding it
     and taking all that reaches it costs two passes over the row, where selection would cost many.
     """
 
-    def __init__(self, wanted: Ints, vocab_size: int) -> None:
-        most, rows = int(wanted.max()), len(wanted)
-        columns = min(max(_COLUMNS, 4 * most), vocab_size // 2)
-        self._too_narrow = columns < 2 * most
+    def __init__(self, counts: Ints, vocab_size: int) -> None:
+        largest, rows = int(counts.max()), len(counts)
+        columns = min(max(_COLUMNS, 4 * largest), vocab_size // 2)
+        self._too_narrow = columns < 2 * largest
         self._columns = columns
         self._depth = vocab_size // max(columns, 1)
         self._each = np.arange(rows)[:, None]
-        self._kth = self._each[:, 0], columns - wanted
+        self._kth = self._each[:, 0], columns - counts
         self._starts = np.arange(rows + 1) * vocab_size
 
     def __call__(self, array: Floats) -> Candidates:
@@ -141,10 +141,10 @@ def top_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if x.device.type != "cpu" or not count:
         values, ids = x.topk(count, dim=1)
         return values, ids
-    found = _Search(np.full(len(x), count), x.shape[1])(x.numpy())
-    if found.values.shape[1] < count:
-        found = _sorted_host(x.numpy())
-    return torch.from_numpy(found.values[:, :count]), torch.from_numpy(found.ids[:, :count])
+    candidates = _Search(np.full(len(x), count), x.shape[1])(x.numpy())
+    if candidates.values.shape[1] < count:
+        candidates = _sorted_host(x.numpy())
+    return torch.from_numpy(candidates.values[:, :count]), torch.from_numpy(candidates.ids[:, :count])
 
 
 def argmax_rows(x: Tensor) -> Tensor:
@@ -204,11 +204,11 @@ class TokenSelector:
         self._some_limited = any(rule.limited for rule in self._rules)
         self._some_min_p = any(p.min_p > 0 for p in params)
         self._weighed_rows = np.array([i for i, rule in enumerate(self._rules) if rule.weighed], dtype=np.int64)
-        self._search = _Search(self._wanted(0, _HOST_CANDIDATES), vocab_size) if device.type == "cpu" else None
+        self._search = _Search(self._counts(0, _HOST_CANDIDATES), vocab_size) if device.type == "cpu" else None
         self._device_temperature = torch.from_numpy(self._temperature).to(device)
         self._device_weighed = torch.from_numpy(self._weighed_rows).to(device)
 
-    def _wanted(self, attempt: int, reach: Sequence[int]) -> Ints:
+    def _counts(self, attempt: int, reach: Sequence[int]) -> Ints:
         """How many of each row's likeliest tokens to look at."""
         # A limited row comes back for a second attempt when its ties outnumber the first one's candidates.
         return np.where((self._fixed > 0) & (attempt == 0), self._fixed, reach[attempt])
@@ -223,31 +223,36 @@ class TokenSelector:
             return self.select_gathered(self.gather(x, attempt).cpu().numpy(), u)
         array = np.ascontiguousarray(x.numpy())
         if attempt >= len(_HOST_CANDIDATES):
-            found = _sorted_host(array)
+            candidates = _sorted_host(array)
         elif attempt or self._search is None:
-            found = _Search(self._wanted(attempt, _HOST_CANDIDATES), self._vocab_size)(array)
+            candidates = _Search(self._counts(attempt, _HOST_CANDIDATES), self._vocab_size)(array)
         else:
-            found = self._search(array)
-        return self._choose(found, u, array)
+            candidates = self._search(array)
+        return self._choose(candidates, u, array)
 
-    def _choose(self, found: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
-        width = found.values.shape[1]
+    def _choose(self, candidates: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
+        width = candidates.values.shape[1]
         with np.errstate(all="ignore"):  # rows that fail make NaN on the way
-            scaled = found.values if self._unscaled else found.values / self._temperature
+            scaled = candidates.values if self._unscaled else candidates.values / self._temperature
             best = scaled[:, :1]
-            shares = np.exp(scaled - best) if found.shares is None else found.shares
+            shares = np.exp(scaled - best) if candidates.shares is None else candidates.shares
             weights = (shares * _WEIGHT_SCALE).astype(np.int64)
             clear = None
             if self._some_limited:
                 kth = scaled[self._each, np.minimum(self._last, width - 1)]
                 weights *= scaled >= kth
                 # Whoever is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
-                clear = (kth > found.floor / self._temperature)[:, 0].tolist()
+                clear = (kth > candidates.floor / self._temperature)[:, 0].tolist()
             mass = weights.cumsum(axis=1)
-        totals = self._totals(found, array, best)
+        totals = None
+        if len(self._weighed_rows):  # these need the mass of the whole vocabulary
+            masses_of = candidates.masses
+            if array is not None:
+                masses_of = _masses_host(array, self._weighed_rows, self._temperature, best)
+            totals = None if masses_of is None else masses_of[:, 0].tolist()
         shared = np.add.reduce(shares >= self._min_p, axis=1).tolist() if self._some_min_p else None
         masses = mass.tolist() if width <= _SHORT else mass
-        known, floors, tops = found.known[:, 0].tolist(), found.floor[:, 0].tolist(), best[:, 0].tolist()
+        known, floors, tops = candidates.known[:, 0].tolist(), candidates.floor[:, 0].tolist(), best[:, 0].tolist()
         ids = []
         # From here on each row is a few numbers, and Python is faster with those than numpy.
         for i, (rule, row) in enumerate(zip(self._rules, masses, strict=True)):
@@ -267,15 +272,8 @@ class TokenSelector:
             else:
                 settled = rule.unfiltered or kept < known[i]
             settled = pick < known[i] and (settled or floors[i] == -inf)
-            ids.append(found.ids.item(i, pick) if settled else UNCOVERED)
+            ids.append(candidates.ids.item(i, pick) if settled else UNCOVERED)
         return ids
-
-    def _totals(self, found: Candidates, array: Floats | None, best: Floats) -> list[int] | None:
-        """Mass of the vocabulary, for rows that need it."""
-        if not len(self._weighed_rows):
-            return None
-        masses = found.masses if array is None else _masses_host(array, self._weighed_rows, self._temperature, best)
-        return None if masses is None else masses[:, 0].tolist()
 
     # ------------------------------------------------------------------------------------------ on a device
 
@@ -283,7 +281,7 @@ class TokenSelector:
         """What `select_gathered` needs of float32 logits on a device: int32 `[R, N]` there, to be copied at one go."""
         count = self._vocab_size
         if attempt < len(_DEVICE_CANDIDATES):
-            count = int(self._wanted(attempt, _DEVICE_CANDIDATES).max()) + _DEVICE_MARGIN
+            count = int(self._counts(attempt, _DEVICE_CANDIDATES).max()) + _DEVICE_MARGIN
         values, ids = x.topk(count, dim=1) if count < self._vocab_size else x.sort(dim=1, descending=True)
         scaled = values / self._device_temperature
         best = scaled[:, :1]
@@ -298,8 +296,8 @@ class TokenSelector:
         rows, temperature = self._device_weighed, self._device_temperature
         if len(self._weighed_rows) < len(x):
             masses = torch.zeros_like(best, dtype=torch.int64)
-            own = _mass_device(x[rows], temperature[rows], best[rows])
-            return masses.index_copy_(0, rows, own)
+            sums = _mass_device(x[rows], temperature[rows], best[rows])
+            return masses.index_copy_(0, rows, sums)
         return _mass_device(x, temperature, best)
 
     def select_gathered(self, gathered: npt.NDArray[np.int32], u: Sequence[float]) -> list[int]:
