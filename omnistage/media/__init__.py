@@ -1,4 +1,4 @@
-"""Media in and out: decode images, sound and video within limits, encode what pipelines make."""
+"""Decode images, audio and video within limits; encode what pipelines generate."""
 
 from omnistage.core.clips import AudioClip, VideoClip
 from omnistage.media.audio import AudioSource, decode_audio

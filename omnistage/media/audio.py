@@ -1,4 +1,4 @@
-"""Decoding sound: everything becomes mono float32, measured before it is decoded and again while it is."""
+"""Decoding audio: everything becomes mono float32, with limits checked from the header and again while decoding."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from numpy.typing import NDArray
 
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.audio_output import AudioOutput, encode_wav
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
-
-__all__ = ["PCM16_RATE", "AudioClip", "AudioOutput", "AudioSource", "decode_audio", "decode_audio_track", "encode_wav"]
 
 PCM16_RATE = 24_000
 MIN_RATE, MAX_RATE = 1_000, 384_000
 _MAX_CHANNELS = 32
 _BLOCK_FRAMES = 65_536
-# What writers that do not know the length yet put into a WAV header.
+# Placeholders in the headers of WAV files that were written as a stream.
 _UNKNOWN_WAV_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF, 0xFFFFF000)
-
-
-AudioSource = BytesSource | AudioClip | tuple[NDArray[Any], int]
+AudioSource = BytesSource | AudioClip | tuple[NDArray[np.generic], int]
 
 
 def decode_audio(
@@ -44,9 +39,9 @@ def decode_audio(
     """Return `source` as mono float32, resampled to `target_rate` where one is given.
 
     `source` is what `load_bytes` takes, a clip, or `(samples, rate)` with samples `[n]` or `[n, channels]`, float
-    or int16/int32. Channels are averaged. `format="pcm16"` says that the bytes are headerless 16-bit little-endian
-    mono at 24 kHz; any other container is recognised by its content. Sound that is longer than
-    `limits.max_audio_seconds` is refused from its header, or as soon as decoding passes the limit.
+    or int16/int32. Channels are averaged. `format="pcm16"` means headerless 16-bit little-endian mono at 24 kHz; any
+    other container is recognised by its content. Audio longer than `limits.max_audio_seconds` is refused from its
+    header, or as soon as decoding passes the limit.
     """
     if target_rate is not None:
         _check_rate(target_rate, InvalidRequestError)
@@ -54,30 +49,26 @@ def decode_audio(
     if isinstance(source, AudioClip):
         source = (source.samples, source.sample_rate)
     if isinstance(source, tuple):
-        samples, rate = _checked_array(source)
-        _check_seconds(len(samples) / rate, seconds)
-        return _collect(_blocks_of(samples), rate, target_rate, seconds)
+        return _from_array(*_checked_array(source), target_rate, seconds)
     data = load_bytes(source, limits, bare_base64=bare_base64)
     if format == "pcm16":
         if len(data) % 2:
-            raise MediaError(f"pcm16 sound has an odd number of bytes ({len(data)}); send whole 16-bit samples")
-        samples = np.frombuffer(data, dtype="<i2")
-        _check_seconds(len(samples) / PCM16_RATE, seconds)
-        return _collect(_blocks_of(samples), PCM16_RATE, target_rate, seconds)
+            raise MediaError(f"pcm16 audio has an odd number of bytes ({len(data)}); send whole 16-bit samples")
+        return _from_array(np.frombuffer(data, dtype="<i2"), PCM16_RATE, target_rate, seconds)
     _check_seconds(_wav_header_seconds(data), seconds)
-    file = _opened(data)
+    file = _open_soundfile(data)
     if file is not None:
         with file:
             return _decode_soundfile(file, target_rate, seconds)
     clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio")
     if clip is None:
-        raise MediaError("the file has no audio track; send a sound file, or a video with sound")
+        raise MediaError("the file has no audio track; send an audio file, or a video with audio")
     return clip
 
 
 def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: float, kind: str) -> AudioClip | None:
     """Return the first audio track of any container that FFmpeg reads, or None where there is no such track."""
-    # A cover picture inside a music file needs a frame too, but never a large one.
+    # A cover image inside a music file needs a frame too, but never a large one.
     with open_container(data, kind, max_frame_pixels=4096 * 4096) as container:
         if not container.streams.audio:
             return None
@@ -92,8 +83,8 @@ def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: flo
         return _collect(_decoded_blocks(container.decode(stream), rate), rate, target_rate, max_seconds)
 
 
-def _opened(data: bytes) -> soundfile.SoundFile | None:
-    """The file if soundfile can read it. FLAC from a stream says no length, and soundfile seeks to where it is not."""
+def _open_soundfile(data: bytes) -> soundfile.SoundFile | None:
+    """The file if soundfile can read it. It fails to seek in streamed FLAC, which has no length."""
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError:
@@ -118,7 +109,7 @@ def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_se
 
 
 def _file_blocks(file: soundfile.SoundFile) -> Iterator[NDArray[Any]]:
-    # Not SoundFile.blocks: it goes on, with empty blocks, for as long as the header promises samples.
+    # Not SoundFile.blocks: it yields empty blocks for as long as the header promises samples.
     while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
         yield block
 
@@ -140,9 +131,7 @@ def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDAr
 
 def _collect(blocks: Iterable[NDArray[Any]], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
     """Average channels, check and resample block by block, so that memory follows the result and not the source."""
-    resampler = None
-    if target_rate is not None and target_rate != rate:
-        resampler = soxr.ResampleStream(rate, target_rate, 1, dtype="float32", quality="HQ")
+    resampler = StreamResampler(rate, rate if target_rate is None else target_rate)
     done: list[NDArray[np.float32]] = []
     count = 0
     for block in blocks:
@@ -151,47 +140,61 @@ def _collect(blocks: Iterable[NDArray[Any]], rate: int, target_rate: int | None,
         mono = _to_mono(block)
         if not np.isfinite(mono).all():
             raise MediaError("audio has NaN or infinite samples; encode it again")
-        done.append(resampler.resample_chunk(mono) if resampler else mono)
-    if resampler is not None:
-        done.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
-    samples = np.concatenate(done) if done else np.zeros(0, np.float32)
+        done.append(resampler.push(mono))
+    samples = np.concatenate([*done, resampler.push(np.zeros(0, np.float32), last=True)])
     if count == 0 or len(samples) == 0:
-        raise MediaError("audio has no samples; send at least a few milliseconds of sound")
+        raise MediaError("audio has no samples; send at least a few milliseconds")
     return AudioClip(samples, rate if target_rate is None else target_rate)
 
 
+class StreamResampler:
+    """Resamples a stream chunk by chunk; the output lags a little and stays aligned."""
+
+    def __init__(self, source: int, target: int, quality: str = "HQ") -> None:
+        self._stream = None
+        if source != target:
+            self._stream = soxr.ResampleStream(source, target, 1, dtype="float32", quality=quality)
+
+    def push(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+        """What these samples complete; with `last` also the remainder, after which nothing may follow."""
+        if self._stream is None:
+            return samples
+        return np.asarray(self._stream.resample_chunk(samples, last=last), dtype=np.float32)
+
+
 def _to_mono(block: NDArray[Any]) -> NDArray[np.float32]:
-    """Return `[n]` float32 that the caller owns; integers are scaled to -1..1."""
+    """Return a new `[n]` float32 array; integers are scaled to -1..1."""
     scale = 1.0 / (np.iinfo(block.dtype).max + 1) if block.dtype.kind == "i" else 1.0
     mono = block.mean(axis=1, dtype=np.float64) if block.ndim == 2 else block.astype(np.float64)
     with np.errstate(over="ignore"):
         return (mono * scale).astype(np.float32)
 
 
-def _blocks_of(samples: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for start in range(0, len(samples), _BLOCK_FRAMES):
-        yield samples[start : start + _BLOCK_FRAMES]
+def _from_array(samples: NDArray[Any], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
+    _check_seconds(len(samples) / rate, max_seconds)
+    blocks = (samples[start : start + _BLOCK_FRAMES] for start in range(0, len(samples), _BLOCK_FRAMES))
+    return _collect(blocks, rate, target_rate, max_seconds)
 
 
-def _checked_array(source: tuple[Any, ...]) -> tuple[NDArray[Any], int]:
-    if len(source) != 2 or not isinstance(source[0], np.ndarray):
-        raise InvalidRequestError("a sound as a tuple must be (numpy samples, sample rate)")
-    samples, rate = source
+def _checked_array(source: tuple[object, ...]) -> tuple[NDArray[Any], int]:
+    samples, rate = source if len(source) == 2 else (None, None)
+    if not isinstance(samples, np.ndarray):
+        raise InvalidRequestError("audio as a tuple must be (numpy samples, sample rate)")
     if isinstance(rate, bool) or not isinstance(rate, int | np.integer):
         raise InvalidRequestError(f"the sample rate must be a whole number of Hz, got {type(rate).__name__}")
     _check_rate(int(rate), InvalidRequestError)
     if samples.ndim not in (1, 2):
-        raise InvalidRequestError(f"sound array has shape {samples.shape}; give [n] or [n, channels]")
+        raise InvalidRequestError(f"audio array has shape {samples.shape}; give [n] or [n, channels]")
     if samples.ndim == 2 and not 1 <= samples.shape[1] <= _MAX_CHANNELS:
-        raise InvalidRequestError(f"sound array has shape {samples.shape}; give [n, channels], transposed if need be")
+        raise InvalidRequestError(f"audio array has shape {samples.shape}; transpose it to [n, channels]")
     if samples.dtype.kind != "f" and samples.dtype not in (np.int16, np.int32):
-        raise InvalidRequestError(f"sound array is of type {samples.dtype}; give floats in -1..1, int16 or int32")
+        raise InvalidRequestError(f"audio array is of type {samples.dtype}; give floats in -1..1, int16 or int32")
     return samples, int(rate)
 
 
 def _check_rate(rate: int, error: type[InvalidRequestError]) -> None:
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise error(f"a sample rate of {rate} Hz is outside {MIN_RATE}..{MAX_RATE}; resample the sound")
+        raise error(f"a sample rate of {rate} Hz is outside {MIN_RATE}..{MAX_RATE}; resample the audio")
 
 
 def _check_channels(channels: int) -> None:
@@ -202,15 +205,12 @@ def _check_channels(channels: int) -> None:
 def _check_seconds(seconds: float, max_seconds: float) -> None:
     if seconds > max_seconds:
         raise LimitExceededError(
-            f"audio of at least {seconds:.2f} seconds is over the limit of {max_seconds:g}; send a shorter piece"
+            f"audio of at least {seconds:.2f} seconds is over the limit of {max_seconds:g}; send less"
         )
 
 
 def _wav_header_seconds(data: bytes) -> float:
-    """Return the length that a WAV header claims, 0 where it claims none.
-
-    libsndfile reports what the file really holds, and so would let a header that lies about its length through.
-    """
+    """The duration in a WAV header, 0 where it has none. libsndfile reports the file's real length instead."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return 0.0
     bytes_per_second, position = 0, 12

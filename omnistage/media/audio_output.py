@@ -1,4 +1,4 @@
-"""Encoding sound that a pipeline made."""
+"""Encoding generated audio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK_FRAMES = 16_384
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioOutput:
-    """Generated sound: `samples` is mono float32 `[n]` in -1..1."""
+    """Generated audio: `samples` is mono float32 `[n]` in -1..1."""
 
     samples: NDArray[np.float32]
     sample_rate: int
@@ -39,7 +39,7 @@ class AudioOutput:
         """Write to `path` in the format of its extension (wav, flac, ogg, mp3) and return the path."""
         target = Path(path)
         if target.suffix.lower() not in _FORMATS:
-            raise InvalidRequestError(f"cannot save sound as {target.name!r}; end the name in {', '.join(_FORMATS)}")
+            raise InvalidRequestError(f"cannot save audio as {target.name!r}; end the name in {', '.join(_FORMATS)}")
         encoded = io.BytesIO()
         _encode(encoded, self.samples, self.sample_rate, target.suffix.lower())
         target.write_bytes(encoded.getbuffer())
@@ -61,9 +61,9 @@ def encode_wav(samples: NDArray[Any], rate: int) -> bytes:
 
 def _encode(file: IO[bytes], samples: NDArray[Any], rate: int, extension: str) -> None:
     if samples.ndim != 1 or samples.dtype.kind != "f":
-        raise MediaError(f"sound to encode must be floats [n], got {samples.dtype} {samples.shape}")
+        raise MediaError(f"audio to encode must be floats [n], got {samples.dtype} {samples.shape}")
     if not np.isfinite(samples).all():
-        raise MediaError("sound to encode has NaN or infinite samples")
+        raise MediaError("audio to encode has NaN or infinite samples")
     kind, subtype = _FORMATS[extension]
     clipped = np.clip(samples, -1.0, 1.0).astype(np.float32)
     try:

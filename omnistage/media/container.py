@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import av
+from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.video.stream import VideoStream
 
 from omnistage.core.errors import MediaError
 
 # FFmpeg has demuxers (concat, hls, dash, ...) whose input names further files and URLs, which it then opens. Only
-# formats that hold their media themselves may be probed.
+# formats that contain their media may be probed.
 _FORMATS = "mov,mp4,m4a,3gp,matroska,webm,ogg,mp3,aac,flac,wav,w64,aiff,au,amr,avi,asf,flv,mpeg,mpegts,mpegvideo,gif"
 
 
@@ -33,7 +34,8 @@ def open_container(data: bytes, kind: str, *, max_frame_pixels: int) -> Iterator
         raise MediaError(f"{kind} does not decode ({why}); it may be damaged or not {kind} at all") from error
 
 
-def check_decoder(stream: Any, kind: str) -> None:
-    """Refuse a track of an unknown codec. PyAV's types promise a codec context that is then None."""
-    if stream.codec_context is None:
+def check_decoder(stream: AudioStream | VideoStream, kind: str) -> None:
+    """Refuse a track of an unknown codec, for which PyAV's codec context is None, whatever its types say."""
+    context: object = stream.codec_context
+    if context is None:
         raise MediaError(f"{kind} has a track of an unknown codec; encode it again with a common one")

@@ -1,6 +1,6 @@
-"""What one request's media do on their way in: fetches that end with the request, and who looks at each item.
+"""The context of one request's media: fetches that end with the request, and an inspector of decoded items.
 
-Media are read and decoded in worker threads, deep inside; the context that started the work is all that they share.
+Media are read and decoded in worker threads, which inherit these context variables.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _INSPECTOR: ContextVar[Inspector | None] = ContextVar("omnistage_media_inspector
 
 
 class Fetches:
-    """The connections that a request has open, so that they can be cut from another thread."""
+    """The open connections of a request, which can be aborted from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cuts: list[Callable[[], None]] = []
-        self._over = False
+        self._aborts: list[Callable[[], None]] = []
+        self._aborted = False
 
     @contextmanager
-    def holding(self, cut: Callable[[], None]) -> Iterator[None]:
-        """While this lasts `cut` ends the connection; at once where the request is gone already."""
+    def register(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Inside the block `abort` ends the connection; it is called at once if the request has ended already."""
         with self._lock:
-            self._cuts.append(cut)
-            over = self._over
-        if over:
-            cut()
+            self._aborts.append(abort)
+            aborted = self._aborted
+        if aborted:
+            abort()
         try:
             yield
         finally:
             with self._lock:
-                self._cuts.remove(cut)
+                self._aborts.remove(abort)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         with self._lock:
-            self._over = True
-            cuts = list(self._cuts)
-        for cut in cuts:
-            cut()
+            self._aborted = True
+            aborts = list(self._aborts)
+        for abort in aborts:
+            abort()
 
 
 _FETCHES: ContextVar[Fetches | None] = ContextVar("omnistage_fetches", default=None)
@@ -61,19 +61,19 @@ def current_fetches() -> Fetches:
 
 @contextmanager
 def abort_fetches_on_exit() -> Iterator[None]:
-    """Fetches that the block starts, in whatever thread, end with it: a cancelled request waits for no host."""
+    """Fetches that start inside the block, in any thread, end with it: a cancelled request waits for no host."""
     fetches = Fetches()
     token = _FETCHES.set(fetches)
     try:
         yield
     finally:
         _FETCHES.reset(token)
-        fetches.cut()
+        fetches.abort()
 
 
 @contextmanager
 def inspect_media(inspector: Inspector | None) -> Iterator[None]:
-    """Show every picture, sound and video that is decoded for the block to `inspector`, which may raise."""
+    """Call `inspector`, which may raise, with every image, audio clip and video that is decoded in the block."""
     token = _INSPECTOR.set(inspector)
     try:
         yield
@@ -82,7 +82,7 @@ def inspect_media(inspector: Inspector | None) -> Iterator[None]:
 
 
 def notify_inspector(decoded: Decoded) -> None:
-    """Called where an item has been decoded."""
+    """Call the request's inspector, if it has one, with a decoded item."""
     inspector = _INSPECTOR.get()
     if inspector is not None:
         inspector(decoded)

@@ -14,7 +14,7 @@ _PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# What `ipaddress` takes for public: the relays of 6to4, and a range for documentation that is newer than it.
+# Public for `ipaddress`, but not in fact: the relays of 6to4, and newer documentation ranges.
 _NOT_PUBLIC_4 = (ipaddress.IPv4Network("192.88.99.0/24"),)
 _NOT_PUBLIC_6 = (ipaddress.IPv6Network("2001::/32"), ipaddress.IPv6Network("3fff::/20"))
 
@@ -49,7 +49,7 @@ class HostRule:
 def _is_host(host: str) -> bool:
     if _is_numeric(host):
         return True
-    # A whole top-level domain is nobody's own.
+    # A whole top-level domain is not allowed.
     return _NAME.fullmatch(host) is not None and not (host.startswith("*.") and "." not in host[2:])
 
 
@@ -80,12 +80,12 @@ class Target:
 
     @classmethod
     def parse(cls, url: str) -> Target:
-        """Raises `ValueError` for what is no URL, `InvalidRequestError` for one that is never fetched."""
+        """Raises `ValueError` for an invalid URL, `InvalidRequestError` for one that is never fetched."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS:
-            raise InvalidRequestError("the URL leads to something that is not http(s); send the bytes instead")
+            raise InvalidRequestError("the URL or its redirect is not http(s); send the bytes instead")
         if "@" in parts.netloc:
-            raise InvalidRequestError("the URL has a name or a password in it; leave it out, or send the bytes")
+            raise InvalidRequestError("the URL contains a user name or password; leave them out, or send the bytes")
         host = plain_host(parts.hostname or "")
         if not host or re.search(r"[\s\x00-\x20\x7f%\\]", host):
             raise ValueError("the URL has no host")
@@ -103,7 +103,7 @@ def _path(parts: SplitResult) -> str:
 
 
 def check_target(target: Target, hosts: Sequence[str], *, allow_http: bool) -> None:
-    """Refuse a target that is not listed. Without a list every host and port may be asked."""
+    """Refuse a target that is not listed. Without a list every host and port is allowed."""
     if target.scheme == "http" and not allow_http:
         raise InvalidRequestError("only https URLs are fetched here; use one, or send the bytes")
     rules = [HostRule.parse(entry) for entry in hosts]

@@ -59,8 +59,8 @@ def _open(data: bytes, limits: MediaLimits) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=_FORMATS)
     except _BOMB as error:
-        found = re.search(r"\d+", str(error))
-        raise _too_many_pixels(found.group() if found else "too many", limits) from None
+        pixels = re.search(r"\d+", str(error))
+        raise _too_many_pixels(pixels.group() if pixels else "too many", limits) from None
     except _DECODE_ERRORS as error:
         raise MediaError(f"not a readable image; send one of {', '.join(_FORMATS)}") from error
 
@@ -95,7 +95,7 @@ def _upright(image: Image.Image) -> Image.Image:
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG, 1)
     except _DECODE_ERRORS:
-        return image  # damaged EXIF must not cost a readable image
+        return image  # damaged EXIF does not make an image unreadable
     if orientation not in range(2, 9):
         return image
     return ImageOps.exif_transpose(image)

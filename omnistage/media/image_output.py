@@ -1,4 +1,4 @@
-"""Encoding pictures that a pipeline made, with what made them inside."""
+"""Encoding generated images, with their metadata embedded."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _READ_ERRORS = (OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageOutput:
-    """A generated picture: `pixels` is `uint8 [h, w, 3]`, `metadata` says what made it and goes into files."""
+    """A generated image: `pixels` is `uint8 [h, w, 3]`; `metadata` (prompt, seed, ...) is embedded in files."""
 
     pixels: NDArray[np.uint8]
     metadata: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_pixels(self.pixels, 3, "a picture must be uint8 [h, w, 3]")
+        check_pixels(self.pixels, 3, "an image must be uint8 [h, w, 3]")
 
     @property
     def width(self) -> int:
@@ -53,23 +53,23 @@ class ImageOutput:
     def to_bytes(self, format: str = "png", *, quality: int | None = None, metadata: bool = True) -> bytes:
         """A file's bytes as png, jpeg or webp. `quality` (1 to 100) is for the last two.
 
-        Unless `metadata` is off, the file says what made it: PNG in its text chunks, the others in EXIF.
+        Metadata is embedded in PNG's text chunks, or in EXIF.
         """
         kind = _FORMATS.get(format.lower().lstrip("."))
         if kind is None:
             raise InvalidRequestError(
-                f"cannot encode a picture as {short_repr(format)}; use one of {', '.join(_FORMATS)}", param="format"
+                f"cannot encode an image as {short_repr(format)}; use one of {', '.join(_FORMATS)}", param="format"
             )
         options: dict[str, Any] = {}
         if kind == "PNG":
             if quality is not None:
-                raise InvalidRequestError("png loses nothing; leave quality out, or use jpeg or webp", param="quality")
+                raise InvalidRequestError("png is lossless; leave quality out, or use jpeg or webp", param="quality")
             if metadata:
                 options["pnginfo"] = _png_text(self.metadata)
         else:
             options["quality"] = _checked_quality(quality, kind)
             if kind == "JPEG":
-                options["subsampling"] = 0  # full colour resolution: drawn edges fray without
+                options["subsampling"] = 0  # full colour resolution keeps sharp edges
             if metadata:
                 options["exif"] = exif(self.metadata)
         return encode(self.to_pil(), kind, options)
@@ -79,7 +79,7 @@ class ImageOutput:
         target = Path(path)
         if target.suffix.lower()[1:] not in _FORMATS:
             endings = ", ".join(f".{name}" for name in _FORMATS)
-            raise InvalidRequestError(f"cannot save a picture as {target.name!r}; end the name in {endings}")
+            raise InvalidRequestError(f"cannot save an image as {target.name!r}; end the name in {endings}")
         target.write_bytes(self.to_bytes(target.suffix, quality=quality, metadata=metadata))
         return target
 
@@ -88,7 +88,7 @@ class ImageOutput:
 
 
 def read_metadata(source: str | os.PathLike[str] | bytes) -> dict[str, object]:
-    """What a picture (png, jpeg, webp, or an animation as gif or webp) of ours says of itself; empty if nothing."""
+    """The metadata embedded in an image (png, jpeg, webp) or an animation (gif, webp); empty if there is none."""
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file, formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
@@ -96,17 +96,17 @@ def read_metadata(source: str | os.PathLike[str] | bytes) -> dict[str, object]:
     except FileNotFoundError as error:
         raise MediaError(f"there is no file {short_repr(str(source))}") from error
     except (*_READ_ERRORS, Image.DecompressionBombError) as error:
-        raise MediaError("not a readable picture; give a png, jpeg, webp or gif") from error
+        raise MediaError("not a readable image; give a png, jpeg, webp or gif") from error
     return parse_metadata(text)
 
 
 def contact_sheet(images: Sequence[ImageOutput], *, columns: int | None = None, labels: bool = True) -> ImageOutput:
-    """All pictures in one, row by row, each with its seed (or number) below.
+    """All images in one, row by row, each with its seed (or number) below.
 
-    Cells are as large as the largest picture; by default there are about as many columns as rows.
+    Cells are as large as the largest image; by default there are about as many columns as rows.
     """
     if not images:
-        raise InvalidRequestError("a contact sheet needs at least one picture", param="images")
+        raise InvalidRequestError("a contact sheet needs at least one image", param="images")
     if columns is not None and columns < 1:
         raise InvalidRequestError(f"must be at least 1, got {columns}", param="columns")
     across = min(columns or math.ceil(math.sqrt(len(images))), len(images))
@@ -127,17 +127,17 @@ def contact_sheet(images: Sequence[ImageOutput], *, columns: int | None = None, 
 
 
 def _sheet_metadata(each: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What all pictures have in common once, mostly the prompt, for EXIF has little room; then what each has."""
+    """Common metadata once (mostly the prompt: EXIF is small), then what differs per image."""
     first, *others = each
     common = {k: v for k, v in first.items() if others and all(k in other and other[k] == v for other in others)}
-    return {**common, "images": [{k: v for k, v in own.items() if k not in common} for own in each]}
+    return {**common, "images": [{k: v for k, v in metadata.items() if k not in common} for metadata in each]}
 
 
 # --------------------------------------------------------------------- shared with the encoder of videos
 
 
 def check_pixels(pixels: object, ndim: int, wanted: str) -> None:
-    """Refuse what is not a `uint8` array of RGB with at least one pixel."""
+    """Refuse anything but a `uint8` RGB array with at least one pixel."""
     if not isinstance(pixels, np.ndarray):
         raise MediaError(f"{wanted}, got {type(pixels).__name__}")
     if pixels.dtype != np.uint8 or pixels.ndim != ndim or pixels.shape[-1] != 3 or not pixels.size:
@@ -156,7 +156,7 @@ def encode(image: Image.Image, kind: str, options: Mapping[str, Any]) -> bytes:
 
 
 def metadata_json(metadata: Mapping[str, object]) -> str:
-    """One line of ASCII, so that every container's text fields can hold it."""
+    """One line of ASCII, for any container's text fields."""
     try:
         return json.dumps(dict(metadata), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -166,7 +166,7 @@ def metadata_json(metadata: Mapping[str, object]) -> str:
 
 
 def parse_metadata(text: str | None) -> dict[str, object]:
-    """The other way; what is not a JSON object is another program's and gives nothing."""
+    """The inverse of `metadata_json`; empty for text of other programs."""
     if text is None:
         return {}
     try:
@@ -187,7 +187,7 @@ def exif(metadata: Mapping[str, object]) -> bytes:
     encoded = tags.tobytes()
     if len(encoded) > _MAX_EXIF_BYTES:
         raise InvalidRequestError(
-            f"takes {len(encoded)} bytes of EXIF, the most is {_MAX_EXIF_BYTES}; save as png, or without metadata",
+            f"takes {len(encoded)} bytes of EXIF, over the limit of {_MAX_EXIF_BYTES}; save as png, or without it",
             param="metadata",
         )
     return encoded
@@ -213,12 +213,12 @@ def _png_text(metadata: Mapping[str, object]) -> PngImagePlugin.PngInfo:
 
 
 def _embedded_text(image: Image.Image) -> str | None:
-    """The JSON in a picture's text chunk, user comment or comment, wherever its format has one."""
-    found: object = image.info.get(_PNG_KEY) if image.format == "PNG" else None
+    """The JSON in an image's text chunk, user comment or comment, depending on its format."""
+    text: object = image.info.get(_PNG_KEY) if image.format == "PNG" else None
     if image.format == "GIF":
-        found = image.info.get("comment")
+        text = image.info.get("comment")
     elif image.format in ("JPEG", "WEBP"):
-        found = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
-    if isinstance(found, bytes):
-        found = found.removeprefix(_ASCII_MARK).decode("ascii", errors="replace")
-    return found if isinstance(found, str) else None
+        text = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
+    if isinstance(text, bytes):
+        text = text.removeprefix(_ASCII_MARK).decode("ascii", errors="replace")
+    return text if isinstance(text, str) else None

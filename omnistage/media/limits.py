@@ -1,4 +1,4 @@
-"""How much media one request may bring, and where it may come from."""
+"""Limits of a request's media, and where they may come from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1024 * 1024
 
 
 class MediaLimits(BaseModel):
-    """Bounds that are checked before the work that they bound.
+    """Limits that are checked before the work that they bound.
 
     The defaults suit offline use by the machine's owner. A service sets `allow_paths=False` or names the folders,
     so that a client cannot read files of the host.

@@ -1,4 +1,4 @@
-"""Where media comes from: bytes, base64, files, URLs. All of it is bounded before it is read."""
+"""Sources of media: bytes, base64, files, URLs; sizes are checked before anything is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omnistage.media.limits import MediaLimits
 BytesSource = bytes | bytearray | memoryview | str | Path
 
 _SHOWN_CHARS = 80
-# Opening a pipe must not wait for its other end, nor a terminal become ours.
+# Opening a pipe must not block, and a terminal must not become the controlling one.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _WHITESPACE = b" \t\r\n"
 _MAX_HEAD = 1024
@@ -36,20 +36,32 @@ def load_bytes(source: BytesSource, limits: MediaLimits, *, bare_base64: bool = 
     if isinstance(source, bytes | bytearray | memoryview):
         size = source.nbytes if isinstance(source, memoryview) else len(source)
         check_size(size, limits)
-        return _not_empty(bytes(source))
-    if isinstance(source, Path):
-        return _not_empty(_read_file(source, limits))
-    if not isinstance(source, str):
+        data = bytes(source)
+    elif isinstance(source, str):
+        data = _load_text(source, limits, bare_base64)
+    elif isinstance(source, Path):
+        data = _read_file(source, limits)
+    else:
         raise InvalidRequestError(f"expected bytes, a data: URL, a URL or a file path, got {type(source).__name__}")
+    if not data:
+        raise MediaError("media item is empty (0 bytes); send an encoded image, audio or video")
+    return data
+
+
+def _load_text(source: str, limits: MediaLimits, bare_base64: bool) -> bytes:
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
-        return _not_empty(_decode_data_url(source, limits))
+        comma = source.find(",", 0, _MAX_HEAD)
+        if comma < 0:
+            raise MediaError("data: URL has no comma after its type; write data:<type>;base64,<data>")
+        if source[:comma].rpartition(";")[2].strip().lower() != "base64":
+            raise MediaError("data: URL is not base64; write data:<type>;base64,<data>")
+        return _decode_base64(source, comma + 1, limits, escaped=True)
     if bare_base64:
-        _check_base64_length(source, 0, limits)
-        return _not_empty(_decode_base64(_ascii(source), limits))
+        return _decode_base64(source, 0, limits)
     if scheme.startswith(("http://", "https://")):
-        return _not_empty(fetch_url(source, limits))
-    return _not_empty(_read_file(_path_of(source, limits), limits))
+        return fetch_url(source, limits)
+    return _read_file(_path_of(source, limits), limits)
 
 
 def check_size(size: int, limits: MediaLimits) -> None:
@@ -60,36 +72,8 @@ def check_size(size: int, limits: MediaLimits) -> None:
         )
 
 
-def _not_empty(data: bytes) -> bytes:
-    if not data:
-        raise MediaError("media item is empty (0 bytes); send an encoded image, sound or video")
-    return data
-
-
-def _ascii(text: str) -> bytes:
-    try:
-        return text.encode("ascii")
-    except UnicodeEncodeError:
-        raise MediaError("base64 text has characters that are not ASCII; encode the bytes again") from None
-
-
-def _decode_data_url(url: str, limits: MediaLimits) -> bytes:
-    comma = url.find(",", 0, _MAX_HEAD)
-    if comma < 0:
-        raise MediaError("data: URL has no comma after its type; write data:<type>;base64,<data>")
-    if url[:comma].rpartition(";")[2].strip().lower() != "base64":
-        raise MediaError("data: URL is not base64; write data:<type>;base64,<data>")
-    _check_base64_length(url, comma + 1, limits)
-    encoded = _ascii(url[comma + 1 :])
-    # "+" and "/" arrive percent-encoded from clients that treat the whole as a URL. Not `unquote_to_bytes`, which
-    # makes an object of every escape.
-    for escape, byte in _ESCAPES.items():
-        encoded = encoded.replace(escape, byte)
-    return _decode_base64(encoded, limits)
-
-
 def _check_base64_length(text: str, start: int, limits: MediaLimits) -> None:
-    """Refuse base64 by its length, before any copy of it is made; never more than what it decodes to is counted."""
+    """Refuse base64 by its length before it is copied, by a lower bound of the bytes that it decodes to."""
     escapes = text.count("%", start)
     escaped_blanks = sum(text.count(code, start) for code in _ESCAPED_BLANKS) if escapes else 0
     length = len(text) - start - sum(text.count(chr(blank), start) for blank in _WHITESPACE) - 3 * escaped_blanks
@@ -99,7 +83,17 @@ def _check_base64_length(text: str, start: int, limits: MediaLimits) -> None:
     check_size(length // 4 * 3 - padding, limits)
 
 
-def _decode_base64(encoded: bytes, limits: MediaLimits) -> bytes:
+def _decode_base64(text: str, start: int, limits: MediaLimits, *, escaped: bool = False) -> bytes:
+    _check_base64_length(text, start, limits)
+    try:
+        encoded = text[start:].encode("ascii")
+    except UnicodeEncodeError:
+        raise MediaError("base64 text has characters that are not ASCII; encode the bytes again") from None
+    if escaped:
+        # "+" and "/" arrive percent-encoded from clients that treat the whole as a URL. Not `unquote_to_bytes`, which
+        # creates an object for every escape.
+        for escape, byte in _ESCAPES.items():
+            encoded = encoded.replace(escape, byte)
     compact = encoded.translate(None, _WHITESPACE)
     check_size(len(compact) // 4 * 3 - compact[-2:].count(b"="), limits)
     try:
@@ -111,7 +105,7 @@ def _decode_base64(encoded: bytes, limits: MediaLimits) -> bytes:
 def _path_of(source: str, limits: MediaLimits) -> Path:
     """Return the path that a non-URL string or a file:// URL names."""
     if not limits.allow_paths:
-        # The text is not repeated: it may be a whole file in base64 without its prefix.
+        # Without the text, which may be a whole file in base64 without its prefix.
         raise InvalidRequestError(
             "file paths are not allowed here; send the bytes as data:<type>;base64,<data> (text without a data: "
             "or http(s):// prefix is read as a path)"
@@ -134,7 +128,7 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
     shown = repr(str(path)[:_SHOWN_CHARS])
     try:
         resolved = path.resolve()
-        # Checked before the file is looked at, so that the answer does not tell which files exist elsewhere.
+        # Before the file is opened, so that the error does not tell which files exist elsewhere.
         _check_roots(resolved, shown, limits)
         descriptor = os.open(resolved, _OPEN_FLAGS)
         try:
@@ -155,15 +149,15 @@ def _read_open(descriptor: int, resolved: Path, shown: str, limits: MediaLimits)
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file")
-    # Again, of what was opened: a folder on the way may have become a link meanwhile.
-    _check_roots(_opened(descriptor, resolved), shown, limits)
+    # Again for the opened file: a folder in the path may have become a link meanwhile.
+    _check_roots(_real_path(descriptor, resolved), shown, limits)
     check_size(about.st_size, limits)
     with open(descriptor, "rb", closefd=False) as file:
         return file.read(limits.max_bytes + 1)
 
 
-def _opened(descriptor: int, resolved: Path) -> Path:
-    """Where an open file lies. Linux knows; elsewhere the path is resolved again and must still be that file."""
+def _real_path(descriptor: int, resolved: Path) -> Path:
+    """The path of an open file: from /proc on Linux, elsewhere resolved again and compared."""
     try:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
     except FileNotFoundError:

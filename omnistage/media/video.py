@@ -1,4 +1,4 @@
-"""Decoding video: a bounded number of frames, evenly spaced, with memory for those frames only."""
+"""Decoding video: a bounded number of evenly spaced frames, with memory for those frames only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ MIN_FRAMES = 4
 # Bounds the frames to be decoded, where a file has few seconds but countless frames.
 _MAX_SOURCE_FPS = 240
 
-
-VideoSource = BytesSource | VideoClip | tuple[NDArray[Any], float]
+VideoSource = BytesSource | VideoClip | tuple[NDArray[np.generic], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def decode_video(
     seconds = float(total / source_fps)
     frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits)
     if frames is None and decoded:
-        # Some codecs have packets that show nothing. Now the true count is known, so sample by that.
+        # Some codecs have packets without a frame. Sample again by the true count.
         seconds = float(decoded / source_fps)
         frames, _ = _sample_file(data, sampling.indices(decoded, seconds), limits)
     if frames is None:
@@ -109,16 +108,16 @@ def _measure(data: bytes, limits: MediaLimits) -> tuple[int, Fraction]:
         rate = stream.average_rate or stream.guessed_rate
         if not rate or rate <= 0:
             raise MediaError("video gives no frame rate; encode it again")
-        most = math.ceil(limits.max_video_seconds * _MAX_SOURCE_FPS)
+        max_packets = math.ceil(limits.max_video_seconds * _MAX_SOURCE_FPS)
         total = 0
-        # Counted rather than believed: a header's count may be missing or false.
+        # Counted: the header's number may be missing or wrong.
         for packet in container.demux(stream):
             if not packet.size:
                 continue
             total += 1
             _check_seconds(float(total / rate), limits)
-            if total > most:
-                raise LimitExceededError(f"video has over {most} frames; lower its rate below {_MAX_SOURCE_FPS} fps")
+            if total > max_packets:
+                raise LimitExceededError(f"video has over {max_packets} frames; use under {_MAX_SOURCE_FPS} fps")
     if total == 0:
         raise MediaError("video has no frames; send one with at least one frame")
     return total, rate

@@ -1,4 +1,4 @@
-"""Encoding videos that a pipeline made: MP4 through FFmpeg, animations through Pillow."""
+"""Encoding generated videos: MP4 through FFmpeg, animations through Pillow."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
+from av.container import OutputContainer
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -35,7 +38,7 @@ _COLOURS = {"colorspace": 6, "color_primaries": 1, "color_trc": 13, "color_range
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VideoOutput:
-    """A generated video: `frames` is `uint8 [n, h, w, 3]`; `metadata` says what made it and goes into files."""
+    """A generated video: `frames` is `uint8 [n, h, w, 3]`; `metadata` (prompt, seed, ...) is embedded in files."""
 
     frames: NDArray[np.uint8]
     fps: float
@@ -47,7 +50,7 @@ class VideoOutput:
         if not 0.0 < self.fps <= _MAX_FPS:  # written so that NaN fails it too
             raise InvalidRequestError(f"must be above 0 and at most {_MAX_FPS:g}, got {self.fps}", param="fps")
         if self.audio is not None and not np.isfinite(self.audio.samples).all():
-            raise MediaError("the video's sound has NaN or infinite samples")
+            raise MediaError("the video's audio has NaN or infinite samples")
 
     @property
     def width(self) -> int:
@@ -62,10 +65,10 @@ class VideoOutput:
         return len(self.frames) / self.fps
 
     def to_bytes(self, format: str = "mp4", *, metadata: bool = True) -> bytes:
-        """A file's bytes as mp4 (with the sound, if there is any), or as an animation: gif, webp.
+        """A file's bytes as mp4 (with audio, if there is any), or as an animation: gif, webp.
 
-        MP4 has even sides only; an odd one is made even by repeating its last pixels. Unless `metadata` is off, the
-        file says what made it, as a comment (mp4, gif) or in EXIF (webp).
+        MP4 has even sides only; an odd one is padded with its last pixels. Metadata is embedded as a comment (mp4, gif)
+        or in EXIF (webp).
         """
         kind = format.lower().lstrip(".")
         if kind not in _FORMATS:
@@ -123,9 +126,11 @@ def _mp4(
         return path.read_bytes()
 
 
-def _write_tracks(container: Any, frames: NDArray[np.uint8], rate: Fraction, audio: AudioOutput | None) -> None:
+def _write_tracks(
+    container: OutputContainer, frames: NDArray[np.uint8], rate: Fraction, audio: AudioOutput | None
+) -> None:
     codec = _video_codec()
-    video = container.add_stream(codec, rate=rate, options=_CODEC_OPTIONS.get(codec, {}))
+    video = cast(VideoStream, container.add_stream(codec, rate=rate, options=_CODEC_OPTIONS.get(codec, {})))
     video.height, video.width = frames.shape[1:3]
     video.pix_fmt = "yuv420p"
     for name, value in _COLOURS.items():
@@ -135,22 +140,22 @@ def _write_tracks(container: Any, frames: NDArray[np.uint8], rate: Fraction, aud
         rate_out = audio.sample_rate if audio.sample_rate in _AAC_RATES else 48000
         track = container.add_stream("aac", rate=rate_out)
         track.layout = "mono"
-    heard = 0
+    written = 0
     for index, pixels in enumerate(frames):
         frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")
         frame.pts, frame.time_base = index, 1 / rate
         container.mux(video.encode(frame))
         if track is not None and audio is not None:  # as it goes along: players want the tracks interleaved
             until = min(int((index + 1) / rate * audio.sample_rate), len(audio.samples))
-            _write_sound(container, track, audio, heard, until)
-            heard = until
+            _write_audio(container, track, audio, written, until)
+            written = until
     container.mux(video.encode(None))
     if track is not None and audio is not None:
-        _write_sound(container, track, audio, heard, len(audio.samples))
+        _write_audio(container, track, audio, written, len(audio.samples))
         container.mux(track.encode(None))
 
 
-def _write_sound(container: Any, track: Any, audio: AudioOutput, start: int, end: int) -> None:
+def _write_audio(container: OutputContainer, track: AudioStream, audio: AudioOutput, start: int, end: int) -> None:
     if end <= start:
         return
     samples = np.ascontiguousarray(audio.samples[start:end], dtype=np.float32).clip(-1.0, 1.0)
@@ -200,6 +205,6 @@ def _animation(frames: NDArray[np.uint8], fps: float, kind: str, metadata: Mappi
 
 
 def _durations(frames: int, fps: float, unit: int) -> list[int]:
-    """Milliseconds that each frame is shown, in whole units; what is rounded off goes to a later frame."""
+    """Milliseconds per frame, in whole units; rounding errors do not add up."""
     ends = [round((index + 1) * 1000 / fps / unit) * unit for index in range(frames)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

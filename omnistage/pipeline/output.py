@@ -22,7 +22,7 @@ from omnistage.core.types import (
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage
 
 if TYPE_CHECKING:
-    from omnistage.media.audio import AudioOutput
+    from omnistage.media.audio_output import AudioOutput
 
 Sink = Callable[[OutputChunk], None]
 """Takes a request's stream items, one call at a time and in order; the last carries `final`.
@@ -125,7 +125,7 @@ class OutputAssembler:
             return None
         import numpy as np
 
-        from omnistage.media.audio import AudioOutput
+        from omnistage.media.audio_output import AudioOutput
 
         samples = np.concatenate([piece.samples for piece in self._audio])
         return AudioOutput(samples, self._audio[0].sample_rate)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from omnistage.core.errors import InvalidRequestError, StageError
+from omnistage.media.audio import StreamResampler
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.realtime import preview
-from omnistage.server.realtime.audio import RATES, FormatName, StreamResampler, decode, encode
+from omnistage.server.realtime.audio import RATES, FormatName, decode, encode
 from omnistage.server.realtime.config import ServerVad, SessionConfig, for_response, updated
 from omnistage.server.realtime.conversation import Conversation, later_half, to_messages
 from omnistage.server.realtime.items import CHARS_PER_SECOND, Audio, FunctionOutput, Message, Speech, Text

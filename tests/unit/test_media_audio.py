@@ -15,7 +15,8 @@ import soundfile
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import audio as audio_module
-from omnistage.media.audio import AudioOutput, decode_audio, encode_wav
+from omnistage.media.audio import decode_audio
+from omnistage.media.audio_output import AudioOutput, encode_wav
 from omnistage.media.limits import MediaLimits
 
 LIMITS = MediaLimits()
@@ -263,7 +264,7 @@ class TestArrays:
             ((np.zeros(4, np.float32), True), "whole number"),
             ((np.zeros(4, np.float32), 5), "5 Hz"),
             ((np.zeros((4, 4, 4), np.float32), 16_000), "shape"),
-            ((np.zeros((2, 16_000), np.float32), 16_000), "transposed"),
+            ((np.zeros((2, 16_000), np.float32), 16_000), "transpose"),
             ((np.zeros(4, np.uint8), 16_000), "uint8"),
         ],
     )
@@ -308,5 +309,5 @@ class TestEncoding:
 
     @pytest.mark.parametrize("samples", [np.array([np.nan]), np.zeros((2, 2)), np.zeros(2, np.int16)])
     def test_samples_that_are_not_finite_mono_floats_are_errors(self, samples: np.ndarray) -> None:
-        with pytest.raises(MediaError, match="sound to encode"):
+        with pytest.raises(MediaError, match="audio to encode"):
             encode_wav(samples, 16_000)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 pytest.importorskip("onnxruntime")
 
 from omnistage.core.errors import LimitExceededError, MissingDependencyError
+from omnistage.media.audio import StreamResampler
 from omnistage.server.realtime import vad
-from omnistage.server.realtime.audio import StreamResampler
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.input_audio import InputAudio
 from omnistage.server.realtime.vad import FRAME, FRAME_MS, RATE, Silero, TurnDetector

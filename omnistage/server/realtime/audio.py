@@ -1,4 +1,4 @@
-"""Audio on the wire: the formats of the realtime protocol, and resampling of streams."""
+"""Audio on the wire: the formats of the realtime protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 import soundfile
-import soxr
 from numpy.typing import NDArray
 
 from omnistage.core.errors import InvalidRequestError
@@ -56,18 +55,3 @@ def encode(samples: NDArray[np.float32], format: FormatName) -> bytes:
     clipped = np.clip(samples, -1.0, 1.0)
     soundfile.write(encoded, clipped, RATES[format], format="RAW", subtype=_SUBTYPES[format])
     return encoded.getvalue()
-
-
-class StreamResampler:
-    """Resamples a stream chunk by chunk; the output lags a little and stays aligned."""
-
-    def __init__(self, source: int, target: int, quality: str = "HQ") -> None:
-        self._stream = None
-        if source != target:
-            self._stream = soxr.ResampleStream(source, target, 1, dtype="float32", quality=quality)
-
-    def push(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
-        """What these samples complete; with `last` also the remainder, after which nothing may follow."""
-        if self._stream is None:
-            return samples
-        return np.asarray(self._stream.resample_chunk(samples, last=last), dtype=np.float32)

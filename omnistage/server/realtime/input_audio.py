@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.core.errors import LimitExceededError
-from omnistage.server.realtime.audio import RATES, FormatName, StreamResampler
+from omnistage.media.audio import StreamResampler
+from omnistage.server.realtime.audio import RATES, FormatName
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 

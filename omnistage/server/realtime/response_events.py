@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from omnistage.core.errors import OmniError
 from omnistage.core.types import Modality
+from omnistage.media.audio import StreamResampler
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.tools import CallReader
-from omnistage.server.realtime.audio import RATES, StreamResampler, encode
+from omnistage.server.realtime.audio import RATES, encode
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import SessionConfig
 from omnistage.server.realtime.conversation import Conversation
