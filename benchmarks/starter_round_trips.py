@@ -30,9 +30,9 @@ import soundfile
 import soxr
 import torch
 from machine_load import load
-from omnistage_starter.hearing import Transcriber
 from omnistage_starter.parts.store import home
-from omnistage_starter.speaking import Speaker
+from omnistage_starter.speech_to_text import SAMPLE_RATE, SpeechToText
+from omnistage_starter.text_to_speech import Voice
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -67,7 +67,6 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What do we call a baby dog?", ("puppy", "pup", "puppies")),
 )
 """Each with the words of which one has to be in the answer; digits count as words."""
-RATE = Transcriber.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +163,23 @@ def timed(function: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     return statistics.median(times), result
 
 
-def for_ears(samples: np.ndarray, rate: int) -> np.ndarray:
+def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
     """The voice's sound at the rate that is heard."""
-    return np.asarray(soxr.resample(samples, rate, RATE), np.float32)
+    return np.asarray(soxr.resample(samples, rate, SAMPLE_RATE), np.float32)
 
 
 def round_trips(
-    sentences: Sequence[str], speaker: Speaker, ears: Transcriber, rounds: int, tick: Callable[[], None]
+    sentences: Sequence[str], voice: Voice, recogniser: SpeechToText, rounds: int, tick: Callable[[], None]
 ) -> list[RoundTrip]:
-    ears.transcribe(for_ears(speaker.say(sentences[0]), speaker.sample_rate))  # both warm
+    recogniser.transcribe(resampled(voice.synthesise(sentences[0]), voice.sample_rate))  # both warm
     made = []
     for sentence in sentences:
-        speaking, sound = timed(lambda text=sentence: speaker.say(text), rounds)
-        clip = for_ears(sound, speaker.sample_rate)
-        hearing, heard = timed(lambda clip=clip: ears.transcribe(clip), rounds)
+        speaking, sound = timed(lambda text=sentence: voice.synthesise(text), rounds)
+        clip = resampled(sound, voice.sample_rate)
+        hearing, heard = timed(lambda clip=clip: recogniser.transcribe(clip), rounds)
         words = normalise(sentence)
         errors = word_errors(words, normalise(heard))
-        speech = len(sound) / speaker.sample_rate
+        speech = len(sound) / voice.sample_rate
         made.append(RoundTrip(sentence, heard, len(words), errors, speech, speaking, hearing))
         tick()
     return made
@@ -190,10 +189,10 @@ def written(question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}]
 
 
-def spoken(question: str, speaker: Speaker) -> list[dict[str, Any]]:
+def spoken(question: str, voice: Voice) -> list[dict[str, Any]]:
     """The question as a recording, as a client would send it."""
     file = io.BytesIO()
-    soundfile.write(file, speaker.say(question), speaker.sample_rate, format="WAV", subtype="PCM_16")
+    soundfile.write(file, voice.synthesise(question), voice.sample_rate, format="WAV", subtype="PCM_16")
     sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
     return [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}]
 
@@ -233,7 +232,7 @@ def main() -> None:
     if options.quick:
         sentences, questions, rounds = sentences[:8], questions[:4], 1
     threads = min(os.cpu_count() or 1, 2)
-    speaker, ears = Speaker(threads), Transcriber(options.parts / "hear", threads)
+    voice, recogniser = Voice(threads), SpeechToText(options.parts / "hear", threads)
     report: dict[str, Any] = {"load before": load()}
     asked = 0 if options.no_pipeline else 2 * len(questions) * rounds
     with Progress(console=console, transient=True) as bar:
@@ -242,14 +241,14 @@ def main() -> None:
         def tick() -> None:
             bar.advance(task)
 
-        trips = round_trips(sentences, speaker, ears, rounds, tick)
+        trips = round_trips(sentences, voice, recogniser, rounds, tick)
         if not options.no_pipeline:
             params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
             off = ("think.budget.prefix_caching=false",)  # a question that comes again must be read again
             with Omni(options.model, device="cpu", overrides=off, progress=False) as omni:
                 omni.chat(written("Hello!"), {"think": params}, modalities=["text", "audio"], progress=False)
                 by_hand = [written(question) for question, _ in questions]
-                by_voice = [spoken(question, speaker) for question, _ in questions]
+                by_voice = [spoken(question, voice) for question, _ in questions]
                 report["written"] = ask(omni, by_hand, questions, params, rounds, tick)
                 report["spoken"] = ask(omni, by_voice, questions, params, rounds, tick)
     report["load after"] = load()

@@ -23,7 +23,7 @@ CONFIG = {
     "axes_dims_rope": (16, 16, 16, 16),
     "guidance_embeds": False,
 }
-LEAST_SIGMA = 0.05
+MIN_SIGMA = 0.05
 """Nearer to the end, velocities are computed as if the noise were this much."""
 
 
@@ -87,6 +87,6 @@ def sample(
         with_text, without = seen.chunk(2)
         guided = without + guidance * (with_text - without)
         guided = guided.clamp(-1, 1) if bounded else guided
-        velocity = (rows - guided) / now.clamp(min=LEAST_SIGMA)
+        velocity = (rows - guided) / now.clamp(min=MIN_SIGMA)
         rows = rows + (then - now) * velocity
     return pictures(rows)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import CONFIG, LEAST_SIGMA, PATCH, clean, initialised, patches, places
+from network import CONFIG, MIN_SIGMA, PATCH, clean, initialised, patches, places
 from safetensors.torch import load_file, save_file
 from scenes import SIZE, Batches, Painter, Pictures
 from text import ROWS, TextEncoder, condition_rows, mask_of
@@ -118,7 +118,7 @@ class Trainer:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             seen = clean(self.fast, noisy, sigma[:, 0, 0], text, self.where).float()
         # The velocity's error: it is what a step of the sampler makes.
-        loss = ((seen - clean_rows) / sigma.clamp(min=2 * LEAST_SIGMA)).square().mean()
+        loss = ((seen - clean_rows) / sigma.clamp(min=2 * MIN_SIGMA)).square().mean()
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

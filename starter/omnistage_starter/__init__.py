@@ -1,1 +1,1 @@
-"""The starter: small real models in one pipeline that hears, thinks, speaks and draws on any machine."""
+"""The starter: small models with real weights in one pipeline, for text, speech and images on a CPU."""

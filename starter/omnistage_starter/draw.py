@@ -1,4 +1,4 @@
-"""The picture: FLUX.2's transformer, small and in pixel space, on the adapter that serves FLUX.2 itself."""
+"""Image generation: a small FLUX.2 transformer in pixel space, on the adapter that serves FLUX.2."""
 
 from __future__ import annotations
 
@@ -20,74 +20,75 @@ from omnistage.models.flux2.components import Denoiser
 from omnistage_starter.bridges import SIZE
 
 PATCH = 6
-"""Pixels: side of the square that one row of the transformer stands for."""
+"""Pixels: side of the square that one token of the transformer stands for."""
 CHANNELS = 3 * PATCH * PATCH
-LEAST_SIGMA = 0.05
-"""Nearer to the end, the way there is computed as if there were this much noise, as in training."""
-SHIPPED = Path(__file__).with_name("draw_weights")
-"""The weights that come with the package."""
+MIN_SIGMA = 0.05
+"""Lower noise levels are computed with this one, as in training."""
+PACKAGED_WEIGHTS = Path(__file__).with_name("draw_weights")
 _UNUSED = {
-    "negative_prompt": "nothing reads it here; say in the message what you do want, and leave it out",
-    "strength": "this model draws from text alone; leave it out",
-    "true_cfg": "this model has guidance only; set that instead",
-    "max_sequence_length": "this model always reads the end of the last message; leave it out",
-    "fps": "this model draws pictures, not videos; leave it out",
+    "negative_prompt": "not supported by this model; describe the image in the message instead, and leave it out",
+    "strength": "not supported by this model, which takes no input image; leave it out",
+    "true_cfg": "not supported by this model; set guidance instead",
+    "max_sequence_length": "not supported by this model, which always reads the end of the last message; leave it out",
+    "fps": "not supported by this model, which gives images, not videos; leave it out",
 }
 
 
-class Drawer(Denoiser):
-    """Latents are the picture's own patches, so there is no VAE. What guides away is an empty message: zeros.
+class PixelDenoiser(Denoiser):
+    """Latents are the image's own patches, so there is no VAE. The unconditional input is all zeros.
 
-    The transformer predicts the clean patches behind the noise, which steps toward them are made of here.
+    The transformer predicts the clean patches; `velocity` turns them into the flow that the scheduler takes.
     """
 
     def check(self, params: DiffusionParams) -> None:
         super().check(params)
         for name in ("width", "height"):
-            asked = getattr(params, name)
-            if asked not in (None, SIZE):
+            value = getattr(params, name)
+            if value not in (None, SIZE):
                 raise InvalidRequestError(
-                    f"this model draws {SIZE}x{SIZE} pixels, got a {name} of {asked}; ask for {SIZE}x{SIZE}, or leave "
-                    "it out",
+                    f"this model generates {SIZE}x{SIZE} images, got a {name} of {value}; ask for {SIZE}x{SIZE}, or "
+                    "leave it out",
                     param=name,
                 )
         for name, reason in _UNUSED.items():
             if getattr(params, name) is not None:
                 raise InvalidRequestError(reason, param=name)
         if (params.num_frames or 1) > 1:
-            raise InvalidRequestError("this model draws pictures, not videos; leave it out", param="num_frames")
+            raise InvalidRequestError(
+                "must be 1: this model gives images, not videos; leave it out", param="num_frames"
+            )
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         return height // PATCH, width // PATCH
 
     def rows(self, lane: Lane) -> Sequence[Row]:
-        both = super().rows(lane)
-        # At 1 the empty message would count for nothing.
-        return both[:1] if lane.params.guidance == 1 else both
+        rows = super().rows(lane)
+        # At guidance 1 the unconditional row has no weight.
+        return rows[:1] if lane.params.guidance == 1 else rows
 
     def advance(self, lane: Lane, predictions: Sequence[Tensor]) -> None:
-        seen = self.combine(lane, *predictions) if len(predictions) == 2 else predictions[0]
-        super().advance(lane, [velocity(lane.latents, seen, lane.timesteps[lane.step] / 1000)])
+        clean = self.combine(lane, *predictions) if len(predictions) == 2 else predictions[0]
+        super().advance(lane, [velocity(lane.latents, clean, lane.timesteps[lane.step] / 1000)])
 
 
 def velocity(noisy: Tensor, clean: Tensor, sigma: Tensor) -> Tensor:
-    """The flow from the clean patches to the noise; guided ones that left the range of colours are brought back."""
-    return (noisy - clean.clamp(-1, 1)) / sigma.clamp(min=LEAST_SIGMA)
+    """The flow from the clean patches to the noise; guided patches are clamped to the range of colours."""
+    return (noisy - clean.clamp(-1, 1)) / sigma.clamp(min=MIN_SIGMA)
 
 
-class Painter(LatentDecoder):
-    """Patches to pixels: nothing is learnt here."""
+class PatchDecoder(LatentDecoder):
+    """Patches to pixels, without weights."""
 
     modality = Modality.IMAGE
 
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        pictures = pixel_shuffle(torch.stack(list(latents)).float(), PATCH)
-        scaled = (pictures * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        images = pixel_shuffle(torch.stack(list(latents)).float(), PATCH)
+        scaled = (images * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return list((scaled * 255).round().astype(np.uint8))
 
 
 class DrawParts(Parts):
-    """A folder with a transformer and a scheduler, and no index: which classes they are is known here."""
+    """A folder with a transformer and a scheduler but no model_index.json; their classes are fixed here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,25 +101,25 @@ class DrawParts(Parts):
 
 
 def draw_folder(folder: Path) -> Path:
-    """Where a starter's drawing weights are: in its own folder, or in the package."""
-    own = folder / "draw"
-    return own if own.is_dir() else SHIPPED
+    """The weights of the draw stage: those in the model's folder, else the packaged ones."""
+    weights = folder / "draw"
+    return weights if weights.is_dir() else PACKAGED_WEIGHTS
 
 
-def load_draw(context: LoadContext) -> Drawer:
+def load_draw(context: LoadContext) -> PixelDenoiser:
     folder = draw_folder(context.model.folder)
     parts = DrawParts(folder)
-    diffusers().utils.logging.disable_progress_bar()  # the caller has one
+    diffusers().utils.logging.disable_progress_bar()  # the caller shows progress
     pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("transformer",), ("scheduler",), (), context)
     channels = pipe.transformer.config.in_channels
     if channels != CHANNELS:
         raise CheckpointError(
-            f"the transformer in {folder} draws patches of {channels} numbers, not of {CHANNELS} ({PATCH}x{PATCH} "
-            "pixels); it is another model's"
+            f"the transformer in {folder} has {channels} input channels, expected {CHANNELS} (patches of "
+            f"{PATCH}x{PATCH} pixels); use the starter's weights"
         )
-    return Drawer(pipe, context.device, context.dtype)
+    return PixelDenoiser(pipe, context.device, context.dtype)
 
 
-def load_paint(context: LoadContext) -> Painter:
+def load_paint(context: LoadContext) -> PatchDecoder:
     del context
-    return Painter()
+    return PatchDecoder()

@@ -1,8 +1,8 @@
-"""EfficientNet-lite0: what a picture shows, as one of the 1,000 classes of ImageNet.
+"""EfficientNet-lite0: image classification into the 1,000 classes of ImageNet.
 
-No library that Omnistage depends on holds this network (all of theirs have squeeze-and-excitation layers, the lite ones
-have none), so here it is, under the names of its published weights. They were trained with TensorFlow: padding is its
-"same" padding, which is uneven where a stride is 2.
+Written here because no dependency has it: transformers' EfficientNet always has squeeze-and-excitation layers, which
+the lite variants lack, and timm's needs torchvision, which has no CPU build for the torch that is pinned here. Module
+names are those of the published weights. They were trained with TensorFlow, hence its uneven "same" padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from omnistage.core.errors import CheckpointError
 
 SIDE = 224
-"""Pixels that the network was trained at."""
+"""Input width and height in pixels."""
 CLASSES = 1000
 
 
@@ -47,15 +47,15 @@ _HEAD = 1280
 
 
 class _Conv(nn.Conv2d):
-    """A convolution with TensorFlow's "same" padding: what is odd of it goes to the right and to the bottom."""
+    """A convolution with TensorFlow's "same" padding: the odd pixel goes to the right and to the bottom."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         kernel, stride = self.kernel_size[0], self.stride[0]
-        down, across = (max((-(-size // stride) - 1) * stride + kernel - size, 0) for size in x.shape[-2:])
-        padded = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
+        height, width = (max((-(-size // stride) - 1) * stride + kernel - size, 0) for size in x.shape[-2:])
+        padded = F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
         return super().forward(padded)
 
 
@@ -64,7 +64,7 @@ def _norm(width: int) -> nn.BatchNorm2d:
 
 
 class _Block(nn.Module):
-    """Widen, look around in each channel by itself, narrow."""
+    """An inverted residual block: expand, depthwise convolution, project."""
 
     def __init__(self, inputs: int, row: _Row, stride: int) -> None:
         super().__init__()
@@ -115,13 +115,13 @@ class EfficientNetLite0(nn.Module):
     def load(cls, path: Path) -> EfficientNetLite0:
         """The network with the weights of a safetensors file, ready to run."""
         with torch.device("meta"):
-            made = cls()
+            network = cls()
         try:
             weights = load_file(path)
-            made.load_state_dict(weights, assign=True)
+            network.load_state_dict(weights, assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
             raise CheckpointError(
-                f"{path} does not hold EfficientNet-lite0 ({str(error).splitlines()[0]}); "
-                "`omnistage pull starter --force` fetches it again"
+                f"{path} does not contain EfficientNet-lite0 ({str(error).splitlines()[0]}); "
+                "run `omnistage pull starter --force`"
             ) from error
-        return made.eval().requires_grad_(False)
+        return network.eval().requires_grad_(False)

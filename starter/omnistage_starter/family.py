@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omnistage.core.verification import ModelRunner
 
 ARCHITECTURE = "OmnistageStarter"
-"""What config.json of a starter's folder names."""
+"""The architecture in config.json of a starter's folder."""
 
 
 def _hear(context: LoadContext) -> object:

@@ -1,4 +1,4 @@
-"""The first stage: sounds and pictures of a conversation become words, and all of it the language model's prompt."""
+"""The first stage: audio and images of a conversation become text, and the conversation becomes a prompt."""
 
 from __future__ import annotations
 
@@ -28,212 +28,212 @@ from omnistage.media.hashing import content_key
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.loading import positive, read_auto_config
 from omnistage_starter.bridges import SPOKEN, SUBJECT
-from omnistage_starter.hearing import RATE, Transcriber, check_clip, join, split
-from omnistage_starter.seeing import Observer
+from omnistage_starter.image_description import ImageDescriber
+from omnistage_starter.speech_to_text import SAMPLE_RATE, SpeechToText, check_clip, join, split
 
 READ_ALOUD = "read_aloud"
-"""Name of an assistant's last message that is to be spoken as it is. Speech is then all that can be asked for."""
-MOST_READ = 4096
-"""Characters that are read aloud at once, as many as OpenAI's speech endpoint takes."""
-MOST_SECONDS, MOST_PICTURES = 600.0, 8
-"""Of a whole conversation: what was sent in its earlier turns counts again."""
-_MOST_THREADS = 4
+"""Name of a last assistant message that is spoken verbatim. Such a request gives speech only."""
+MAX_READ_ALOUD_CHARACTERS = 4096
+"""The limit of OpenAI's speech endpoint."""
+MAX_AUDIO_SECONDS, MAX_IMAGES = 600.0, 8
+"""Per request, including the media of earlier turns."""
+_MAX_THREADS = 4
 _INAUDIBLE = "(inaudible)"
 _CACHE_BYTES = 4 * 2**20
-"""For words of sounds and pictures: a conversation sends its earlier ones again with every turn."""
-_LARGE = 2**22
-"""Pixels of a picture from which it takes long even to know it again, or to make it smaller."""
+"""For the text of audio and images: a conversation sends its earlier media again with every turn."""
+_LARGE_PIXELS = 2**22
+"""From this size on, hashing or resizing an image counts as a step of its own."""
 _USER = "<|im_start|>user"
 
-Worded = Generator[None, None, str]
-"""Gives the words of a sound or a picture, and stops before each piece of work that takes long."""
+TextSteps = Generator[None, None, str]
+"""Returns the text of an audio clip or an image; yields before each slow step."""
 
 
-class Words:
-    """The texts that stand for sounds and pictures. For one thread."""
+class MediaToText:
+    """Text in place of audio and images, cached by content. For one thread."""
 
-    def __init__(self, ears: Transcriber | None, eyes: Observer | None) -> None:
-        self._ears = ears
-        self._eyes = eyes
-        self._known: ByteCache[str] = ByteCache(_CACHE_BYTES, lambda text: len(text.encode()) + 64)
+    def __init__(self, speech_to_text: SpeechToText | None, describer: ImageDescriber | None) -> None:
+        self._speech_to_text = speech_to_text
+        self._describer = describer
+        self._cache: ByteCache[str] = ByteCache(_CACHE_BYTES, lambda text: len(text.encode()) + 64)
 
-    def heard(self, part: AudioPart) -> Worded:
-        """What is said in a sound; empty where nothing is."""
-        if self._ears is None:
-            raise InternalError("a sound came to a stage without ears")
+    def transcribe(self, part: AudioPart) -> TextSteps:
+        """The words in a clip; empty where there are none."""
+        if self._speech_to_text is None:
+            raise InternalError("this pipeline has no audio input")
         samples = part.clip.samples
         key = content_key("audio", samples)
-        known = self._known.get(key)
-        if known is None:
+        text = self._cache.get(key)
+        if text is None:
             pieces = []
             for piece in split(samples):
                 yield
-                pieces.append(self._ears.words(piece))
-            known = join(pieces)
-            self._known.put(key, known)
-        return known
+                pieces.append(self._speech_to_text.transcribe_piece(piece))
+            text = join(pieces)
+            self._cache.put(key, text)
+        return text
 
-    def seen(self, part: ImagePart) -> Worded:
-        """What is found in a picture."""
-        if self._eyes is None:
-            raise InternalError("a picture came to a stage without eyes")
-        large = part.image.width * part.image.height > _LARGE
+    def describe(self, part: ImagePart) -> TextSteps:
+        """What was recognised in an image."""
+        if self._describer is None:
+            raise InternalError("this pipeline has no image input")
+        large = part.image.width * part.image.height > _LARGE_PIXELS
         if large:
             yield
         key = content_key("image", _pixels(part))
-        known = self._known.get(key)
-        if known is None:
+        text = self._cache.get(key)
+        if text is None:
             if large:
                 yield
-            known = yield from self._eyes.look(_pixels(part))
-            self._known.put(key, known)
-        return known
+            text = yield from self._describer.describe_steps(_pixels(part))
+            self._cache.put(key, text)
+        return text
 
 
-class Prompter:
-    """Conversations that are words only, as the language model's prompts. Thread-safe."""
+class PromptBuilder:
+    """Builds the language model's prompt from a conversation of text. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         config, tokenizer = read_auto_config(folder).get_text_config(), load_tokenizer(folder)
-        self._plain = CausalLMProcessor(tokenizer, positive(config, "vocab_size"), positive(config, "hidden_size"))
+        self._processor = CausalLMProcessor(tokenizer, positive(config, "vocab_size"), positive(config, "hidden_size"))
         self._user = tuple(tokenizer.encode(_USER, add_special_tokens=False))
-        self._window = positive(config, "max_position_embeddings")
-        # Its tokens spell every byte of a text: none stands for more characters than its own spelling has.
-        self._most_characters = self._window * max(len(spelling) for spelling in tokenizer.get_vocab())
+        self._max_tokens = positive(config, "max_position_embeddings")
+        # A byte-level vocabulary: no token stands for more characters than its own spelling has.
+        self._max_characters = self._max_tokens * max(len(spelling) for spelling in tokenizer.get_vocab())
 
     def prompt(self, payload: ChatInput) -> ARInput:
-        """The prompt, with the rows of its subject: the last message of the user's, else all of it.
+        """The prompt, with the rows of its subject: the last user message, else all of it.
 
-        Raises `PromptTooLongError` for one that the language model cannot hold; one that is longer by far is not even
-        made.
+        Raises `PromptTooLongError` for a prompt beyond the context length; one that is far too long is not tokenized.
         """
         if payload.tokens is not None:
-            made = self._plain.tokens(payload.tokens)
+            prompt = self._processor.tokens(payload.tokens)
         elif payload.messages:
             self._check_characters(sum(len(part.text) for part in _texts(payload.messages)))
-            made = self._plain.chat(payload.messages, payload.tools)
+            prompt = self._processor.chat(payload.messages, payload.tools)
         elif payload.prompt is not None:
             self._check_characters(len(payload.prompt))
-            made = self._plain.text(payload.prompt)
+            prompt = self._processor.text(payload.prompt)
         else:
             raise InternalError("a conversation without messages, prompt or tokens")
-        if (length := len(made.token_ids)) >= self._window:
+        if (length := len(prompt.token_ids)) >= self._max_tokens:
             raise PromptTooLongError(
-                f"has {length} tokens, and the language model holds {self._window} with at least one for the answer: "
-                "shorten it",
+                f"has {length} tokens, and the language model holds {self._max_tokens} with at least one for the "
+                "answer: shorten it",
                 param="prompt",
             )
-        start = self._last_message(made.token_ids) if payload.messages else 0
-        return replace(made, context={SUBJECT: torch.tensor([start, length])})
+        start = self._last_message(prompt.token_ids) if payload.messages else 0
+        return replace(prompt, context={SUBJECT: torch.tensor([start, length])})
 
-    def spoken(self, text: str) -> ARInput:
-        """As short a prompt as can be, beside a text that is to be spoken as it is."""
-        said = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
-        return ARInput(self._user, context={SPOKEN: said}, num_tokens=1)
+    def read_aloud(self, text: str) -> ARInput:
+        """The shortest prompt, with a text beside it that is spoken verbatim."""
+        encoded = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+        return ARInput(self._user, context={SPOKEN: encoded}, num_tokens=1)
 
     def _check_characters(self, count: int) -> None:
-        if count > self._most_characters:
+        if count > self._max_characters:
             raise PromptTooLongError(
-                f"has {count} characters, and the {self._window} tokens that the language model holds never make "
-                f"more than {self._most_characters}: shorten it",
+                f"has {count} characters, and the {self._max_tokens} tokens that the language model holds never make "
+                f"more than {self._max_characters}: shorten it",
                 param="prompt",
             )
 
     def _last_message(self, ids: Sequence[int]) -> int:
-        """Where the last user message's content begins: behind its head and the token that holds its line's end."""
+        """Where the last user message's content begins: after its header and the token of the line break."""
         size = len(self._user)
-        heads = (i for i in range(len(ids) - size, -1, -1) if tuple(ids[i : i + size]) == self._user)
-        head = next(heads, None)
-        return 0 if head is None else min(head + size + 1, len(ids) - 1)
+        headers = (i for i in range(len(ids) - size, -1, -1) if tuple(ids[i : i + size]) == self._user)
+        header = next(headers, None)
+        return 0 if header is None else min(header + size + 1, len(ids) - 1)
 
 
-class Hearer(ModuleComponent):
-    """Takes a conversation, gives the prompt. A run does one piece of hearing a sound or looking at a picture."""
+class ChatToPrompt(ModuleComponent):
+    """Takes a conversation, gives the prompt. One run does one step of transcribing a clip or describing an image."""
 
     input_type = ChatInput
     max_batch = 16
 
-    def __init__(self, prompter: Prompter, words: Words) -> None:
-        self._prompter = prompter
-        self._words = words
-        self._underway: dict[str, Generator[None, None, ModuleOutput]] = {}
+    def __init__(self, prompts: PromptBuilder, media: MediaToText) -> None:
+        self._prompts = prompts
+        self._media = media
+        self._running: dict[str, Generator[None, None, ModuleOutput]] = {}
 
     def check(self, info: RequestInfo, params: CodecParams, payload: ModuleInput | ChatInput) -> None:
         messages = _chat(payload).messages
-        if (said := read_aloud_text(messages)) is not None:
-            _check_reading(info, said)
+        if (text := read_aloud_text(messages)) is not None:
+            _check_read_aloud(info, text)
             return
-        seconds, pictures = 0.0, 0
+        seconds, images = 0.0, 0
         for index, message in enumerate(messages):
             for part in message.parts:
                 if isinstance(part, AudioPart):
-                    _check_sound(part, f"messages[{index}]")
+                    _check_audio(part, f"messages[{index}]")
                     seconds += part.clip.seconds
                 elif isinstance(part, ImagePart):
-                    pictures += 1
-        if seconds > MOST_SECONDS:
+                    images += 1
+        if seconds > MAX_AUDIO_SECONDS:
             raise LimitExceededError(
-                f"the sounds last {seconds:.1f} s in all and at most {MOST_SECONDS:.0f} s are heard for one request: "
-                "leave earlier ones out, or send what was said in them as text",
+                f"the request has {seconds:.1f} s of audio and at most {MAX_AUDIO_SECONDS:.0f} s are allowed: "
+                "leave earlier clips out, or send their words as text",
                 param="messages",
             )
-        if pictures > MOST_PICTURES:
+        if images > MAX_IMAGES:
             raise LimitExceededError(
-                f"there are {pictures} pictures and at most {MOST_PICTURES} are looked at for one request: "
-                "leave earlier ones out",
+                f"the request has {images} images and at most {MAX_IMAGES} are allowed: leave earlier ones out",
                 param="messages",
             )
 
     def group(self, job: Job) -> Hashable:
-        # What takes long goes alone, so that those who only wrote do not wait for it in one batch.
+        # Slow requests run alone, so that text requests do not wait for them in one batch.
         return job.info.request_id if has_media(_chat(job.payload).messages) else None
 
     def run(self, jobs: Sequence[Job]) -> list[ModuleOutput | Unfinished]:
         return [self._run(job.info, _chat(job.payload)) for job in jobs]
 
     def forget(self, request_id: str) -> None:
-        self._underway.pop(request_id, None)
+        self._running.pop(request_id, None)
 
     def _run(self, info: RequestInfo, payload: ChatInput) -> ModuleOutput | Unfinished:
-        if (said := read_aloud_text(payload.messages)) is not None:
-            return ModuleOutput(prompt=self._prompter.spoken(said))
-        work = self._underway.pop(info.request_id, None)  # back only where it goes on: what failed starts anew
+        if (text := read_aloud_text(payload.messages)) is not None:
+            return ModuleOutput(prompt=self._prompts.read_aloud(text))
+        steps = self._running.pop(
+            info.request_id, None
+        )  # put back only where it continues: after a failure it restarts
         try:
-            if work is None:
-                work = self._work(info, payload)
-                next(work)  # up to the first piece
-            next(work)  # through one piece, up to the next
+            if steps is None:
+                steps = self._steps(info, payload)
+                next(steps)  # up to the first step
+            next(steps)  # through one step, up to the next
         except StopIteration as end:
             result: ModuleOutput = end.value
             return result
-        self._underway[info.request_id] = work
+        self._running[info.request_id] = steps
         return UNFINISHED
 
-    def _work(self, info: RequestInfo, payload: ChatInput) -> Generator[None, None, ModuleOutput]:
-        """All of a request; stops before each piece of work that takes long."""
-        only_drawn = info.modalities == {Modality.IMAGE}
-        if only_drawn and payload.prompt is not None:
-            # Nobody reads on from it, and what is drawn is a message.
+    def _steps(self, info: RequestInfo, payload: ChatInput) -> Generator[None, None, ModuleOutput]:
+        """A whole request; yields before each slow step."""
+        image_only = info.modalities == {Modality.IMAGE}
+        if image_only and payload.prompt is not None:
+            # A bare prompt is not continued here: the picture is drawn from a message.
             payload = ChatInput((as_message(payload.prompt),), tokens=payload.drawn)
-        words: list[str] = []
+        texts: list[str] = []
         for message in payload.messages:
             for part in message.parts:
                 if isinstance(part, AudioPart):
-                    words.append((yield from self._words.heard(part)) or _INAUDIBLE)
+                    texts.append((yield from self._media.transcribe(part)) or _INAUDIBLE)
                 elif isinstance(part, ImagePart):
-                    words.append((yield from self._words.seen(part)))
+                    texts.append((yield from self._media.describe(part)))
                 elif not isinstance(part, TextPart):
-                    raise InternalError(f"a {type(part).__name__} came to be heard")
-        worded = with_words(payload.messages, iter(words))
-        _check_audible(payload.messages, worded)
-        prompt = self._prompter.prompt(replace(payload, messages=worded))
-        if only_drawn:
-            prompt = replace(prompt, num_tokens=1)  # its rows are all that is wanted of the language model
+                    raise InternalError(f"the starter does not take a {type(part).__name__}")
+        messages = replace_media(payload.messages, iter(texts))
+        _check_speech(payload.messages, messages)
+        prompt = self._prompts.prompt(replace(payload, messages=messages))
+        if image_only:
+            prompt = replace(prompt, num_tokens=1)  # only the prompt's hidden states are needed
         return ModuleOutput(prompt=prompt)
 
 
 def as_message(prompt: str) -> ChatMessage:
-    """A bare prompt as what a user says."""
+    """A bare prompt as a user's message."""
     return ChatMessage("user", (TextPart(prompt),))
 
 
@@ -241,42 +241,42 @@ def has_media(messages: Sequence[ChatMessage]) -> bool:
     return any(not isinstance(part, TextPart) for message in messages for part in message.parts)
 
 
-def with_words(messages: Sequence[ChatMessage], words: Iterator[str]) -> tuple[ChatMessage, ...]:
-    """Messages with words in place of their media, in order, on lines of their own."""
-    worded = []
+def replace_media(messages: Sequence[ChatMessage], texts: Iterator[str]) -> tuple[ChatMessage, ...]:
+    """Messages with texts in place of their media, in order, on lines of their own."""
+    result = []
     for message in messages:
         if has_media([message]):
-            lines = [part.text if isinstance(part, TextPart) else next(words) for part in message.parts]
+            lines = [part.text if isinstance(part, TextPart) else next(texts) for part in message.parts]
             message = replace(message, parts=(TextPart("\n".join(lines)),))
-        worded.append(message)
-    return tuple(worded)
+        result.append(message)
+    return tuple(result)
 
 
 def read_aloud_text(messages: Sequence[ChatMessage]) -> str | None:
-    """The words to be spoken as they are, where that is what is asked for."""
+    """The text to be spoken verbatim, if the request asks for that."""
     if not messages or messages[-1].role != "assistant" or messages[-1].name != READ_ALOUD:
         return None
     return "".join(part.text for part in _texts(messages[-1:]))
 
 
-def senses(folder: Path) -> frozenset[Modality]:
-    """What a starter's folder has the parts to take in."""
-    found = {Modality.TEXT}
-    if Transcriber.present(folder / "hear"):
-        found.add(Modality.AUDIO)
-    if Observer.present(folder / "see"):
-        found.add(Modality.IMAGE)
-    return frozenset(found)
+def available_inputs(folder: Path) -> frozenset[Modality]:
+    """The modalities that the parts in a starter's folder can take."""
+    inputs = {Modality.TEXT}
+    if SpeechToText.present(folder / "hear"):
+        inputs.add(Modality.AUDIO)
+    if ImageDescriber.present(folder / "see"):
+        inputs.add(Modality.IMAGE)
+    return frozenset(inputs)
 
 
-def sense_threads() -> int:
-    """Cores that one sound or picture may use."""
-    return min(os.cpu_count() or 1, _MOST_THREADS)
+def media_threads() -> int:
+    """CPU threads for one clip or image."""
+    return min(os.cpu_count() or 1, _MAX_THREADS)
 
 
 def _chat(payload: ModuleInput | ChatInput) -> ChatInput:
     if not isinstance(payload, ChatInput):
-        raise InternalError(f"a {type(payload).__name__} came to be heard")
+        raise InternalError(f"the hear stage takes a ChatInput, not a {type(payload).__name__}")
     return payload
 
 
@@ -288,31 +288,34 @@ def _texts(messages: Sequence[ChatMessage]) -> Iterator[TextPart]:
     return (part for message in messages for part in message.parts if isinstance(part, TextPart))
 
 
-def _check_reading(info: RequestInfo, text: str) -> None:
+def _check_read_aloud(info: RequestInfo, text: str) -> None:
     if info.modalities != {Modality.AUDIO}:
         raise InvalidRequestError(
-            f"an assistant's last message named {READ_ALOUD!r} is spoken as it is, and nothing else is made of it; "
+            f"a last assistant message named {READ_ALOUD!r} is spoken verbatim and gives audio only; "
             "ask for audio alone, or give the message another name",
             param="modalities",
         )
-    if len(text) > MOST_READ:
+    if len(text) > MAX_READ_ALOUD_CHARACTERS:
         raise LimitExceededError(
-            f"the text has {len(text)} characters and at most {MOST_READ} are read aloud at once: send it in parts",
+            f"the text has {len(text)} characters and at most {MAX_READ_ALOUD_CHARACTERS} are spoken at once: send it "
+            "in parts",
             param="messages",
         )
 
 
-def _check_audible(sent: Sequence[ChatMessage], worded: Sequence[ChatMessage]) -> None:
-    """Raise where nobody can answer: the last message is sound without a word in it. Earlier ones may be."""
-    if not sent or not any(isinstance(part, AudioPart) for part in sent[-1].parts):
+def _check_speech(original: Sequence[ChatMessage], converted: Sequence[ChatMessage]) -> None:
+    """Raise where the last message is audio without words; earlier messages may be."""
+    if not original or not any(isinstance(part, AudioPart) for part in original[-1].parts):
         return
-    if not "".join(part.text for part in _texts(worded[-1:])).replace(_INAUDIBLE, "").strip():
-        raise MediaError("no word can be heard in the last message; speak up, or send text", param="messages")
+    if not "".join(part.text for part in _texts(converted[-1:])).replace(_INAUDIBLE, "").strip():
+        raise MediaError(
+            "no speech was detected in the audio of the last message; send speech or text", param="messages"
+        )
 
 
-def _check_sound(part: AudioPart, path: str) -> None:
-    if part.clip.sample_rate != RATE:
-        raise MediaError(f"audio must be resampled to {RATE} Hz, got {part.clip.sample_rate}", param=path)
+def _check_audio(part: AudioPart, path: str) -> None:
+    if part.clip.sample_rate != SAMPLE_RATE:
+        raise MediaError(f"audio must be resampled to {SAMPLE_RATE} Hz, got {part.clip.sample_rate}", param=path)
     try:
         check_clip(part.clip.samples)
     except OmniError as error:
@@ -320,10 +323,10 @@ def _check_sound(part: AudioPart, path: str) -> None:
         raise
 
 
-def load_hear(context: LoadContext) -> Hearer:
-    """Ears and eyes as far as the folder has them, and the language model's tokenizer."""
+def load_hear(context: LoadContext) -> ChatToPrompt:
+    """Speech recognition and image description as far as the folder has them, and the language model's tokenizer."""
     folder = context.model.folder
-    taken = senses(folder)
-    ears = Transcriber(folder / "hear", sense_threads()) if Modality.AUDIO in taken else None
-    eyes = Observer(folder / "see", sense_threads()) if Modality.IMAGE in taken else None
-    return Hearer(Prompter(folder / "think"), Words(ears, eyes))
+    inputs = available_inputs(folder)
+    speech_to_text = SpeechToText(folder / "hear", media_threads()) if Modality.AUDIO in inputs else None
+    describer = ImageDescriber(folder / "see", media_threads()) if Modality.IMAGE in inputs else None
+    return ChatToPrompt(PromptBuilder(folder / "think"), MediaToText(speech_to_text, describer))

@@ -1,4 +1,4 @@
-"""What a user sends to the starter: words as the language model's prompt, sounds and pictures as they are."""
+"""The starter's input processor: text becomes the language model's prompt, audio and images are passed on."""
 
 from __future__ import annotations
 
@@ -16,71 +16,75 @@ from omnistage.core.types import ChatInput, Modality, OmniTokensPrompt
 from omnistage.models.chat_template import ToolSpec
 from omnistage_starter.hear import (
     READ_ALOUD,
-    Prompter,
+    PromptBuilder,
     as_message,
+    available_inputs,
     has_media,
+    media_threads,
     read_aloud_text,
-    sense_threads,
-    senses,
-    with_words,
+    replace_media,
 )
-from omnistage_starter.hearing import RATE, Transcriber
-from omnistage_starter.speaking import local_voices
+from omnistage_starter.speech_to_text import SAMPLE_RATE, SpeechToText
+from omnistage_starter.text_to_speech import local_voices
 
-_MOST_LISTENING = 8
-_MISSING = {
-    Modality.AUDIO: "it has no ears; with npm installed, run `omnistage pull starter` again, or send text",
-    Modality.IMAGE: "it has no eyes; run `omnistage pull starter` again, or send text",
-    Modality.VIDEO: "it has no part for them; send a picture, or text",
+_MAX_TRANSCRIPTIONS = 8
+_REASONS = {
+    Modality.AUDIO: "its speech recognition is missing; with npm installed, run `omnistage pull starter` again, or "
+    "send text",
+    Modality.IMAGE: "its image recognition is missing; run `omnistage pull starter` again, or send text",
+    Modality.VIDEO: "it has no part for them; send an image, or text",
 }
 
 
 def missing_part(kind: Modality) -> str:
-    """Why a starter does not take this, and what helps."""
-    return f"this starter does not take {kind}: {_MISSING[kind]}"
+    """Why a starter does not take this modality, and what to do."""
+    return f"this starter does not take {kind}: {_REASONS[kind]}"
 
 
 class StarterProcessor:
-    """What is words already becomes tokens here; what must be heard or seen goes on as it is. Thread-safe."""
+    """Tokenizes text-only conversations here; those with media are passed on to the hear stage. Thread-safe."""
 
-    audio_sample_rate = RATE
+    audio_sample_rate = SAMPLE_RATE
 
-    def __init__(self, folder: Path, taken: frozenset[Modality], prompter: Prompter, voices: Sequence[str]) -> None:
-        self.input_modalities = taken
+    def __init__(
+        self, folder: Path, inputs: frozenset[Modality], prompts: PromptBuilder, voices: Sequence[str]
+    ) -> None:
+        self.input_modalities = inputs
         self._folder = folder
-        self._ears: Transcriber | None = None
+        self._speech_to_text: SpeechToText | None = None
         self._lock = threading.Lock()
-        self._listening = threading.BoundedSemaphore(_MOST_LISTENING)
-        self._prompter = prompter
+        self._transcriptions = threading.BoundedSemaphore(_MAX_TRANSCRIPTIONS)
+        self._prompts = prompts
         self._voices = tuple(voices)
 
     @classmethod
     def load(cls, folder: Path) -> StarterProcessor:
-        return cls(folder, senses(folder), Prompter(folder / "think"), local_voices())
+        return cls(folder, available_inputs(folder), PromptBuilder(folder / "think"), local_voices())
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ChatInput:
         payload = ChatInput(tuple(messages), tuple(tools))
         if read_aloud_text(messages) is not None:
-            return payload  # nobody thinks about it
+            return payload  # never tokenized
         if has_media(messages):
-            # What is too long without a word of what will be heard is refused before anybody listens.
-            self._prompter.prompt(replace(payload, messages=with_words(messages, itertools.repeat(""))))
+            # A prompt that is too long without the text of its media is refused before they are processed.
+            self._prompts.prompt(replace(payload, messages=replace_media(messages, itertools.repeat(""))))
             return payload
         return replace(payload, tokens=self._tokens(payload))
 
     def text(self, prompt: str) -> ChatInput:
         payload = ChatInput(prompt=prompt, tokens=self._tokens(ChatInput(prompt=prompt)))
-        with contextlib.suppress(InvalidRequestError):  # for whoever asks for a picture to be told, and nobody else
+        # As a message it may be too long: the hear stage raises that, and only where an image is asked for.
+        with contextlib.suppress(InvalidRequestError):
             payload = replace(payload, drawn=self._tokens(ChatInput((as_message(prompt),))))
         return payload
 
     def tokens(self, prompt: OmniTokensPrompt) -> ChatInput:
         payload = ChatInput(tokens=prompt)
-        self._prompter.prompt(payload)  # for what it raises
+        self._prompts.prompt(payload)  # raises for an invalid prompt
         return payload
 
     def _tokens(self, payload: ChatInput) -> OmniTokensPrompt:
-        return OmniTokensPrompt(self._prompter.prompt(payload).token_ids)
+        return OmniTokensPrompt(self._prompts.prompt(payload).token_ids)
 
     def voices(self) -> Sequence[str]:
         return self._voices
@@ -89,21 +93,21 @@ class StarterProcessor:
         return missing_part(kind)
 
     def read_aloud(self, text: str) -> list[dict[str, object]]:
-        """The conversation that has just this text spoken: the assistant's own words, under a name for it."""
+        """The conversation that has this text spoken verbatim."""
         return [{"role": "assistant", "name": READ_ALOUD, "content": text}]
 
     def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
-        """What is said in a sound, without the pipeline. Raises `QueueFullError` while enough others listen."""
+        """The words in a clip, without the pipeline. Raises `QueueFullError` at too many concurrent calls."""
         if Modality.AUDIO not in self.input_modalities:
             raise UnsupportedModalityError(missing_part(Modality.AUDIO))
-        if not self._listening.acquire(blocking=False):
-            raise QueueFullError(f"{_MOST_LISTENING} sounds are being written down, the most there may be; try again")
+        if not self._transcriptions.acquire(blocking=False):
+            raise QueueFullError(f"{_MAX_TRANSCRIPTIONS} transcriptions are running, which is the limit; try again")
         try:
-            with self._lock:  # ears of its own, read on first use: the stage's belong to its thread
-                self._ears = self._ears or Transcriber(self._folder / "hear", sense_threads())
-            return self._ears.transcribe(clip.samples, over)
+            with self._lock:  # loaded on first use, and separate from the stage's, which belongs to its thread
+                self._speech_to_text = self._speech_to_text or SpeechToText(self._folder / "hear", media_threads())
+            return self._speech_to_text.transcribe(clip.samples, over)
         finally:
-            self._listening.release()
+            self._transcriptions.release()
 
     def clip_seconds(self) -> tuple[float, float]:
-        return Transcriber.seconds
+        return SpeechToText.seconds

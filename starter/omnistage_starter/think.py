@@ -1,4 +1,4 @@
-"""The language model: a plain causal LM that also shows what it has in mind halfway up."""
+"""The language model: a causal LM that also emits the hidden states of an intermediate layer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DRAW_LAYER = 10
-"""Decoder layers below the hidden states that pictures are drawn from: `hidden_states[DRAW_LAYER]` of transformers."""
+"""Images are drawn from `hidden_states[DRAW_LAYER]`, in the numbering of transformers."""
 
 
 class Thinker(CausalLM):
-    """Hidden states are `[T, 2H]`: the last ones, which logits are made of, and beside them those that are emitted."""
+    """Hidden states are `[T, 2H]`: the last layer's, for logits, and beside them those that are emitted."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         layers = int(model.config.get_text_config().num_hidden_layers)
         if layers <= DRAW_LAYER:
             raise UnsupportedModelError(
-                f"pictures are drawn from layer {DRAW_LAYER} of the language model, and this one has {layers} layers; "
+                f"images are drawn from layer {DRAW_LAYER} of the language model, and this one has {layers} layers; "
                 "use a deeper one"
             )
         super().__init__(model, tokenizer)
-        # The same words and seed are to give the same picture, whatever was said before.
+        # The same message and seed must give the same image, whatever the conversation before it.
         self.spec = replace(self.spec, emit_size=self.spec.embed_size, emit_anew=True)
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
@@ -50,6 +50,6 @@ class Thinker(CausalLM):
 
 def load_think(context: LoadContext) -> CausalLM:
     """The language model of a starter's folder."""
-    transformers.utils.logging.disable_progress_bar()  # the caller has one
+    transformers.utils.logging.disable_progress_bar()  # the caller shows progress
     inner = replace(context.model, folder=context.model.folder / "think")
     return load(replace(context, model=inner), Thinker)

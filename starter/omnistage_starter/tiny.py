@@ -1,7 +1,7 @@
-"""A random starter in the layout that `omnistage pull starter` makes: a language model, a transformer that draws, ears.
+"""A starter with random weights in the layout of `omnistage pull starter`: think, draw and speech recognition.
 
-`scale` 0 is a toy of about a million parameters, 1 has about the shapes of the real one. The voice is the real one, of
-its own package; the ears are random too, and only where the package `onnx` is there to write them.
+`scale` 0 has about a million parameters, 1 about the shapes of the real one. The voice is the real one, from its own
+package. Speech recognition is written only where the package `onnx` is installed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.flux2.tiny import transformer_init
 from omnistage_starter.draw import CHANNELS
 from omnistage_starter.family import ARCHITECTURE
-from omnistage_starter.stand_ins import write_ears
 from omnistage_starter.think import DRAW_LAYER
+from omnistage_starter.tiny_speech_to_text import write_speech_to_text
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -47,15 +47,15 @@ def write(
     parts.write_model(folder / "draw" / "transformer", network, transformer_init, seed=seed, dtype=dtype)
     parts.write_flow_scheduler(folder / "draw" / "scheduler", shift=2.0, use_dynamic_shifting=False)
     report("writing hear", 0.9)
-    with contextlib.suppress(MissingDependencyError):  # then it is deaf, as a starter pulled without npm
-        write_ears(folder / "hear", seed=seed)
-    known = {"architectures": [ARCHITECTURE], "model_type": "omnistage_starter"}
-    common.write_json(folder / "config.json", known)  # last: a folder without it is no checkpoint
+    with contextlib.suppress(MissingDependencyError):  # then it takes no audio, like a starter pulled without npm
+        write_speech_to_text(folder / "hear", seed=seed)
+    config_json = {"architectures": [ARCHITECTURE], "model_type": "omnistage_starter"}
+    common.write_json(folder / "config.json", config_json)  # last: a folder without it is not a checkpoint
     report("checkpoint written", 1.0)
 
 
 def language_config(scale: float) -> LlamaConfig:
-    """A Llama that is deep enough to be drawn from; at scale 1 of SmolLM2-135M's shapes."""
+    """A Llama with enough layers for the draw stage; at scale 1 it has SmolLM2-135M's shapes."""
     config = causal_lm.config_for(0.0)
     kv_heads, head = between(scale, (2, 3)), between(scale, (16, 64), 8)
     config.num_key_value_heads, config.num_attention_heads = kv_heads, kv_heads * between(scale, (2, 3))
@@ -67,7 +67,7 @@ def language_config(scale: float) -> LlamaConfig:
 
 
 def transformer(scale: float, *, text: int) -> Any:
-    """FLUX.2's transformer over patches of pixels, on no device."""
+    """FLUX.2's transformer over patches of pixels, on the meta device."""
     head = between(scale, (32, 64), 32)
     return parts.on_meta(
         lambda: diffusers().Flux2Transformer2DModel(

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 from omnistage_starter import tiny
-from omnistage_starter.stand_ins import write_ears
+from omnistage_starter.tiny_speech_to_text import write_speech_to_text
 from playwright.sync_api import Page, expect
 
 from omnistage.omni import AsyncOmni
 from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
 from tests.server.harness import SERVE_LIMITS
 
-pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
+pytest.importorskip("onnx", reason="the tiny speech recognition networks are written with it")
 pytest.importorskip("hibari", reason="the voice is that package's")
 
 
@@ -22,7 +22,7 @@ pytest.importorskip("hibari", reason="the voice is that package's")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AsyncOmni]]:
     folder = tmp_path_factory.mktemp("starter page") / "starter"
     tiny.write(folder, seed=1)
-    write_ears(folder / "hear", script=("the", "cat", "sees", "a", "bird", "</s>"))
+    write_speech_to_text(folder / "hear", script=("the", "cat", "sees", "a", "bird", "</s>"))
     overrides = (*SERVE_LIMITS, "think.kv_blocks=256", "draw.steps=3")
     omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
     yield {"starter": omni}

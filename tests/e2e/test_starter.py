@@ -13,11 +13,12 @@ import pytest
 import torch
 from omnistage_starter import tiny
 from omnistage_starter.bridges import SIZE
-from omnistage_starter.hearing import Transcriber
 from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import HOME_VARIABLE, Store
-from omnistage_starter.speaking import Sentences, Speaker
-from omnistage_starter.stand_ins import write_ears
+from omnistage_starter.sentences import Sentences
+from omnistage_starter.speech_to_text import SpeechToText
+from omnistage_starter.text_to_speech import Voice
+from omnistage_starter.tiny_speech_to_text import write_speech_to_text
 
 from omnistage.config import OmniEngineArgs
 from omnistage.config.checkpoint import find_model
@@ -45,7 +46,7 @@ from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.outputs import OmniRequestOutput
 from tests.e2e.harness import PipelineHarness, assert_empty, final_of, open_door, say
 
-pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
+pytest.importorskip("onnx", reason="the tiny speech recognition networks are written with it")
 pytest.importorskip("hibari", reason="the voice is that package's")
 
 HEARD = "the cat sees a bird"
@@ -58,7 +59,7 @@ THINK = {"think": GREEDY}
 def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("starter") / "model"
     tiny.write(folder, seed=5)
-    write_ears(folder / "hear", script=(*HEARD.split(), "</s>"))
+    write_speech_to_text(folder / "hear", script=(*HEARD.split(), "</s>"))
     return folder
 
 
@@ -85,9 +86,9 @@ def omni(_shared: Omni) -> Iterator[Omni]:
 
 
 @pytest.fixture(scope="module")
-def deaf(starter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_only(starter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As after a pull without npm."""
-    folder = tmp_path_factory.mktemp("deaf") / "model"
+    folder = tmp_path_factory.mktemp("text_only") / "model"
     shutil.copytree(starter, folder, ignore=shutil.ignore_patterns("hear"))
     return folder
 
@@ -170,7 +171,7 @@ def test_one_request_is_answered_in_text_speech_and_a_picture(omni: Omni) -> Non
     assert (out.usage.images, out.usage.steps) == (1, 2)
 
 
-def test_only_what_is_asked_for_is_run(omni: Omni) -> None:
+def test_only_stages_for_the_requested_modalities_run(omni: Omni) -> None:
     ran = {}
     for asked in ("text", "audio", "image"):
         out = answered(omni, say("Hello!"), modalities=[asked])
@@ -183,7 +184,7 @@ def test_only_what_is_asked_for_is_run(omni: Omni) -> None:
     }
 
 
-def test_for_a_picture_alone_the_language_model_only_reads(omni: Omni) -> None:
+def test_an_image_alone_needs_no_answer_of_the_language_model(omni: Omni) -> None:
     alone = answered(omni, say("Draw a red fox."), modalities=["image"])
     beside = answered(omni, say("Draw a red fox."), modalities=["text", "image"])
     assert (alone.usage.completion_tokens, beside.usage.completion_tokens) == (1, 8)
@@ -191,7 +192,7 @@ def test_for_a_picture_alone_the_language_model_only_reads(omni: Omni) -> None:
     assert apart(alone, beside) <= 1
 
 
-def test_speech_begins_while_the_answer_is_still_written(loaded: EngineParts) -> None:
+def test_speech_starts_while_the_answer_is_generated(loaded: EngineParts) -> None:
     harness = PipelineHarness(loaded)
     params = {"think": {**GREEDY, "max_tokens": 250, "ignore_eos": True}}
     items = harness.submit("r", say("Tell me a story."), params, modalities=["text", "audio"])
@@ -212,18 +213,18 @@ def test_the_answer_is_spoken_as_the_voice_says_its_sentences(omni: Omni) -> Non
 
 def spoken(text: str) -> np.ndarray:
     left, pieces = Sentences().push(text)
-    speaker = Speaker(1)
-    return np.concatenate([speaker.say(piece, seed=0) for piece in (*pieces, *left.finish())])
+    voice = Voice(1)
+    return np.concatenate([voice.synthesise(piece, seed=0) for piece in (*pieces, *left.finish())])
 
 
-def test_a_text_is_read_aloud_as_it_is(omni: Omni) -> None:
+def test_a_text_is_read_aloud_verbatim(omni: Omni) -> None:
     text = "The quick brown fox jumps over the lazy dog. It does not say why!"
     out = answered(omni, omni.processor.read_aloud(text), modalities=["audio"])  # type: ignore[union-attr]
     assert out.audio is not None
     assert np.array_equal(out.audio.samples, spoken(text))
 
 
-def test_a_text_is_read_aloud_and_nothing_else_is_made_of_it(omni: Omni) -> None:
+def test_reading_aloud_gives_audio_only(omni: Omni) -> None:
     aloud = omni.processor.read_aloud("These very words.")  # type: ignore[union-attr]
     for asked in (["text"], ["text", "audio"], ["audio", "image"], ["text", "audio", "image"]):
         with pytest.raises(InvalidRequestError, match="ask for audio alone") as refused:
@@ -234,7 +235,7 @@ def test_a_text_is_read_aloud_and_nothing_else_is_made_of_it(omni: Omni) -> None
 # --------------------------------------------------------------------------------------------------- what goes in
 
 
-def test_what_is_said_counts_as_what_is_written(omni: Omni) -> None:
+def test_a_spoken_message_equals_a_written_one(omni: Omni) -> None:
     written = answered(omni, say(HEARD))
     said = answered(omni, [{"role": "user", "content": [sound()]}])
     assert said.token_ids == written.token_ids
@@ -246,7 +247,7 @@ def test_sound_and_text_of_a_message_stand_on_lines_of_their_own(omni: Omni) -> 
     assert both.token_ids == answered(omni, say(f"{HEARD}\nAnswer briefly.")).token_ids
 
 
-def test_a_picture_is_drawn_of_what_was_said(omni: Omni) -> None:
+def test_an_image_is_drawn_from_a_spoken_message(omni: Omni) -> None:
     said = answered(omni, [{"role": "user", "content": [sound()]}], modalities=["image"])
     written = answered(omni, say(HEARD), modalities=["image"])
     other = answered(omni, say("Something else."), modalities=["image"])
@@ -254,7 +255,7 @@ def test_a_picture_is_drawn_of_what_was_said(omni: Omni) -> None:
     assert apart(said, other) > 10
 
 
-def test_a_bare_prompt_is_drawn_as_a_message_is(omni: Omni) -> None:
+def test_a_bare_prompt_is_drawn_like_a_message(omni: Omni) -> None:
     params = {"draw": {"steps": 2, "seed": 4}}
     prompts: list[Any] = ["Draw a red fox.", {"prompt": "Draw a red fox."}]
     bare, mapped = omni.generate(prompts, params, modalities=["image"], progress=False)
@@ -270,12 +271,12 @@ def test_tokens_and_bare_prompts_are_continued(omni: Omni) -> None:
     assert ids.usage.prompt_tokens == 3
 
 
-def test_silence_is_no_question(omni: Omni) -> None:
-    with pytest.raises(MediaError, match="no word can be heard"):
+def test_silence_is_refused(omni: Omni) -> None:
+    with pytest.raises(MediaError, match="no speech was detected"):
         answered(omni, [{"role": "user", "content": [sound(0.0)]}])
 
 
-def test_silence_earlier_in_the_conversation_stays_where_it_is(omni: Omni) -> None:
+def test_silence_earlier_in_the_conversation_is_inaudible(omni: Omni) -> None:
     messages = [
         {"role": "user", "content": [sound(0.0)]},
         {"role": "assistant", "content": "Pardon?"},
@@ -285,8 +286,8 @@ def test_silence_earlier_in_the_conversation_stays_where_it_is(omni: Omni) -> No
     assert answered(omni, messages).token_ids == answered(omni, written).token_ids
 
 
-def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
-    with open_door(parts_of(deaf)) as omni:
+def test_a_starter_without_speech_recognition_says_how_to_get_it(text_only: Path) -> None:
+    with open_door(parts_of(text_only)) as omni:
         assert omni.processor.input_modalities == {Modality.TEXT}
         assert answered(omni, say("Hello!")).text
         with pytest.raises(UnsupportedModalityError, match="npm installed, run `omnistage pull starter`") as refused:
@@ -296,15 +297,15 @@ def test_a_starter_without_ears_says_how_to_get_them(deaf: Path) -> None:
             omni.processor.transcribe(AudioClip(np.zeros(16_000, np.float32), 16_000))
 
 
-def test_a_sound_of_an_earlier_turn_is_not_heard_again(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_of_an_earlier_turn_is_not_transcribed_again(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
-    words = Transcriber.words
+    words = SpeechToText.transcribe_piece
 
-    def counted(self: Transcriber, samples: Any) -> str:
+    def counted(self: SpeechToText, samples: Any) -> str:
         heard.append(len(samples))
         return words(self, samples)
 
-    monkeypatch.setattr(Transcriber, "words", counted)
+    monkeypatch.setattr(SpeechToText, "transcribe_piece", counted)
     with open_door(parts_of(starter)) as omni:
         first = {"role": "user", "content": [sound(seconds=1.0)]}
         answered(omni, [first])
@@ -374,13 +375,13 @@ def test_an_abort_between_the_pieces_of_a_clip_frees_its_place(loaded: EnginePar
     hear = loaded.stages["hear"]
     items = harness.submit("clip", [{"role": "user", "content": [long_sound(9)]}], THINK)
     harness.turns(1)
-    assert hear.component._underway  # type: ignore[attr-defined]
+    assert hear.component._running  # type: ignore[attr-defined]
     harness.orchestrator.abort("clip")
     steps = hear.stats().steps
     harness.finish()
     assert final_of(items).finish_reason is FinishReason.ABORT
     assert hear.stats().steps == steps
-    assert not hear.component._underway  # type: ignore[attr-defined]
+    assert not hear.component._running  # type: ignore[attr-defined]
 
 
 def long_sound(number: int) -> dict[str, object]:
@@ -388,9 +389,7 @@ def long_sound(number: int) -> dict[str, object]:
     return sound(seconds=61.0 + number)
 
 
-def test_what_is_only_words_is_not_made_tokens_of_by_a_stage(
-    loaded: EngineParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_tokenized_before_the_stages(loaded: EngineParts, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = PipelineHarness(loaded)
     image: dict[str, Any] = {"modalities": ["image"]}
     params = {"think": GREEDY, "draw": {"steps": 1}}
@@ -434,13 +433,13 @@ def test_several_answers_to_one_question(omni: Omni) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_drawn_is_refused_by_name(omni: Omni, asked: dict[str, Any], param: str) -> None:
+def test_unsupported_image_parameters_are_refused_by_name(omni: Omni, asked: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         answered(omni, say("A fox."), asked, modalities=["image"])
     assert refused.value.param == param
 
 
-def test_an_own_size_may_be_named(omni: Omni) -> None:
+def test_the_native_size_may_be_named(omni: Omni) -> None:
     out = answered(omni, say("A fox."), {"width": SIZE, "height": SIZE}, modalities=["image"])
     assert out.image is not None
 
@@ -461,9 +460,7 @@ def test_a_prompt_that_is_too_long_is_the_callers_error_before_any_work(loaded: 
         assert (refused.value.code, refused.value.status) == ("prompt_too_long", 400)
 
 
-def test_a_prompt_that_cannot_fit_is_not_even_made_tokens_of(
-    loaded: EngineParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_far_beyond_the_limit_is_not_tokenized(loaded: EngineParts, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *args: object) -> tuple[int, ...]:
         raise AssertionError("tokens were made")
 
@@ -477,10 +474,10 @@ def test_a_prompt_that_cannot_fit_is_not_even_made_tokens_of(
             harness.submit("long", prompt, THINK)
 
 
-def test_what_is_too_much_to_hear_or_to_read_is_refused_before_any_work(loaded: EngineParts) -> None:
+def test_audio_and_read_aloud_text_beyond_their_limits_are_refused_before_any_work(loaded: EngineParts) -> None:
     harness = PipelineHarness(loaded)
     hours = [{"role": "user", "content": [sound(seconds=301.0), sound(seconds=300.0)]}]
-    with pytest.raises(LimitExceededError, match=r"601\.0 s in all and at most 600 s"):
+    with pytest.raises(LimitExceededError, match=r"601\.0 s of audio and at most 600 s"):
         harness.submit("long", hours, THINK)
     aloud = loaded.processor.read_aloud("x" * 4097)  # type: ignore[union-attr]
     with pytest.raises(LimitExceededError, match="4097 characters and at most 4096"):
@@ -490,7 +487,7 @@ def test_what_is_too_much_to_hear_or_to_read_is_refused_before_any_work(loaded: 
 # ----------------------------------------------------------------------------------------------------- pictures
 
 
-def test_pictures_are_of_their_seed(omni: Omni) -> None:
+def test_images_depend_on_their_seed(omni: Omni) -> None:
     two = answered(omni, say("A fox."), {"n": 2, "seed": 11}, modalities=["image"])
     first, second, again = (
         answered(omni, say("A fox."), {"seed": seed}, modalities=["image"]) for seed in (11, 12, 12)
@@ -503,14 +500,14 @@ def test_pictures_are_of_their_seed(omni: Omni) -> None:
     assert apart(second, again) == 0
 
 
-def test_every_dial_of_a_picture_counts(omni: Omni) -> None:
+def test_every_image_parameter_matters(omni: Omni) -> None:
     dials: list[dict[str, Any]] = [{}, {"guidance": 1.0}, {"guidance": 7.0}, {"steps": 3}, {"seed": 5}]
     drawn = [answered(omni, say("A fox."), dial, modalities=["image"]).image for dial in dials]
     seen = {image.pixels.tobytes() for image in drawn if image is not None}
     assert len(seen) == len(dials)
 
 
-def test_without_guidance_the_empty_message_is_not_computed(loaded: EngineParts) -> None:
+def test_without_guidance_the_unconditional_row_is_not_computed(loaded: EngineParts) -> None:
     harness = PipelineHarness(loaded)
     rows = {}
     for guidance in (1.0, 4.0):
@@ -592,7 +589,7 @@ def test_the_real_starter_answers_speaks_and_draws(real: Omni) -> None:
 
 
 @pytest.mark.real_weights
-def test_the_real_starter_speaks_before_it_has_thought(real: Omni) -> None:
+def test_the_real_starter_speaks_before_its_answer_ends(real: Omni) -> None:
     params = {"think": {**GREEDY, "max_tokens": 120}}
     out = real.chat(say("Tell me a story about a fox and a river."), params, modalities=["text", "audio"])
     assert out.trace is not None
@@ -604,9 +601,9 @@ def test_the_real_starter_speaks_before_it_has_thought(real: Omni) -> None:
 
 
 @pytest.mark.real_weights
-def test_the_real_starter_hears_what_it_says(real: Omni) -> None:
+def test_the_real_starter_transcribes_its_own_speech(real: Omni) -> None:
     if Modality.AUDIO not in real.processor.input_modalities:
-        pytest.skip("this starter has no ears: it was pulled without npm")
+        pytest.skip("this starter has no speech recognition: it was pulled without npm")
     text = "What is the capital of France?"
     spoken = real.chat(real.processor.read_aloud(text), modalities=["audio"]).audio  # type: ignore[union-attr]
     assert spoken is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omnistage_starter import tiny, verify
 from omnistage_starter.bridges import SIZE, SUBJECT, condition_of
-from omnistage_starter.draw import CHANNELS, PATCH, SHIPPED, Painter
+from omnistage_starter.draw import CHANNELS, PACKAGED_WEIGHTS, PATCH, PatchDecoder
 from omnistage_starter.think import Thinker
 
 from omnistage.cli.model_runner import OmniRunner
@@ -37,10 +37,10 @@ def conditions(folder: Path) -> list[Condition]:
     return [condition_of(torch.randn(rows, width, generator=generator)) for rows in (24, 7, 1, 16)]
 
 
-def test_tokens_and_rows_as_transformers_gives_them(folder: Path) -> None:
+def test_tokens_and_hidden_states_equal_those_of_transformers(folder: Path) -> None:
     prompts = [verify.prompt_of(folder, text) for text in PROMPTS]
-    reference = verify.Reference(folder / "think")
-    for ours, prompt in zip(verify.think_together(OmniRunner(folder), prompts, tokens=24), prompts, strict=True):
+    reference = verify.ReferenceModel(folder / "think")
+    for ours, prompt in zip(verify.run_think(OmniRunner(folder), prompts, tokens=24), prompts, strict=True):
         theirs = reference(prompt, tokens=24)
         assert ours.tokens == theirs.tokens
         torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-4, atol=1e-4)
@@ -58,29 +58,29 @@ def test_the_prompt_is_the_templates_own_and_its_subject_the_last_message(folder
         assert tokenizer.decode(prompt.token_ids[start:]).lstrip("\n").startswith(text.lstrip("\n"))
 
 
-def test_pictures_drawn_together_are_those_of_the_plain_loop(folder: Path, conditions: list[Condition]) -> None:
+def test_batched_images_equal_those_of_the_plain_loop(folder: Path, conditions: list[Condition]) -> None:
     asked = [
         DiffusionParams(steps=4, guidance=4.0, seed=1),
         DiffusionParams(steps=6, guidance=2.5, seed=2),
         DiffusionParams(steps=3, guidance=1.0, seed=2**40),
         DiffusionParams(steps=1, guidance=0.0, seed=0),
     ]
-    loop = verify.Loop(folder / "draw")
-    together = verify.draw_together(OmniRunner(folder), conditions, asked)
+    loop = verify.ReferenceLoop(folder / "draw")
+    together = verify.run_draw(OmniRunner(folder), conditions, asked)
     for condition, params, drawn in zip(conditions, asked, together, strict=True):
         torch.testing.assert_close(drawn, loop(condition, params), rtol=0, atol=1e-4)
-        (alone,) = verify.draw_together(OmniRunner(folder), [condition], [params])
+        (alone,) = verify.run_draw(OmniRunner(folder), [condition], [params])
         torch.testing.assert_close(drawn, alone, rtol=0, atol=1e-4)
 
 
-def test_the_weights_of_the_package_draw_as_the_plain_loop_does(folder: Path, tmp_path: Path) -> None:
+def test_the_packaged_weights_give_the_plain_loops_images(folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "model"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("draw"))
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*.safetensors")) <= 20_000_000
-    loop = verify.Loop(SHIPPED)
+    assert sum(path.stat().st_size for path in PACKAGED_WEIGHTS.rglob("*.safetensors")) <= 20_000_000
+    loop = verify.ReferenceLoop(PACKAGED_WEIGHTS)
     rows = torch.randn(12, 576, generator=torch.Generator().manual_seed(4))
     condition, asked = condition_of(rows), DiffusionParams(steps=3, guidance=4.0, seed=3)
-    (drawn,) = verify.draw_together(OmniRunner(bare), [condition], [asked])
+    (drawn,) = verify.run_draw(OmniRunner(bare), [condition], [asked])
     torch.testing.assert_close(drawn, loop(condition, asked), rtol=0, atol=1e-4)
     assert float(drawn.abs().max()) < 1.001  # the last step ends at colours
     assert float(drawn.std()) > 0.1
@@ -92,19 +92,19 @@ def test_latents_are_patches_of_pixels() -> None:
     side = SIZE // PATCH
     cells = picture.reshape(side, PATCH, side, PATCH, 3)  # row, dy, column, dx, colour
     latents = cells.transpose(4, 1, 3, 0, 2).reshape(CHANNELS, side, side) / 127.5 - 1
-    (painted,) = Painter().decode([torch.from_numpy(latents).float()], width=SIZE, height=SIZE, num_frames=1)
+    (painted,) = PatchDecoder().decode([torch.from_numpy(latents).float()], width=SIZE, height=SIZE, num_frames=1)
     assert np.array_equal(painted, picture)
 
 
-def test_colours_beyond_the_range_are_cut_off() -> None:
+def test_colours_beyond_the_range_are_clamped() -> None:
     latents = torch.full((CHANNELS, 2, 2), 5.0)
-    bright, dark = Painter().decode([latents, -latents], width=8, height=8, num_frames=1)
+    bright, dark = PatchDecoder().decode([latents, -latents], width=8, height=8, num_frames=1)
     assert (bright.min(), dark.max()) == (255, 0)
 
 
 def test_verify_compares_everything(folder: Path) -> None:
     rows = verify.run(OmniRunner(folder), cases=2)
-    assert [row.quantity for row in rows] == ["tokens", "hidden rows", "latents"] * 2
+    assert [row.quantity for row in rows] == ["tokens", "hidden states", "latents"] * 2
     assert all(row.ok for row in rows), rows
     with pytest.raises(ConfigError):
         verify.run(OmniRunner(folder), cases=0)

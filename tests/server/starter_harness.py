@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from omnistage_starter import tiny
-from omnistage_starter.stand_ins import write_ears
+from omnistage_starter.tiny_speech_to_text import write_speech_to_text
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Keyring
@@ -25,7 +25,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     folder = tmp_path_factory.mktemp("served") / "starter"
     tiny.write(folder, seed=1)
-    write_ears(folder / "hear", script=(*HEARD.split(), "</s>"))
+    write_speech_to_text(folder / "hear", script=(*HEARD.split(), "</s>"))
     overrides = (*SERVE_LIMITS, "think.kv_blocks=256")
     omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
     yield omni

@@ -34,15 +34,15 @@ def png() -> bytes:
 # -------------------------------------------------------------------------------------------------------- pictures
 
 
-@pytest.mark.parametrize("eyes", [False, True])
-def test_a_model_that_changes_no_pictures_says_so_before_it_reads_one(
-    client: openai.OpenAI, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch, eyes: bool
+@pytest.mark.parametrize("image_input", [False, True])
+def test_an_edit_is_refused_before_the_image_is_read(
+    client: openai.OpenAI, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch, image_input: bool
 ) -> None:
     async def read(file: UploadFile, size: int = -1) -> bytes:
         pytest.fail("it is read")
 
     monkeypatch.setattr(UploadFile, "read", read)
-    if eyes:
+    if image_input:
         monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT, Modality.IMAGE}))
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(model="starter", prompt="At night.", image=("a.png", png()))
@@ -50,15 +50,15 @@ def test_a_model_that_changes_no_pictures_says_so_before_it_reads_one(
     assert "this model changes no pictures; use one that does" in refused.value.message
 
 
-def test_a_size_that_is_not_drawn_is_told_as_it_is_written(client: openai.OpenAI) -> None:
+def test_an_unsupported_size_is_refused_under_its_own_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.generate(model="starter", prompt="A red fox.", size="1024x1024")
     assert refused.value.param == "size"
-    assert "draws 96x96 pixels, got a width of 1024; ask for 96x96" in refused.value.message
+    assert "generates 96x96 images, got a width of 1024; ask for 96x96" in refused.value.message
 
 
 @pytest.mark.parametrize("size", ["96", "96x", "x96", "96 x 96", "96X96", "5x5", "96x96\n", "large", ""])
-def test_a_size_that_is_none_is_refused_in_words(client: openai.OpenAI, size: Any) -> None:
+def test_an_invalid_size_is_refused(client: openai.OpenAI, size: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.generate(model="starter", prompt="A red fox.", size=size)
     assert refused.value.param == "size"
@@ -85,7 +85,7 @@ def test_a_size_that_is_none_is_refused_in_words(client: openai.OpenAI, size: An
     ids=lambda drawing: next(iter(drawing)),
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_field_of_a_drawing_is_named_where_it_was_sent(
+def test_an_image_field_is_named_where_it_was_sent(
     client: openai.OpenAI, drawing: dict[str, Any], stream: bool
 ) -> None:
     with pytest.raises(openai.APIError) as refused:
@@ -113,7 +113,7 @@ def test_a_field_of_the_request_itself_keeps_its_name(client: openai.OpenAI) -> 
     ids=["han", "emoji", "blank", "dots", "code"],
 )
 @pytest.mark.parametrize("stream_format", ["audio", "sse"])
-def test_a_text_of_which_nothing_is_spoken_says_what_is(client: openai.OpenAI, text: str, stream_format: Any) -> None:
+def test_a_text_without_speakable_words_is_refused(client: openai.OpenAI, text: str, stream_format: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.audio.speech.create(model="starter", input=text, voice="heart", stream_format=stream_format)
     assert refused.value.param == "input"
@@ -121,7 +121,7 @@ def test_a_text_of_which_nothing_is_spoken_says_what_is(client: openai.OpenAI, t
     assert "speaks English words (Latin letters and digits) and leaves out code, pictures and other scripts" in told
 
 
-# ------------------------------------------------------------------------------------------------------------ ears
+# -------------------------------------------------------------------------------------------------- transcriptions
 
 
 @awaited

@@ -21,7 +21,8 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from omnistage_starter.speaking import Sentences, Speaker
+from omnistage_starter.sentences import Sentences
+from omnistage_starter.text_to_speech import Voice
 from PIL import Image
 
 from omnistage.core.clips import AudioClip
@@ -48,7 +49,7 @@ from tests.server.harness import Running, awaited, serving
 from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
 from tests.server.starter_harness import HEARD, HELLO, SHORT, server, service_of, starter
 
-pytest.importorskip("onnx", reason="the stand-ins for the ears are written with it")
+pytest.importorskip("onnx", reason="the tiny speech recognition networks are written with it")
 pytest.importorskip("hibari", reason="the voice is that package's")
 
 __all__ = ["server", "starter"]  # fixtures
@@ -68,8 +69,8 @@ def wav(level: float = 0.3, seconds: float = 0.8) -> bytes:
 
 def spoken(text: str) -> np.ndarray:
     left, pieces = Sentences().push(text)
-    speaker = Speaker(1)
-    return np.concatenate([speaker.say(piece, seed=0) for piece in (*pieces, *left.finish())])
+    voice = Voice(1)
+    return np.concatenate([voice.synthesise(piece, seed=0) for piece in (*pieces, *left.finish())])
 
 
 def assert_sounds(data: bytes, text: str) -> None:
@@ -83,7 +84,7 @@ def assert_sounds(data: bytes, text: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- chat
 
 
-def test_the_list_of_models_says_what_it_takes_and_gives(client: openai.OpenAI) -> None:
+def test_the_list_of_models_names_inputs_and_outputs(client: openai.OpenAI) -> None:
     card = client.models.retrieve("starter").model_dump()
     assert card["modalities"] == {"input": ["audio", "text"], "output": ["text", "audio", "image"]}
     assert card["voices"]
@@ -94,15 +95,15 @@ def test_the_list_of_models_says_what_it_takes_and_gives(client: openai.OpenAI) 
 
 def test_an_answer_in_text_speech_and_a_picture(client: openai.OpenAI) -> None:
     extra = {"modalities": ["text", "audio", "image"], "drawing": QUICK, "audio": {"format": "wav"}}
-    made = client.chat.completions.create(**SHORT, messages=HELLO, extra_body=extra)
-    message: Any = made.choices[0].message
+    response = client.chat.completions.create(**SHORT, messages=HELLO, extra_body=extra)
+    message: Any = response.choices[0].message
     assert_sounds(base64.b64decode(message.audio.data), message.audio.transcript)
     picture = Image.open(io.BytesIO(base64.b64decode(message.images[0]["image_url"]["url"].partition(",")[2])))
     assert picture.size == (96, 96)
-    details: Any = made.usage.completion_tokens_details
+    details: Any = response.usage.completion_tokens_details
     assert details.audio_tokens == 0
     assert details.denoising_steps == 2
-    assert made.usage.completion_tokens == 8
+    assert response.usage.completion_tokens == 8
 
 
 def test_the_steps_of_a_picture_are_no_tokens_of_speech() -> None:
@@ -110,7 +111,7 @@ def test_the_steps_of_a_picture_are_no_tokens_of_speech() -> None:
     assert usage_of(both)["completion_tokens_details"]["audio_tokens"] == 30
 
 
-def test_a_stream_brings_all_three(client: openai.OpenAI) -> None:
+def test_a_stream_has_text_speech_and_an_image(client: openai.OpenAI) -> None:
     extra = {"modalities": ["text", "audio", "image"], "drawing": QUICK}
     whole: Any = client.chat.completions.create(
         **SHORT, messages=HELLO, extra_body={**extra, "audio": {"format": "wav"}}
@@ -136,7 +137,7 @@ def test_a_question_may_be_spoken(client: openai.OpenAI) -> None:
     assert heard.choices[0].message.content == written.choices[0].message.content
 
 
-def test_the_other_doors_for_text_lead_to_it_too(client: openai.OpenAI) -> None:
+def test_completions_and_responses_work_too(client: openai.OpenAI) -> None:
     told = client.responses.create(model="starter", input="Hello!", temperature=0, max_output_tokens=16)
     assert told.output_text
     bare = client.completions.create(model="starter", prompt="Once upon a time", temperature=0, max_tokens=5)
@@ -144,9 +145,9 @@ def test_the_other_doors_for_text_lead_to_it_too(client: openai.OpenAI) -> None:
     assert bare.usage.completion_tokens == 5
 
 
-def test_what_nobody_said_is_the_clients_error(client: openai.OpenAI) -> None:
+def test_audio_without_speech_is_the_clients_error(client: openai.OpenAI) -> None:
     silence = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(0.0)).decode(), "format": "wav"}}
-    with pytest.raises(openai.BadRequestError, match="no word can be heard"):
+    with pytest.raises(openai.BadRequestError, match="no speech was detected"):
         client.chat.completions.create(**SHORT, messages=[{"role": "user", "content": [silence]}])
 
 
@@ -166,7 +167,7 @@ def test_a_conversation_that_is_too_long_is_named_as_it_was_sent(client: openai.
         assert response.value.param == "input"
 
 
-def test_a_seed_is_the_pictures_too_unless_it_has_its_own(client: openai.OpenAI) -> None:
+def test_the_seed_of_a_request_is_also_the_images_unless_it_has_its_own(client: openai.OpenAI) -> None:
     def picture(seed: int, drawing: dict[str, int] | None = None) -> bytes:
         answer = client.chat.completions.create(
             **SHORT,
@@ -183,11 +184,11 @@ def test_a_seed_is_the_pictures_too_unless_it_has_its_own(client: openai.OpenAI)
 
 
 def test_pictures_are_drawn_of_a_prompt(client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {"model": "starter", "prompt": "Draw a red fox.", "extra_body": QUICK}
-    two = client.images.generate(**given, n=2)
+    request: dict[str, Any] = {"model": "starter", "prompt": "Draw a red fox.", "extra_body": QUICK}
+    two = client.images.generate(**request, n=2)
     assert two.size == "96x96"
     assert [entry.model_dump()["seed"] for entry in two.data or ()] == [3, 4]
-    one = client.images.generate(**given, size="96x96")
+    one = client.images.generate(**request, size="96x96")
     assert one.data is not None
     assert one.data[0].b64_json is not None
 
@@ -196,13 +197,13 @@ def test_pictures_are_drawn_of_a_prompt(client: openai.OpenAI) -> None:
     ("more", "param"),
     [({"size": "1024x1024"}, "size"), ({"extra_body": {"negative_prompt": "fog"}}, "negative_prompt")],
 )
-def test_other_pictures_are_refused_by_name(client: openai.OpenAI, more: dict[str, Any], param: str) -> None:
+def test_unsupported_image_options_are_refused_by_name(client: openai.OpenAI, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.generate(model="starter", prompt="Draw a red fox.", **more)
     assert refused.value.param == param
 
 
-def test_pictures_cannot_be_changed(client: openai.OpenAI) -> None:
+def test_image_edits_are_refused(client: openai.OpenAI) -> None:
     encoded = io.BytesIO()
     Image.new("RGB", (96, 96)).save(encoded, "PNG")
     with pytest.raises(openai.BadRequestError) as refused:
@@ -215,8 +216,8 @@ def test_pictures_cannot_be_changed(client: openai.OpenAI) -> None:
 
 
 def test_a_text_is_spoken_as_it_is(client: openai.OpenAI) -> None:
-    made = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
-    assert_sounds(made.content, TEXT)
+    response = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
+    assert_sounds(response.content, TEXT)
 
 
 def test_speech_takes_no_instructions(client: openai.OpenAI) -> None:
@@ -239,8 +240,8 @@ def test_a_text_that_is_read_aloud_is_bounded_before_any_work(client: openai.Ope
 
 
 def test_a_text_that_is_read_aloud_takes_no_tokens(server: Running) -> None:
-    given = {"model": "starter", "input": "Hello.", "voice": "heart", "stream_format": "sse"}
-    answer = httpx.post(f"{server.url}/v1/audio/speech", json=given, timeout=60)
+    request = {"model": "starter", "input": "Hello.", "voice": "heart", "stream_format": "sse"}
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=request, timeout=60)
     last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
     none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
     assert last == {"type": "speech.audio.done", "usage": none}
@@ -252,7 +253,7 @@ def dictate(server: Running, **form: Any) -> httpx.Response:
     return httpx.post(address, data={"model": "starter", **form}, files=files, headers=headers, timeout=60)
 
 
-def test_a_sound_is_written_down_by_the_ears_alone(server: Running) -> None:
+def test_transcription_uses_speech_recognition_only(server: Running) -> None:
     plain = dictate(server).json()
     assert plain == {"text": HEARD, "usage": {"type": "duration", "seconds": pytest.approx(0.8)}}
     assert dictate(server, response_format="text").text == f"{HEARD}\n"
@@ -261,7 +262,7 @@ def test_a_sound_is_written_down_by_the_ears_alone(server: Running) -> None:
     assert verbose["language"] == "english"
     lines = dictate(server, stream="true").text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert [told["type"] for told in events] == ["transcript.text.delta", "transcript.text.done"]
+    assert [event["type"] for event in events] == ["transcript.text.delta", "transcript.text.done"]
     assert events[-1] == {"type": "transcript.text.done", "text": HEARD}  # OpenAI's has no usage but tokens
 
 
@@ -276,13 +277,15 @@ def test_a_sound_is_written_down_by_the_ears_alone(server: Running) -> None:
     ],
     ids=["prompt", "language", "temperature", "timeout", "file"],
 )
-def test_what_the_ears_cannot_do_is_refused_by_name(server: Running, form: dict[str, Any], param: str) -> None:
+def test_unsupported_transcription_options_are_refused_by_name(
+    server: Running, form: dict[str, Any], param: str
+) -> None:
     refused = dictate(server, **form)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param
 
 
-def test_a_starter_without_ears_says_how_to_get_them(
+def test_transcription_without_speech_recognition_says_how_to_get_it(
     server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT}))
@@ -293,9 +296,7 @@ def test_a_starter_without_ears_says_how_to_get_them(
     assert "omnistage pull starter" in refused.json()["error"]["message"]
 
 
-def test_a_sound_is_decoded_only_as_far_as_it_can_be_heard(
-    server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audio_is_decoded_up_to_the_limit(server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter.processor, "clip_seconds", lambda: (0.1, 1.0))
     monkeypatch.setattr(starter.processor, "transcribe", lambda clip: pytest.fail("it is listened to"))
     refused = dictate(server, data=wav(seconds=1.5))
@@ -303,11 +304,11 @@ def test_a_sound_is_decoded_only_as_far_as_it_can_be_heard(
     assert "the limit of 1;" in refused.json()["error"]["message"]
 
 
-# ----------------------------------------------------------------------------------------------- ears that are slow
+# ----------------------------------------------------------------------------------------------- slow transcriptions
 
 
-class SlowEars:
-    """They hear nothing until they are told to."""
+class SlowTranscriber:
+    """Transcribes only after `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -325,11 +326,11 @@ class SlowEars:
 
 
 @pytest.fixture
-def slow(starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowEars]:
-    ears = SlowEars()
-    monkeypatch.setattr(starter.processor, "transcribe", ears.transcribe)
-    yield ears
-    ears.go.set()
+def slow(starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTranscriber]:
+    transcriber = SlowTranscriber()
+    monkeypatch.setattr(starter.processor, "transcribe", transcriber.transcribe)
+    yield transcriber
+    transcriber.go.set()
 
 
 def eventually(true: Callable[[], bool]) -> bool:
@@ -339,11 +340,11 @@ def eventually(true: Callable[[], bool]) -> bool:
     return last
 
 
-def test_time_that_is_over_is_said(server: Running, slow: SlowEars) -> None:
+def test_a_transcription_has_a_timeout(server: Running, slow: SlowTranscriber) -> None:
     assert dictate(server, timeout="0.2").status_code == 408
 
 
-def test_ears_that_are_slow_keep_nobody_from_a_chat(server: Running, slow: SlowEars) -> None:
+def test_slow_transcriptions_do_not_block_a_chat(server: Running, slow: SlowTranscriber) -> None:
     few = concurrent.futures.ThreadPoolExecutor(2)
     server.loop.call_soon_threadsafe(server.loop.set_default_executor, few)
     with concurrent.futures.ThreadPoolExecutor(12) as many:
@@ -360,7 +361,7 @@ def test_ears_that_are_slow_keep_nobody_from_a_chat(server: Running, slow: SlowE
     assert slow.heard == 3
 
 
-def test_more_sounds_than_may_wait_are_turned_away(server: Running, slow: SlowEars) -> None:
+def test_transcriptions_beyond_the_queue_are_refused(server: Running, slow: SlowTranscriber) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as many:
         taken = [many.submit(dictate, server) for _ in range(8)]
         assert eventually(lambda: server.service.transcribe_workers._taken == 8)
@@ -407,11 +408,11 @@ def sent(server: Running, path: str, headers: dict[str, str]) -> socket.socket:
 
 
 @pytest.mark.parametrize("how", ["in time", "left"])
-def test_a_key_is_in_use_until_the_ears_are_done(starter: AsyncOmni, slow: SlowEars, how: str) -> None:
+def test_a_key_is_in_use_until_the_transcription_ends(starter: AsyncOmni, slow: SlowTranscriber, how: str) -> None:
     keyring = Keyring([Holder("ann", digest_of("a-key-of-ann"), max_concurrent=1)])
     headers = {"Authorization": "Bearer a-key-of-ann"}
-    made = service_of(starter, keyring=keyring)
-    with serving(made) as server:
+    response = service_of(starter, keyring=keyring)
+    with serving(response) as server:
         if how == "left":
             line = sent(server, "/v1/audio/transcriptions", headers)
             assert slow.begun_within(30)
@@ -421,33 +422,33 @@ def test_a_key_is_in_use_until_the_ears_are_done(starter: AsyncOmni, slow: SlowE
                 assert dictate(server, timeout=str(seconds), headers=headers).status_code == 408
                 if slow.begun_within(0):
                     break
-                assert eventually(lambda: made.transcribe_workers._taken == 0)
+                assert eventually(lambda: response.transcribe_workers._taken == 0)
             else:
-                pytest.fail("the ears never began")
-        assert eventually(lambda: not made.transcribe_workers._awaited)
+                pytest.fail("no transcription began")
+        assert eventually(lambda: not response.transcribe_workers._awaited)
         assert dictate(server, headers=headers).status_code == 429
         slow.go.set()
         assert eventually(lambda: dictate(server, headers=headers).status_code == 200)
-        assert eventually(lambda: made.transcribe_workers._taken == 0)
+        assert eventually(lambda: response.transcribe_workers._taken == 0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 30.0])
-def test_a_service_that_stops_lets_ears_finish_while_there_is_time(
-    starter: AsyncOmni, slow: SlowEars, seconds: float
+def test_a_stopping_service_lets_transcriptions_finish(
+    starter: AsyncOmni, slow: SlowTranscriber, seconds: float
 ) -> None:
-    made = service_of(starter)
-    with serving(made) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
+    response = service_of(starter)
+    with serving(response) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
         asked = [many.submit(dictate, server) for _ in range(3)]  # two are listened to, one waits
-        assert eventually(lambda: made.transcribe_workers._taken == 3)
+        assert eventually(lambda: response.transcribe_workers._taken == 3)
         assert slow.begun_within(30)
-        made.models = {}  # others use it yet
-        stopped = asyncio.run_coroutine_threadsafe(made.drain(seconds), server.loop)
+        response.models = {}  # others use it yet
+        stopped = asyncio.run_coroutine_threadsafe(response.drain(seconds), server.loop)
         if seconds:
             slow.go.set()
         stopped.result(30)
         assert {one.result().status_code for one in asked} == {200 if seconds else 503}
         with pytest.raises(ShutdownError):
-            asyncio.run(made.transcribe_workers.run(lambda over: None, contextlib.ExitStack()))
+            asyncio.run(response.transcribe_workers.run(lambda over: None, contextlib.ExitStack()))
 
 
 # --------------------------------------------------------------------------------------------------- content filter
@@ -504,8 +505,8 @@ def test_the_content_filter_sees_what_is_heard_and_what_is_spoken(starter: Async
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "content_filter"
         with strict.client() as client:
-            made = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
-            assert_sounds(made.content, TEXT)
+            response = client.audio.speech.create(model="starter", input=TEXT, voice="heart", response_format="wav")
+            assert_sounds(response.content, TEXT)
             with pytest.raises(openai.BadRequestError):
                 client.audio.speech.create(model="starter", input="A bird.", voice="heart")
 

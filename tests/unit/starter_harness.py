@@ -1,4 +1,4 @@
-"""The starter's stage that hears, on ears and eyes whose work is counted."""
+"""The starter's hear stage, on models that count their calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from omnistage_starter.hear import Hearer, Prompter, Words
-from omnistage_starter.hearing import RATE
+from omnistage_starter.hear import ChatToPrompt, MediaToText, PromptBuilder
+from omnistage_starter.speech_to_text import SAMPLE_RATE
 
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import CodecParams
@@ -28,35 +28,36 @@ from omnistage.engines.codec import ModuleStage
 from omnistage.models.causal_lm import tiny as causal_lm_tiny
 
 
-class Ears:
-    """Hears how long each piece is; breaks over one that is too loud."""
+class CountingSpeechToText:
+    """Gives the length of each piece as its text; fails on one that is too loud."""
 
     def __init__(self) -> None:
         self.pieces = 0
 
-    def words(self, samples: NDArray[np.float32]) -> str:
+    def transcribe_piece(self, samples: NDArray[np.float32]) -> str:
         self.pieces += 1
         if samples.max() > 0.9:
             raise RuntimeError("boom")
-        return f"{len(samples) / RATE:.0f} seconds"
+        return f"{len(samples) / SAMPLE_RATE:.0f} seconds"
 
 
-class Eyes:
+class CountingDescriber:
     def __init__(self) -> None:
-        self.pictures = 0
+        self.images = 0
 
-    def look(self, pixels: NDArray[np.uint8]) -> Generator[None, None, str]:
+    def describe_steps(self, pixels: NDArray[np.uint8]) -> Generator[None, None, str]:
         yield
-        self.pictures += 1
+        self.images += 1
         return f"(A picture of {pixels[0, 0, 0]}.)"
 
 
 class HearStageHarness:
-    """The stage that hears, on ears and eyes whose work is counted."""
+    """The hear stage, on models that count their calls."""
 
-    def __init__(self, think: Path, eyes: Any = None) -> None:
-        self.ears, self.eyes, self.prompter = Ears(), eyes or Eyes(), Prompter(think)
-        self.component = Hearer(self.prompter, Words(self.ears, self.eyes))  # type: ignore[arg-type]
+    def __init__(self, think: Path, describer: Any = None) -> None:
+        self.speech_to_text, self.describer = CountingSpeechToText(), describer or CountingDescriber()
+        self.prompts = PromptBuilder(think)
+        self.component = ChatToPrompt(self.prompts, MediaToText(self.speech_to_text, self.describer))  # type: ignore[arg-type]
         self.stage = ModuleStage("hear", self.component, SimpleNamespace(max_batch=16))
 
     def input(self, name: str, *parts: Any, modality: Modality = Modality.TEXT) -> StageInput:
@@ -67,7 +68,7 @@ class HearStageHarness:
         self.stage.submit(self.input(name, *parts, modality=modality))
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        return self.prompter.prompt(ChatInput((ChatMessage("user", (TextPart(text),)),))).token_ids
+        return self.prompts.prompt(ChatInput((ChatMessage("user", (TextPart(text),)),))).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -78,5 +79,5 @@ def think(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts(chunks: Sequence[StageChunk]) -> dict[str, ARInput]:
-    found = {c.request_id: c.payload.prompt for c in chunks if isinstance(c.payload, ModuleOutput)}
-    return {name: prompt for name, prompt in found.items() if prompt is not None}
+    payloads = {c.request_id: c.payload.prompt for c in chunks if isinstance(c.payload, ModuleOutput)}
+    return {name: prompt for name, prompt in payloads.items() if prompt is not None}

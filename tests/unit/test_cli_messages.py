@@ -11,7 +11,7 @@ from omnistage.core.types import Modality
 from tests.unit.chat_harness import FakeOmni, Processor, make
 
 
-class Deaf(Processor):
+class TextOnly(Processor):
     input_modalities = frozenset({Modality.TEXT})
 
     def unsupported_reason(self, kind: Modality) -> str:
@@ -23,17 +23,17 @@ class Deaf(Processor):
 )
 def test_a_part_that_is_missing_is_named_with_what_brings_it(line, kind, tmp_path, capsys):
     omni = FakeOmni()
-    omni.processor = Deaf()
+    omni.processor = TextOnly()
     talk, _ = make(omni, tmp_path)
     assert talk.handle(line)
     assert capsys.readouterr().err == f"error: {missing_part(kind)}\n"
     assert not omni.asked
 
 
-def test_ears_that_are_missing_need_npm_and_a_pull_whether_npm_is_there_or_not():
+def test_missing_speech_recognition_names_npm_and_the_pull():
     assert missing_part(Modality.AUDIO) == (
-        "this starter does not take audio: it has no ears; with npm installed, run `omnistage pull starter` again, or "
-        "send text"
+        "this starter does not take audio: its speech recognition is missing; with npm installed, run `omnistage pull "
+        "starter` again, or send text"
     )
 
 

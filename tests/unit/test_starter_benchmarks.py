@@ -153,13 +153,13 @@ def test_a_failed_request_raises_its_error(trips: ModuleType) -> None:
 
 def test_the_summary_counts_answers_and_divides_time_by_speech(trips: ModuleType) -> None:
     asked = [output(0.2, 0.9), output(0.8, 0.7, pieces=1, text="I do not know."), output(0.8, 0.7)]
-    found = trips.summary([trips.answer_of("Which city?", ("Paris",), one, 2.0) for one in asked])
-    assert found["with the expected word"] == 2
-    assert found["real-time factor"] == pytest.approx(3 / 12)
-    assert found["processor's seconds a second of speech"] == pytest.approx(6 / 12)
-    assert found["first sound before the thinker had finished"] == 1
-    assert found["answers of more than one piece"] == 2
-    assert found["  of those, first sound before the thinker had finished"] == 1
+    summary = trips.summary([trips.answer_of("Which city?", ("Paris",), one, 2.0) for one in asked])
+    assert summary["with the expected word"] == 2
+    assert summary["real-time factor"] == pytest.approx(3 / 12)
+    assert summary["processor's seconds a second of speech"] == pytest.approx(6 / 12)
+    assert summary["first sound before the thinker had finished"] == 1
+    assert summary["answers of more than one piece"] == 2
+    assert summary["  of those, first sound before the thinker had finished"] == 1
 
 
 def test_there_are_enough_sentences_and_questions(trips: ModuleType, words: ModuleType) -> None:
@@ -170,8 +170,8 @@ def test_there_are_enough_sentences_and_questions(trips: ModuleType, words: Modu
 
 
 def test_no_question_has_its_answer_in_it(trips: ModuleType, words: ModuleType) -> None:
-    given = {question for question, expected in trips.QUESTIONS if words.mentions(question, expected)}
-    assert given == set()
+    leaked = {question for question, expected in trips.QUESTIONS if words.mentions(question, expected)}
+    assert leaked == set()
 
 
 # --------------------------------------------------------------------------------------------- language model

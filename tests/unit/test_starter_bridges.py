@@ -43,11 +43,11 @@ TEXT = "The fox is red. It sleeps under the old tree, near the school! Does it d
 
 def fold(bridge: Any, chunks: Sequence[StageChunk]) -> list[Any]:
     state: object = None
-    found: list[Any] = []
+    outputs: list[Any] = []
     for chunk in chunks:
         state, inputs = bridge(INFO, state, chunk)
-        found += inputs
-    return found
+        outputs += inputs
+    return outputs
 
 
 def written(texts: Sequence[str], finish: FinishReason | None = FinishReason.STOP, **first: Any) -> list[StageChunk]:
@@ -67,12 +67,12 @@ def test_every_bridge_has_the_signature_that_the_registry_asks_for() -> None:
 # ---------------------------------------------------------------------------------------------------- hear2think
 
 
-def test_the_prompt_goes_on_as_it_is() -> None:
+def test_the_prompt_is_passed_on_unchanged() -> None:
     prompt = ARInput((1, 2, 3))
     assert fold(hear2think, [StageChunk("r", "hear", ModuleOutput(prompt=prompt, text="heard"))]) == [prompt]
 
 
-def test_what_is_no_prompt_starts_nothing() -> None:
+def test_other_chunks_give_no_prompt() -> None:
     chunks = [StageChunk("r", "hear"), StageChunk("r", "hear", ModuleOutput(text="only words"))]
     assert fold(hear2think, chunks) == []
 
@@ -80,7 +80,7 @@ def test_what_is_no_prompt_starts_nothing() -> None:
 # --------------------------------------------------------------------------------------------------- think2speak
 
 
-def test_a_sentence_is_spoken_before_the_next_is_written() -> None:
+def test_a_sentence_is_emitted_before_the_next_is_generated() -> None:
     state, first = think2speak(INFO, None, StageChunk("r", "think", TokenChunk((1,), "The fox is red. It")))
     assert [(piece.text, piece.final) for piece in first] == [("The fox is red.", False)]
     _, rest = think2speak(INFO, state, StageChunk("r", "think", TokenChunk((2,), " sleeps"), finish=FinishReason.STOP))
@@ -88,7 +88,7 @@ def test_a_sentence_is_spoken_before_the_next_is_written() -> None:
 
 
 @given(st.lists(st.integers(1, len(TEXT) - 1), max_size=12))
-def test_how_the_text_is_cut_changes_nothing(cuts: list[int]) -> None:
+def test_the_chunking_of_text_does_not_matter(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(TEXT)]
     pieces = fold(think2speak, written([TEXT[a:b] for a, b in itertools.pairwise(edges)]))
     whole = fold(think2speak, written([TEXT]))
@@ -97,7 +97,7 @@ def test_how_the_text_is_cut_changes_nothing(cuts: list[int]) -> None:
     assert [piece.final for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_an_end_without_words_only_says_that_it_is_the_end() -> None:
+def test_an_end_without_words_is_an_empty_final_piece() -> None:
     state, pieces = think2speak(INFO, None, StageChunk("r", "think", TokenChunk((1,), "All is said.\n\n")))
     assert [(piece.text, piece.final) for piece in pieces] == [("All is said.", False)]
     _, last = think2speak(INFO, state, StageChunk("r", "think", TokenChunk(), finish=FinishReason.LENGTH))
@@ -109,11 +109,11 @@ def test_an_empty_answer_is_not_spoken_at_all() -> None:
 
 
 @pytest.mark.parametrize("finish", [FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE])
-def test_what_was_broken_off_is_not_read_to_its_end(finish: FinishReason) -> None:
+def test_an_aborted_answer_is_not_completed(finish: FinishReason) -> None:
     assert fold(think2speak, written(["Half of a sen", "tence"], finish)) == []
 
 
-def test_other_answers_and_other_chunks_are_left_aside() -> None:
+def test_other_answers_and_chunks_are_ignored() -> None:
     second = StageChunk("r", "think", TokenChunk((1,), "Another answer. And"), index=1)
     other = StageChunk("r", "think", AudioChunk(torch.zeros(1).numpy(), 24_000))
     assert fold(think2speak, [second, other, *written(["Mine."])])[-1].text == "Mine."
@@ -166,36 +166,36 @@ def test_the_last_rows_of_the_message_are_drawn(length: int, start: int, more: i
 
 
 @given(st.sets(st.integers(1, 44), max_size=8))
-def test_how_the_rows_are_cut_changes_nothing(cuts: set[int]) -> None:
+def test_the_chunking_of_rows_does_not_matter(cuts: set[int]) -> None:
     rows, prompt = rows_of(45), prompt_of(40, 18)
     (whole,) = fold(think2draw, computed(rows, prompt, ()))
     (pieces,) = fold(think2draw, computed(rows, prompt, sorted(cuts)))
     assert torch.equal(whole.positive["embeds"], pieces.positive["embeds"])
 
 
-def test_the_picture_begins_with_the_last_row_of_the_prompt_and_only_once() -> None:
+def test_the_condition_is_emitted_once_with_the_last_row_of_the_prompt() -> None:
     rows, prompt = rows_of(12), prompt_of(10, 4)
     chunks = computed(rows, prompt, (9, 10, 11))
     state: object = None
-    begun = []
+    emitted = []
     for chunk in chunks:
         state, inputs = think2draw(INFO, state, chunk)
-        begun.append([type(value) for value in inputs])
-    assert begun == [[], [Condition], [], []]
+        emitted.append([type(value) for value in inputs])
+    assert emitted == [[], [Condition], [], []]
 
 
 def test_rows_out_of_order_are_an_error() -> None:
     first, _, third = computed(rows_of(12), prompt_of(10, 4), (4, 8))
     state, _ = think2draw(INFO, None, first)
-    with pytest.raises(BridgeError, match="do not add up"):
+    with pytest.raises(BridgeError, match="missing or repeated"):
         think2draw(INFO, state, third)
 
 
-def test_a_prompt_that_does_not_say_what_to_draw_is_an_error() -> None:
+def test_a_prompt_without_a_subject_is_an_error() -> None:
     with pytest.raises(BridgeError, match="which of its rows"):
         fold(think2draw, computed(rows_of(3), ARInput((1, 2, 3)), ()))
 
 
-def test_rows_of_half_precision_are_drawn_in_full() -> None:
+def test_rows_in_half_precision_are_widened() -> None:
     rows = rows_of(6).half()
     assert condition_of(rows).positive["embeds"].dtype == torch.float32

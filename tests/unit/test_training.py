@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from omnistage_starter.bridges import SIZE, TEXT_ROWS, condition_of
-from omnistage_starter.draw import LEAST_SIGMA, PATCH, SHIPPED, Painter, velocity
+from omnistage_starter.draw import MIN_SIGMA, PACKAGED_WEIGHTS, PATCH, PatchDecoder, velocity
 from omnistage_starter.think import DRAW_LAYER
 from torch.nn.functional import pixel_unshuffle
 
@@ -44,7 +44,7 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 def test_sizes_are_the_same(scripts: dict[str, ModuleType]) -> None:
     assert scripts["scenes"].SIZE == SIZE
     assert scripts["network"].PATCH == PATCH
-    assert scripts["network"].LEAST_SIGMA == LEAST_SIGMA
+    assert scripts["network"].MIN_SIGMA == MIN_SIGMA
     assert scripts["text"].ROWS == TEXT_ROWS
     assert scripts["text"].LAYERS >= DRAW_LAYER
 
@@ -67,7 +67,7 @@ def test_patches_are_put_together_as_they_were_taken_apart(scripts: dict[str, Mo
     side = SIZE // PATCH
     latents = rows[0].T.reshape(-1, side, side)
     assert torch.equal(latents, pixel_unshuffle(picture, PATCH)[0])
-    pixels = Painter().decode([latents], width=SIZE, height=SIZE, num_frames=1)[0]
+    pixels = PatchDecoder().decode([latents], width=SIZE, height=SIZE, num_frames=1)[0]
     wanted = ((picture[0] * 0.5 + 0.5).permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
     assert np.array_equal(pixels, wanted)
 
@@ -166,13 +166,13 @@ def test_recolouring_changes_the_main_colour_only(scripts: dict[str, ModuleType]
 
 
 def test_the_weights_are_small_and_described() -> None:
-    files = list(SHIPPED.rglob("*.safetensors"))
+    files = list(PACKAGED_WEIGHTS.rglob("*.safetensors"))
     assert files
     assert sum(file.stat().st_size for file in files) <= 20_000_000
-    assert not [file for file in SHIPPED.rglob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
-    config = json.loads((SHIPPED / "transformer" / "config.json").read_text())
+    assert not [file for file in PACKAGED_WEIGHTS.rglob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
+    config = json.loads((PACKAGED_WEIGHTS / "transformer" / "config.json").read_text())
     assert config["in_channels"] == 3 * PATCH * PATCH
-    card = (SHIPPED / "README.md").read_text()
+    card = (PACKAGED_WEIGHTS / "README.md").read_text()
     for word in ("Data", "licence", "Held-out results", "Limits"):
         assert word in card
 
@@ -219,4 +219,4 @@ def test_a_seed_gives_the_same_steps_again(scripts: dict[str, ModuleType], tmp_p
     kept = trainer.average.state_dict()["x_embedder.weight"].half().float()
     assert torch.equal(again.state_dict()["x_embedder.weight"], kept)
     settings = json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())
-    assert settings == json.loads((SHIPPED / "scheduler" / "scheduler_config.json").read_text())
+    assert settings == json.loads((PACKAGED_WEIGHTS / "scheduler" / "scheduler_config.json").read_text())

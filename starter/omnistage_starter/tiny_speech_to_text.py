@@ -1,6 +1,6 @@
-"""Small random ears in the files that Moonshine has: the same names of inputs and outputs, and nothing to hear with.
+"""Tiny random speech recognition networks with the files, inputs and outputs of Moonshine.
 
-They are for `omnistage tiny` and for tests. With a `script` they hear those words in every sound.
+For `omnistage tiny` and for tests. With a `script` they give those words for every clip.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Any, Final
 import numpy as np
 
 from omnistage.core.errors import MissingDependencyError
-from omnistage_starter.hearing import DECODER, ENCODER, TOKENIZER
+from omnistage_starter.speech_to_text import DECODER, ENCODER, TOKENIZER
 
 _ENGLISH = "the a cat dog sun sea tree bird red blue two three sees hears says runs in on and with"
 WORDS: Final = tuple(_ENGLISH.split())
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _WIDTH, _HEADS, _SIZE, _LAYERS = 16, 2, 8, 2
 _FRAME, _HOP = 768, 384
-"""Samples that one frame sees, and samples from one to the next: Moonshine's own hop."""
-_PLACES = 64
-"""Tokens that have their own row of likelihoods; later ones take the last."""
+"""Samples of a frame, and samples between frames: Moonshine's hop."""
+_POSITIONS = 64
+"""Positions with their own row of logits; later ones use the last."""
 
 
-def write_ears(
+def write_speech_to_text(
     folder: Path, *, seed: int = 0, words: Sequence[str] = WORDS, script: Sequence[str] | None = None
 ) -> None:
     """Write encoder.onnx, decoder.onnx and tokenizer.json to `folder`.
 
-    `script` lists the tokens that come out of every sound, one after the other: of `words`, or "</s>". Its last one
-    comes again and again, so that a script without "</s>" never ends by itself.
+    `script` lists the tokens for every clip, in order: of `words`, or "</s>". The last one repeats, so that a script
+    without "</s>" never ends by itself.
     """
     _onnx()  # before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: number for number, token in enumerate((*_SPECIAL, *words))}
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     _write_tokenizer(folder / TOKENIZER, vocabulary)
-    _write_encoder(folder / ENCODER, chance)
-    places = chance.normal(size=(_PLACES, len(vocabulary))).astype(np.float32)
-    reading = chance.normal(size=(_WIDTH, len(vocabulary))).astype(np.float32)
+    _write_encoder(folder / ENCODER, rng)
+    positions = rng.normal(size=(_POSITIONS, len(vocabulary))).astype(np.float32)
+    projection = rng.normal(size=(_WIDTH, len(vocabulary))).astype(np.float32)
     if script is not None:
-        places = np.eye(len(vocabulary), dtype=np.float32)[[vocabulary[token] for token in script]]
-        reading[:] = 0
-    _write_decoder(folder / DECODER, places, reading)
+        positions = np.eye(len(vocabulary), dtype=np.float32)[[vocabulary[token] for token in script]]
+        projection[:] = 0
+    _write_decoder(folder / DECODER, positions, projection)
 
 
 def _write_tokenizer(path: Path, vocabulary: dict[str, int]) -> None:
@@ -59,14 +59,14 @@ def _onnx() -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise MissingDependencyError("making ears needs one more package: pip install onnx") from error
+        raise MissingDependencyError("writing the speech recognition networks needs onnx: pip install onnx") from error
     return onnx
 
 
-def _write_encoder(path: Path, chance: np.random.Generator) -> None:
-    """Sound [batch, samples] to frames [batch, frames, width]: one convolution."""
+def _write_encoder(path: Path, rng: np.random.Generator) -> None:
+    """Samples `[batch, n]` to frames `[batch, frames, width]`: one convolution."""
     node, tensor = _onnx().helper.make_node, _tensor
-    weight = chance.normal(size=(_WIDTH, 1, _FRAME)).astype(np.float32) / np.sqrt(_FRAME)
+    weight = rng.normal(size=(_WIDTH, 1, _FRAME)).astype(np.float32) / np.sqrt(_FRAME)
     nodes = [
         node("Unsqueeze", ["input_values", "one"], ["row"]),
         node("Conv", ["row", "weight"], ["seen"], strides=[_HOP]),
@@ -78,27 +78,27 @@ def _write_encoder(path: Path, chance: np.random.Generator) -> None:
     _save(path, nodes, inputs, outputs, [tensor("one", np.array([1])), tensor("weight", weight.astype(np.float32))])
 
 
-def _write_decoder(path: Path, places: np.ndarray[Any, Any], reading: np.ndarray[Any, Any]) -> None:
-    """Logits of the next token: its place's row and the mean of what was heard. Keys and values grow as theirs."""
+def _write_decoder(path: Path, positions: np.ndarray[Any, Any], projection: np.ndarray[Any, Any]) -> None:
+    """Logits of the next token: its position's row and the mean of the frames. Keys and values grow as Moonshine's."""
     onnx = _onnx()
     node = onnx.helper.make_node
     inputs = [
         _value("input_ids", "INT64", ["batch_size", "tokens"]),
         _value("encoder_hidden_states", "FLOAT", ["batch_size", "frames", _WIDTH]),
     ]
-    outputs = [_value("logits", "FLOAT", ["batch_size", "tokens", places.shape[1]])]
+    outputs = [_value("logits", "FLOAT", ["batch_size", "tokens", positions.shape[1]])]
     weights = [
-        _tensor("places", places),
-        _tensor("reading", reading),
+        _tensor("positions", positions),
+        _tensor("projection", projection),
         _tensor("one", np.array([1])),
         _tensor("two", np.array([2])),
-        _tensor("last_place", np.array([len(places) - 1])),
+        _tensor("last_position", np.array([len(positions) - 1])),
         _tensor("by_head", np.array([0, 0, _HEADS, _SIZE])),
     ]
-    # Keys and values of what was heard, as [batch, heads, frames, size].
+    # Keys and values of the frames, as [batch, heads, frames, size].
     nodes = [
-        node("Reshape", ["encoder_hidden_states", "by_head"], ["parted"]),
-        node("Transpose", ["parted"], ["heard_heads"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["encoder_hidden_states", "by_head"], ["split_heads"]),
+        node("Transpose", ["split_heads"], ["encoder_heads"], perm=[0, 2, 1, 3]),
         node("Cast", ["input_ids"], ["ids"], to=onnx.TensorProto.FLOAT),
         node("Unsqueeze", ["ids", "one"], ["ids_row"]),
         node("Unsqueeze", ["ids_row", "last_axis"], ["ids_rows"]),
@@ -115,22 +115,22 @@ def _write_decoder(path: Path, places: np.ndarray[Any, Any], reading: np.ndarray
                 if kind == "decoder":
                     nodes.append(node("Concat", [past, "new"], [present], axis=2))
                 else:
-                    nodes.append(_either("use_cache_branch", past, "heard_heads", present))
+                    nodes.append(_either("use_cache_branch", past, "encoder_heads", present))
     inputs.append(_value("use_cache_branch", "BOOL", [1]))
     nodes += [
         node("Shape", ["past_key_values.0.decoder.key"], ["lengths"]),
-        node("Gather", ["lengths", "two"], ["place"]),
-        node("Min", ["place", "last_place"], ["row"]),
-        node("Gather", ["places", "row"], ["likely"]),
-        node("ReduceMean", ["encoder_hidden_states", "one"], ["heard"], keepdims=1),
-        node("MatMul", ["heard", "reading"], ["read"]),
-        node("Add", ["read", "likely"], ["logits"]),
+        node("Gather", ["lengths", "two"], ["position"]),
+        node("Min", ["position", "last_position"], ["row"]),
+        node("Gather", ["positions", "row"], ["position_logits"]),
+        node("ReduceMean", ["encoder_hidden_states", "one"], ["frame_mean"], keepdims=1),
+        node("MatMul", ["frame_mean", "projection"], ["frame_logits"]),
+        node("Add", ["frame_logits", "position_logits"], ["logits"]),
     ]
     _save(path, nodes, inputs, outputs, weights)
 
 
 def _either(condition: str, if_true: str, if_false: str, output: str) -> Any:
-    """An If node that hands one of two outer values on: the two branches of a merged file."""
+    """An If node that passes one of two outer values on, like the branches of Moonshine's merged file."""
     helper = _onnx().helper
     branches = {}
     for branch, source in (("then_branch", if_true), ("else_branch", if_false)):

@@ -1,4 +1,4 @@
-"""The starter's voice: text cut into sentences while it is written, made speakable, and spoken."""
+"""Text to speech: streamed text split into sentences, result speakable, and synthesised."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omnistage_starter import speaking
-from omnistage_starter.speaking import LONGEST_PIECE, Sentences, Speaker, framed, speakable
+from omnistage_starter import text_to_speech
+from omnistage_starter.sentences import MAX_PIECE_CHARACTERS, Sentences, speakable
+from omnistage_starter.text_to_speech import Voice, trim
 
 from omnistage.core.errors import ConfigError, MissingDependencyError
 
@@ -68,7 +69,7 @@ def test_sentences_and_lines_end_pieces(text: str, pieces: list[str]) -> None:
     assert cut(text) == pieces
 
 
-def test_a_sentence_goes_out_when_the_next_begins_and_a_line_with_its_end() -> None:
+def test_a_sentence_is_emitted_when_the_next_begins_and_a_line_at_its_end() -> None:
     state, pieces = Sentences().push("It rains. ")
     assert pieces == ()
     state, pieces = state.push("W")
@@ -78,7 +79,7 @@ def test_a_sentence_goes_out_when_the_next_begins_and_a_line_with_its_end() -> N
     assert state.finish() == ()
 
 
-def test_pushing_leaves_the_old_state_as_it_was() -> None:
+def test_push_does_not_change_the_old_state() -> None:
     state, _ = Sentences().push("It rains")
     assert state.push(". We stay. ")[0].finish() == ("We stay.",)
     assert state.finish() == ("It rains",)
@@ -106,15 +107,15 @@ def test_only_the_first_piece_ends_at_a_comma() -> None:
     assert cut(f"Yes, it does. {sentence}", Sentences(first_words=4))[1:] == [sentence]
 
 
-def test_a_long_sentence_is_cut_behind_a_clause_and_else_behind_a_word() -> None:
+def test_a_long_sentence_is_split_after_a_clause_else_after_a_word() -> None:
     clause = "the wind blew over the hills and the sea, "
     assert all(piece.endswith(",") for piece in cut(clause * 20)[:-1])
     assert all(piece.endswith("word") for piece in cut("word " * 200))
 
 
-def test_a_bound_that_can_hold_no_word_is_refused() -> None:
+def test_a_limit_below_two_characters_is_refused() -> None:
     with pytest.raises(ConfigError):
-        Sentences(longest=1)
+        Sentences(max_characters=1)
 
 
 _WORDS = "Dr. e.g. U.S. 3.14 J. I yes, no. Why? Stop! ... — - 1. and 1,000 “Well.” * **Bold** `x é 😀 the cat Then etc."
@@ -125,12 +126,14 @@ _PROSE = st.builds(
 )
 _TEXTS = st.one_of(_PROSE, st.text(max_size=200))
 _STATES = st.builds(
-    Sentences, first_words=st.none() | st.integers(0, 6), longest=st.integers(2, 60) | st.just(LONGEST_PIECE)
+    Sentences,
+    first_words=st.none() | st.integers(0, 6),
+    max_characters=st.integers(2, 60) | st.just(MAX_PIECE_CHARACTERS),
 )
 
 
 @given(_TEXTS, _STATES, st.data())
-def test_however_the_text_arrives_the_pieces_are_the_same(text: str, state: Sentences, data: st.DataObject) -> None:
+def test_the_chunking_of_text_does_not_matter(text: str, state: Sentences, data: st.DataObject) -> None:
     edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     arriving, pieces = state, []
     for start, end in pairwise([0, *edges, len(text)]):
@@ -143,8 +146,8 @@ def test_however_the_text_arrives_the_pieces_are_the_same(text: str, state: Sent
 def test_nothing_is_lost_and_no_piece_is_too_long_or_empty(text: str, state: Sentences) -> None:
     pieces = cut(text, state)
     assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert all(piece.strip() and len(piece) <= state.longest for piece in pieces)
-    if all(len(word) <= state.longest // 2 and "—" not in word for word in text.split()):
+    assert all(piece.strip() and len(piece) <= state.max_characters for piece in pieces)
+    if all(len(word) <= state.max_characters // 2 and "—" not in word for word in text.split()):
         assert " ".join(pieces).split() == text.split()
 
 
@@ -174,12 +177,12 @@ def test_nothing_is_lost_and_no_piece_is_too_long_or_empty(text: str, state: Sen
     ],
     ids=lambda value: "",
 )
-def test_what_is_not_spoken_is_left_out(text: str, spoken: str) -> None:
+def test_unspeakable_text_is_removed(text: str, spoken: str) -> None:
     assert speakable(text) == spoken
 
 
 @given(st.text(max_size=300))
-def test_any_text_becomes_lines_with_something_to_say(text: str) -> None:
+def test_any_text_becomes_lines_with_letters_or_digits(text: str) -> None:
     for line in speakable(text).split("\n") if speakable(text) else []:
         assert any(character.isalnum() for character in line)
         assert not set(line) & set("*`#|<>[]{}\\_~\t\x00")
@@ -188,45 +191,45 @@ def test_any_text_becomes_lines_with_something_to_say(text: str) -> None:
 # -------------------------------------------------------------------------------------------------- ends
 
 
-def test_a_sound_gets_the_pause_that_is_asked_for_and_soft_ends() -> None:
+def test_trim_sets_the_pause_and_fades_the_ends() -> None:
     sound = np.concatenate([np.zeros(7000), np.full(RATE, 0.5), np.zeros(11_000)]).astype(np.float32)
-    made = framed(sound, RATE, 0.16)
-    loud = np.flatnonzero(np.abs(made) > 0.49)
-    assert made[0] == 0
-    assert made[-1] == 0
-    assert (len(made) - loud[-1]) / RATE == pytest.approx(0.16, abs=0.001)
+    result = trim(sound, RATE, 0.16)
+    loud = np.flatnonzero(np.abs(result) > 0.49)
+    assert result[0] == 0
+    assert result[-1] == 0
+    assert (len(result) - loud[-1]) / RATE == pytest.approx(0.16, abs=0.001)
     assert loud[0] / RATE == pytest.approx(0.02, abs=0.001)
-    assert np.count_nonzero(made == 0.5) == RATE  # the level is kept
+    assert np.count_nonzero(result == 0.5) == RATE  # the level is kept
 
 
 def test_an_end_without_silence_is_faded() -> None:
-    made = framed(np.full(RATE, 0.5, np.float32), RATE, 0.1)
-    assert np.abs(np.diff(made)).max() < 0.01
-    assert made.max() == 0.5
+    result = trim(np.full(RATE, 0.5, np.float32), RATE, 0.1)
+    assert np.abs(np.diff(result)).max() < 0.01
+    assert result.max() == 0.5
 
 
-def test_silence_is_left_out() -> None:
-    assert len(framed(np.zeros(RATE, np.float32), RATE, 0.16)) == 0
+def test_silence_gives_no_samples() -> None:
+    assert len(trim(np.zeros(RATE, np.float32), RATE, 0.16)) == 0
 
 
 # -------------------------------------------------------------------------------------------------- the voice
 
 
 @pytest.fixture(scope="module")
-def speaker() -> Speaker:
+def voice() -> Voice:
     pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
-    return Speaker()
+    return Voice()
 
 
-def test_the_same_text_and_seed_give_the_same_samples(speaker: Speaker) -> None:
-    sound = speaker.say("Hello there.", seed=1)
+def test_the_same_text_and_seed_give_the_same_samples(voice: Voice) -> None:
+    sound = voice.synthesise("Hello there.", seed=1)
     assert sound.dtype == np.float32
-    assert np.array_equal(sound, speaker.say("Hello there.", seed=1))
-    assert not np.array_equal(sound, speaker.say("Hello there.", seed=2))
+    assert np.array_equal(sound, voice.synthesise("Hello there.", seed=1))
+    assert not np.array_equal(sound, voice.synthesise("Hello there.", seed=2))
 
 
-def test_sentences_do_not_run_into_each_other(speaker: Speaker) -> None:
-    sound = speaker.say("Go. Stay.")
+def test_sentences_do_not_run_into_each_other(voice: Voice) -> None:
+    sound = voice.synthesise("Go. Stay.")
     loud = np.flatnonzero(np.abs(sound) > 0.005)
     pauses = np.diff(loud)[np.diff(loud) > 0.1 * RATE] / RATE
     assert len(pauses) == 1
@@ -234,14 +237,14 @@ def test_sentences_do_not_run_into_each_other(speaker: Speaker) -> None:
     assert np.abs(sound[[0, -1]]).max() < 1e-6
 
 
-def test_a_faster_voice_takes_less_time(speaker: Speaker) -> None:
+def test_a_faster_voice_takes_less_time(voice: Voice) -> None:
     text = "The quick brown fox jumps over the lazy dog."
-    assert len(speaker.say(text, speed=1.5)) < 0.8 * len(speaker.say(text))
+    assert len(voice.synthesise(text, speed=1.5)) < 0.8 * len(voice.synthesise(text))
 
 
 @pytest.mark.parametrize("text", ["", "😀", "Привет", "...", "***", "\x00", "- ", "```\nx = 1\n```"])
-def test_where_there_is_nothing_to_say_there_are_no_samples(speaker: Speaker, text: str) -> None:
-    assert speaker.say(text).shape == (0,)
+def test_text_without_words_gives_no_samples(voice: Voice, text: str) -> None:
+    assert voice.synthesise(text).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -257,38 +260,36 @@ def test_where_there_is_nothing_to_say_there_are_no_samples(speaker: Speaker, te
     ],
     ids=["digits", "groups", "code", "address", "dates", "money", "one long word"],
 )
-def test_text_that_is_hard_to_speak_is_spoken_all_the_same(speaker: Speaker, text: str) -> None:
-    sound = speaker.say(text)
+def test_unusual_text_is_spoken(voice: Voice, text: str) -> None:
+    sound = voice.synthesise(text)
     assert len(sound) > 0.3 * RATE
     assert np.isfinite(sound).all()
     assert np.abs(sound).max() <= 1
 
 
-def test_numbers_become_words(speaker: Speaker) -> None:
-    assert np.array_equal(speaker.say("I have 3 cats."), speaker.say("I have three cats."))
+def test_numbers_become_words(voice: Voice) -> None:
+    assert np.array_equal(voice.synthesise("I have 3 cats."), voice.synthesise("I have three cats."))
 
 
-def test_long_phonemes_are_spoken_in_parts(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_phonemes_are_split(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    spoken = speaker._voice.ids
-    monkeypatch.setattr(speaker._voice, "ids", lambda phonemes: lengths.append(len(phonemes)) or spoken(phonemes))
-    speaker.say("999,999 " * 12)
+    spoken = voice._synthesiser.ids
+    monkeypatch.setattr(voice._synthesiser, "ids", lambda phonemes: lengths.append(len(phonemes)) or spoken(phonemes))
+    voice.synthesise("999,999 " * 12)
     assert len(lengths) > 1
     assert max(lengths) <= 400
 
 
-def test_where_the_package_fails_on_a_number_the_words_are_spoken(
-    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = speaker._to_phonemes
+def test_a_number_that_the_package_cannot_parse_is_skipped(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = voice._to_phonemes
 
     def failing(text: str) -> str:
         if "7" in text:
             raise IndexError(text)
         return str(read(text))
 
-    monkeypatch.setattr(speaker, "_to_phonemes", failing)
-    assert np.array_equal(speaker.say("Seven is 7, yes"), speaker.say("Seven is yes"))
+    monkeypatch.setattr(voice, "_to_phonemes", failing)
+    assert np.array_equal(voice.synthesise("Seven is 7, yes"), voice.synthesise("Seven is yes"))
 
 
 # -------------------------------------------------------------------------------------------------- voices and files
@@ -310,34 +311,34 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_voice_whose_file_is_not_here_is_refused_and_never_downloaded(offline: Path) -> None:
     with pytest.raises(ConfigError, match=r"'emma'.*heart"):
-        Speaker(voice="emma")
+        Voice(name="emma")
     with pytest.raises(ConfigError, match="'nobody'"):
-        Speaker(voice="nobody")
+        Voice(name="nobody")
     assert list(offline.iterdir()) == []
-    assert Speaker().voices == ("heart",)
+    assert Voice().available == ("heart",)
 
 
-def test_a_voice_whose_file_is_here_can_be_had(offline: Path) -> None:
+def test_a_voice_whose_file_is_here_can_be_used(offline: Path) -> None:
     registry = importlib.import_module("hibari.voices")
     shutil.copy(registry.voice_path("heart"), offline / registry.VOICES["emma"]["file"])
-    speaker = Speaker(voice="emma")
-    assert (speaker.voice, speaker.voices) == ("emma", ("heart", "emma"))
-    assert len(speaker.say("Good morning.")) > 0
+    voice = Voice(name="emma")
+    assert (voice.name, voice.available) == ("emma", ("heart", "emma"))
+    assert len(voice.synthesise("Good morning.")) > 0
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(speaking.importlib, "import_module", missing)
+    monkeypatch.setattr(text_to_speech.importlib, "import_module", missing)
     with pytest.raises(MissingDependencyError, match=r"omnistage\[starter\]"):
-        Speaker()
+        Voice()
 
 
 CODE = "Here it is:\n```python\nimport os\n\nprint(1). Really.\n```\nThat is all. Or inline: ```x = 1``` and on."
 
 
-def test_blocks_of_code_are_not_spoken_however_they_come() -> None:
+def test_code_blocks_are_not_spoken() -> None:
     wanted = ["Here it is:", "That is all.", "Or inline: ```x = 1``` and on."]
     assert cut(CODE) == wanted
     state, pieces = Sentences(first_words=None), []
@@ -350,15 +351,15 @@ def test_blocks_of_code_are_not_spoken_however_they_come() -> None:
 @pytest.mark.parametrize(
     "text", ["```", "```py\nprint(1)\n```", "```py\nprint(1)", "  ```\nx\n  ```\n", "``` never. Ends"]
 )
-def test_nothing_but_code_is_nothing(text: str) -> None:
+def test_code_alone_gives_no_pieces(text: str) -> None:
     assert cut(text) == []
 
 
-def test_code_that_begins_behind_words_is_left_out_too() -> None:
+def test_code_after_words_is_not_spoken() -> None:
     assert [speakable(piece) for piece in cut("Run this: ```sh\nls -l\n```\nDone.")] == ["Run this:", "Done."]
 
 
-def test_a_long_line_of_code_takes_no_room() -> None:
+def test_a_long_line_of_code_is_not_buffered() -> None:
     state, pieces = Sentences().push("```\n" + "x" * 10_000)
     assert pieces == ()
-    assert len(state._rest) <= LONGEST_PIECE
+    assert len(state._rest) <= MAX_PIECE_CHARACTERS
