@@ -292,10 +292,10 @@ def test_forget_releases_everything(model: str, spec: str) -> None:
             step(denoiser, keep, cache)
             step(denoiser, drop, cache)
     gc.collect()
-    held = tensors_of(cache._kept[drop])
+    held = tensors_of(cache._states[drop])
     assert held
     alive = [weakref.ref(tensor) for tensor in held]
-    others = len(tensors_of(cache._kept[keep]))
+    others = len(tensors_of(cache._states[keep]))
     assert cache.states == 4
     del held
     cache.forget(denoiser, drop)
@@ -303,7 +303,7 @@ def test_forget_releases_everything(model: str, spec: str) -> None:
     gc.collect()
     assert cache.states == 2
     assert not [ref for ref in alive if ref() is not None]
-    assert len(tensors_of(cache._kept[keep])) == others
+    assert len(tensors_of(cache._states[keep])) == others
     lane = weakref.ref(drop.latents)
     del drop
     gc.collect()
