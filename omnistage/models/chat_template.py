@@ -95,32 +95,32 @@ class ChatTemplate:
         ]
         try:
             offers = "probe_tool" in str(self._render(ask, [_PROBE_TOOL]))
-            written = str(self._render(exchange, [_PROBE_TOOL]))
+            text = str(self._render(exchange, [_PROBE_TOOL]))
         except _REFUSALS:
             return False
-        return offers and _CALL.search(written) is not None and "probe_result" in written
+        return offers and _CALL.search(text) is not None and "probe_result" in text
 
     # ------------------------------------------------------------------------------------------- our own form
 
     def _written(self, turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> list[Turn]:
-        written: list[Turn] = []
+        result: list[Turn] = []
         for turn in turns:
             content = turn["content"]
             if turn["role"] == "tool":
                 content = self._around("<tool_response>\n", content, "\n</tool_response>")
-                if written and written[-1].get("results"):  # several results make one turn
-                    written[-1]["content"] = self._join(self._around("", written[-1]["content"], "\n"), content)
+                if result and result[-1].get("results"):  # several results make one turn
+                    result[-1]["content"] = self._join(self._around("", result[-1]["content"], "\n"), content)
                 else:
-                    written.append({"role": "user", "content": content, "results": True})
+                    result.append({"role": "user", "content": content, "results": True})
                 continue
-            own = {key: value for key, value in turn.items() if key != "tool_calls"}
+            plain = {key: value for key, value in turn.items() if key != "tool_calls"}
             texts = [_call_text(call["function"]) for call in turn.get("tool_calls", ())]
             if texts:
-                own["content"] = self._around("", content, ("" if _is_empty(content) else "\n") + "\n".join(texts))
-            written.append(own)
-        for turn in written:
+                plain["content"] = self._around("", content, ("" if _is_empty(content) else "\n") + "\n".join(texts))
+            result.append(plain)
+        for turn in result:
             turn.pop("results", None)
-        return self._offered(written, instructions(tools)) if tools else written
+        return self._offered(result, instructions(tools)) if tools else result
 
     def _offered(self, turns: list[Turn], text: str) -> list[Turn]:
         if turns and turns[0]["role"] == "system":

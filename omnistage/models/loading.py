@@ -74,18 +74,18 @@ class Checkpoint:
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Tensors whose name starts with `prefix`, by the rest of their name."""
-        wanted: dict[Path, list[str]] = {}
+        names_by_file: dict[Path, list[str]] = {}
         for name, path in self._file_of.items():
             if name.startswith(prefix):
-                wanted.setdefault(path, []).append(name)
-        if not wanted:
-            raise CheckpointError(f"{self.folder} has no weights named {prefix}*; is it the right model?")
-        found: dict[str, torch.Tensor] = {}
-        for path, names in sorted(wanted.items()):
+                names_by_file.setdefault(path, []).append(name)
+        if not names_by_file:
+            raise CheckpointError(f"{self.folder} has no weights named {prefix}*; check that it is the right model")
+        tensors: dict[str, torch.Tensor] = {}
+        for path, names in sorted(names_by_file.items()):
             with _open(path) as shard:
                 for name in names:
-                    found[name[len(prefix) :]] = _read(shard, name, path)
-        return found
+                    tensors[name[len(prefix) :]] = _read(shard, name, path)
+        return tensors
 
     def num_elements(self) -> int:
         """Numbers in all tensors together, by the headers of the files alone."""
@@ -212,22 +212,22 @@ def _check_shapes(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
     endings: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
         endings.setdefault(_ending(name), []).append(tensor)
-    wanted = skeleton.state_dict()
-    alike = Counter(map(_ending, wanted))
-    for name, expected in wanted.items():
-        found = tensors.get(name)
-        if found is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
-            found = endings[_ending(name)][0]
-        if found is not None and found.shape != expected.shape:
-            raise _wrong_shape(name, type(skeleton).__name__, found.shape, expected.shape)
+    expected = skeleton.state_dict()
+    alike = Counter(map(_ending, expected))
+    for name, wanted in expected.items():
+        stored = tensors.get(name)
+        if stored is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
+            stored = endings[_ending(name)][0]
+        if stored is not None and stored.shape != wanted.shape:
+            raise _wrong_shape(name, type(skeleton).__name__, stored.shape, wanted.shape)
 
 
 def _ending(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _wrong_shape(key: str, model: str, found: Sequence[int], expected: Sequence[int]) -> CheckpointError:
-    return CheckpointError(f"{key} of {model} has shape {list(found)} in the checkpoint, not {list(expected)}")
+def _wrong_shape(key: str, model: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    return CheckpointError(f"{key} of {model} has shape {list(shape)} in the checkpoint, not {list(expected)}")
 
 
 def check_complete(name: str, info: Mapping[str, Any]) -> None:

@@ -35,8 +35,8 @@ class GuardedText:
         if self.pattern is None:
             return text
 
-        def set_aside(found: re.Match[str]) -> str:
-            self.literals.append(found.group())
+        def set_aside(match: re.Match[str]) -> str:
+            self.literals.append(match.group())
             return f"{_OPEN}{len(self.literals) - 1}{_CLOSE}"
 
         return self.pattern.sub(set_aside, text)

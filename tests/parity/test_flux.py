@@ -273,7 +273,7 @@ def test_refusals_name_the_parameter(asked: Case, error: type[OmniError], param:
 
 def test_kontext_takes_no_strength(kontext: Model) -> None:
     asked = case(images=(PHOTO,), strength=0.5)
-    with pytest.raises(InvalidRequestError, match="leave it out"):
+    with pytest.raises(InvalidRequestError, match="omit it"):
         kontext.parts[0].check(asked.payload, asked.params)
 
 

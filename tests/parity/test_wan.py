@@ -274,7 +274,7 @@ def test_decoding_together_equals_alone(model: Callable[[str], Model]) -> None:
         ("i2v_experts", 2, {"num_frames": 1}, "num_frames", "at least 5 frames"),
         ("ti2v", 2, {}, "image", "takes 1 images"),
         ("ti2v", 1, {"strength": 0.5}, "strength", "start from noise"),
-        ("t2v", 0, {"strength": 0.5}, "strength", "leave it out"),
+        ("t2v", 0, {"strength": 0.5}, "strength", "omit it"),
         ("i2v_clip", 1, {"max_sequence_length": 256}, "max_sequence_length", "exactly 512"),
     ],
 )
@@ -290,7 +290,7 @@ def test_bad_requests(
 def test_masks_and_schedulers_are_refused(model: Callable[[str], Model]) -> None:
     encoder, denoiser, _ = model("ti2v").parts
     photo = picture(32, 32)
-    with pytest.raises(InvalidRequestError, match="no mask"):
+    with pytest.raises(InvalidRequestError, match="mask: not supported"):
         encoder.check(DiffusionInput("x", (photo,), np.zeros((32, 32), np.uint8)), DiffusionParams())
     with pytest.raises(InvalidRequestError, match="no scheduler 'Magic'"):
         opened(model("ti2v"), case(scheduler="Magic"))

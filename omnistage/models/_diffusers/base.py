@@ -65,34 +65,32 @@ class DiffusersEncoder(PromptEncoder):
                 f"this model takes {self.max_images or 'no'} images, got {len(payload.images)}", param="image"
             )
         if self.needs_image and not payload.images:
-            raise InvalidRequestError("is missing; this model changes a picture, so give one", param="image")
+            raise InvalidRequestError("is missing; this model edits an image, so send one", param="image")
         if payload.mask is not None and not self.takes_mask:
-            raise InvalidRequestError("this model takes no mask; leave it out", param="mask")
+            raise InvalidRequestError("not supported by this model; omit it", param="mask")
         if params.strength is not None and not payload.images:
-            raise InvalidRequestError(
-                "is how far to leave an input picture; give an image or leave it out", param="strength"
-            )
-        length, longest = params.max_sequence_length, self.max_text_tokens
-        if length is not None and longest is not None and length > longest:
-            raise LimitExceededError(f"must be at most {longest}, got {length}", param="max_sequence_length")
+            raise InvalidRequestError("applies to an input image only; send one, or omit it", param="strength")
+        length, limit = params.max_sequence_length, self.max_text_tokens
+        if length is not None and limit is not None and length > limit:
+            raise LimitExceededError(f"must be at most {limit}, got {length}", param="max_sequence_length")
         self._refuse_unused(payload, params)
 
     def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         """Raise for what would be left aside: someone who sets it wants it to count."""
         true_cfg, video = self._takes("true_cfg_scale"), self._takes("num_frames")
         if params.true_cfg is not None and not true_cfg:
-            raise InvalidRequestError("this model has guidance only; set that instead", param="true_cfg")
+            raise InvalidRequestError("not supported by this model; use guidance instead", param="true_cfg")
         if not video and (params.num_frames or 1) > 1:
             raise InvalidRequestError(
-                "this model draws pictures, not videos; leave it out, or set n for several", param="num_frames"
+                "this model draws pictures, not videos; omit it, or set n for several", param="num_frames"
             )
         if not video and params.fps is not None:
-            raise InvalidRequestError("this model draws pictures, not videos; leave it out", param="fps")
+            raise InvalidRequestError("this model draws pictures, not videos; omit it", param="fps")
         # Families with both scales say themselves which of them the negative prompt goes with.
         off = params.guidance is not None and not true_cfg and len(self.jobs(payload, params)) < 2
         if params.negative_prompt and off:
             raise InvalidRequestError(
-                f"nothing guides away from it at guidance {params.guidance:g}; raise guidance, or leave it out",
+                f"has no effect at guidance {params.guidance:g}; raise guidance, or omit it",
                 param="negative_prompt",
             )
 
@@ -158,17 +156,17 @@ class DiffusersDenoiser(Denoiser):
 
     def scheduler(self, name: str | None) -> SchedulerMixin:
         """A scheduler for one lane: the checkpoint's, or another class that can take its place."""
-        own = self.pipe.scheduler
-        if name is None or name == type(own).__name__:
-            return copy.deepcopy(own)
-        known = {cls.__name__: cls for cls in own.compatibles}
+        stock = self.pipe.scheduler
+        if name is None or name == type(stock).__name__:
+            return copy.deepcopy(stock)
+        known = {cls.__name__: cls for cls in stock.compatibles}
         if name not in known:
             raise InvalidRequestError(
                 f"there is no scheduler {name!r} for this model; known: "
-                + ", ".join(sorted({type(own).__name__, *known})),
+                + ", ".join(sorted({type(stock).__name__, *known})),
                 param="scheduler",
             )
-        return known[name].from_config(own.config)
+        return known[name].from_config(stock.config)
 
     def check(self, params: DiffusionParams) -> None:
         scheduler = self.scheduler(params.scheduler)
@@ -233,7 +231,7 @@ def skip_to_strength(scheduler: SchedulerMixin, timesteps: Tensor, steps: int, s
     left = timesteps[start * scheduler.order :]
     if not len(left):
         raise InvalidRequestError(
-            f"{steps} steps at strength {strength:g} leave nothing to do; raise either", param="strength"
+            f"{steps} steps at strength {strength:g} leave no step to run; raise one of them", param="strength"
         )
     scheduler.set_begin_index(start * scheduler.order)
     return left

@@ -34,8 +34,8 @@ def drawing_family(
 
     def factory(role: str) -> ComponentFactory:
         def load(context: LoadContext) -> object:
-            made: object = getattr(part("components"), f"load_{role}")(context)
-            return made
+            component: object = getattr(part("components"), f"load_{role}")(context)
+            return component
 
         return load
 

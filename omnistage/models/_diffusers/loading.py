@@ -72,17 +72,17 @@ class Parts:
         library, cls = entry
         if library not in _LIBRARIES or not isinstance(cls, str) or cls.startswith("_"):
             raise CheckpointError(
-                f"{INDEX} in {self.folder} wants {name} to be {library}.{cls}; only classes of "
+                f"{INDEX} in {self.folder} names {library}.{cls} for {name}; only classes of "
                 f"{' and '.join(_LIBRARIES)} are loaded, code in a checkpoint is not run"
             )
         package = diffusers() if library == "diffusers" else transformers
-        found = getattr(package, cls, None)
-        if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+        value = getattr(package, cls, None)
+        if not isinstance(value, type) or not hasattr(value, "from_pretrained"):
             raise CheckpointError(f"{library} {package.__version__} has no {cls}, which {name} of {self.folder} needs")
-        if issubclass(found, diffusers().DiffusionPipeline):
+        if issubclass(value, diffusers().DiffusionPipeline):
             # It would read an index of its own, which nobody has checked.
-            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be a whole pipeline, {cls}; refused")
-        return found
+            raise CheckpointError(f"{INDEX} in {self.folder} names a whole pipeline for {name}, {cls}; not supported")
+        return value
 
     def folder_of(self, name: str) -> Path:
         path = self.folder / name
@@ -94,7 +94,9 @@ class Parts:
         """A part without weights: a tokenizer, a processor, a scheduler."""
         cls, folder = self.part_class(name), self.folder_of(name)
         if issubclass(cls, nn.Module):
-            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, which is a network")
+            raise CheckpointError(
+                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is a network; it must not be one"
+            )
         options = {"local_files_only": True} | ({"trust_remote_code": False} if _is_transformers(cls) else {})
         return _guarded(folder, lambda: cls.from_pretrained(folder, **options))
 
@@ -102,7 +104,9 @@ class Parts:
         """A part with weights, for inference."""
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, nn.Module):
-            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, which is no network")
+            raise CheckpointError(
+                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is no network; it must be one"
+            )
         check_weights(folder)
         self._check_sizes(name, cls, folder)
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
@@ -121,7 +125,9 @@ class Parts:
         """A part's module with its config and no weights: pipelines read sizes from it."""
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, diffusers().ModelMixin):
-            raise CheckpointError(f"{INDEX} in {self.folder} wants {name} to be {cls.__name__}, no model of diffusers")
+            raise CheckpointError(
+                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is no model of diffusers"
+            )
         check_config(folder)
         return self._skeleton(cls, folder)
 
@@ -136,9 +142,9 @@ class Parts:
         if issubclass(cls, diffusers().ModelMixin):
             check_size(self._skeleton(cls, folder), sum(math.prod(shape) for shape in _shapes(folder)), f"{name}'s ")
 
-    def _check_essential(self, wanted: Collection[str]) -> None:
+    def _check_essential(self, names: Collection[str]) -> None:
         """Raise for a part that no pipeline works without; text encoders and such may be left out of a checkpoint."""
-        for name in wanted:
+        for name in names:
             # A pipeline of two experts may have only the second.
             if name in _ESSENTIAL and not self.has(name) and not (name == "transformer" and self.has("transformer_2")):
                 raise CheckpointError(f"{INDEX} in {self.folder} names no {name}; the checkpoint is incomplete")
@@ -169,18 +175,18 @@ class Parts:
                 parts[name] = self.load_model(name, context.device, dtype)
             else:
                 parts[name] = self.load(name) if name in others else self.stand_in(name)
-        made = dict.fromkeys(_places(pipeline_class)) | parts
-        taken = inspect.signature(pipeline_class.__init__).parameters
+        components = dict.fromkeys(_places(pipeline_class)) | parts
+        known = inspect.signature(pipeline_class.__init__).parameters
         # Settings (`boundary_ratio`, `is_distilled`) stand in the index beside the parts, which are pairs of names.
-        extra = {k: v for k, v in self.index.items() if k in taken and not _is_part(v) and v is not None}
-        return pipeline_class(**(made | extra))
+        extra = {k: v for k, v in self.index.items() if k in known and not _is_part(v) and v is not None}
+        return pipeline_class(**(components | extra))
 
 
 def _places(pipeline_class: type[Any]) -> list[str]:
     """The components that a pipeline class takes."""
-    taken = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
+    parameters = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
     # What has a default that is not None is a setting (`is_distilled`, `text_encoder_out_layers`), not a part.
-    return [p.name for p in taken if p.default is p.empty or p.default is None]
+    return [p.name for p in parameters if p.default is p.empty or p.default is None]
 
 
 def _is_part(entry: object) -> bool:

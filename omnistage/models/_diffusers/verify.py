@@ -121,8 +121,8 @@ def cases_of(kinds: Sequence[Kind], count: int, seed: int, **options: object) ->
     """`count` cases that go through the kinds in turn; `options` are for all of them."""
     cases = []
     for number in range(count):
-        name, payload, own = kinds[number % len(kinds)]
-        params = DiffusionParams.parse({**options, **own, "seed": seed + number})
+        name, payload, settings = kinds[number % len(kinds)]
+        params = DiffusionParams.parse({**options, **settings, "seed": seed + number})
         cases.append(Case(f"{name} {number + 1}", payload, params))
     return cases
 
@@ -185,8 +185,8 @@ def compare(
     report("all at once", count / (count + 1))
     del parts
     together = runner.draw([(case.payload, case.params) for case in cases])
-    for case, pixels, wanted in zip(cases, together, expected, strict=True):
-        difference = _pixel_difference(pixels, wanted.pixels)
+    for case, pixels, reference_drawn in zip(cases, together, expected, strict=True):
+        difference = _pixel_difference(pixels, reference_drawn.pixels)
         rows.append(VerifyRow.judge(case.name, "pixels, all at once", difference, PIXEL_TOLERANCE))
     return rows
 

@@ -168,12 +168,12 @@ def _max_length(config: PreTrainedConfig) -> int:
     """Positions that the model can serve without one request changing another's rotary embedding."""
     if not getattr(config, "max_position_embeddings", None):
         raise UnsupportedModelError(f"{type(config).__name__} does not say how long a text may be")
-    longest = int(config.max_position_embeddings)
+    max_length = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     # longrope changes all frequencies once any position of the batch passes the original length.
     if rope.get("rope_type") == "longrope":
-        longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
-    return longest
+        max_length = min(max_length, int(rope.get("original_max_position_embeddings") or max_length))
+    return max_length
 
 
 @torch.inference_mode()

@@ -24,7 +24,7 @@ from omnistage.models.loading import positive, read_auto_config
 
 LOGITS_TOLERANCE = 1e-4
 _NEW_TOKENS = 16
-_LONGEST_PROMPT = 48
+_MAX_PROMPT_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progres
 
 def _prompts(cases: int, seed: int, vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(seed)
-    longest = max(1, min(_LONGEST_PROMPT, max_length - _NEW_TOKENS))
-    lengths = torch.randint(1, longest + 1, (cases,), generator=generator).tolist()
+    limit = max(1, min(_MAX_PROMPT_TOKENS, max_length - _NEW_TOKENS))
+    lengths = torch.randint(1, limit + 1, (cases,), generator=generator).tolist()
     return [tuple(torch.randint(0, vocab_size, (length,), generator=generator).tolist()) for length in lengths]
 
 

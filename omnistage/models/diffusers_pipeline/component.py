@@ -48,7 +48,7 @@ _OURS = ("preview_every", "early_stop")
 """What only the engine's own loop can do."""
 _GIVEN = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
 """Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
-_LONGEST_REASON = 300
+_MAX_REASON_CHARS = 300
 
 
 class Pipeline(WholePipeline):
@@ -59,13 +59,15 @@ class Pipeline(WholePipeline):
         self.takes, self.needs = _signature(type(pipe))
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        given = self._arguments(payload, params)
-        for name in sorted(self.needs - set(given)):
+        arguments = self._arguments(payload, params)
+        for name in sorted(self.needs - set(arguments)):
             ours = _GIVEN.get(name) or next(field for field, names in _ARGUMENTS.items() if name in names)
-            raise InvalidRequestError(f"is missing; {type(self.pipe).__name__} cannot draw without it", param=ours)
+            raise InvalidRequestError(f"is missing; {type(self.pipe).__name__} requires it", param=ours)
         for field in _OURS:
             if getattr(params, field):
-                raise InvalidRequestError("this model runs its own loop, which has no such thing", param=field)
+                raise InvalidRequestError(
+                    "not supported by this model, whose denoising loop is diffusers'; omit it", param=field
+                )
         self._scheduler(params.scheduler)
 
     def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
@@ -84,7 +86,7 @@ class Pipeline(WholePipeline):
 
         if "callback_on_step_end" in self.takes:
             arguments["callback_on_step_end"] = on_step_end
-        own = getattr(self.pipe, "scheduler", None)
+        stock = getattr(self.pipe, "scheduler", None)
         if params.scheduler is not None:
             self.pipe.scheduler = self._scheduler(params.scheduler)
         try:
@@ -94,11 +96,11 @@ class Pipeline(WholePipeline):
             if done:
                 raise
             # Before the first step, it is diffusers' own check of what it was given.
-            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise InvalidRequestError(f"{type(self.pipe).__name__} cannot draw this: {reason}") from error
         finally:
-            if own is not None:
-                self.pipe.scheduler = own
+            if stock is not None:
+                self.pipe.scheduler = stock
         return pixels_of(output)
 
     # --------------------------------------------------------------------------------------------- pieces
@@ -113,7 +115,7 @@ class Pipeline(WholePipeline):
             name = next((n for n in names if n in self.takes), None)
             if name is None:
                 raise InvalidRequestError(
-                    f"{type(self.pipe).__name__} takes no such parameter; leave it out", param=field
+                    f"{type(self.pipe).__name__} does not support this parameter; omit it", param=field
                 )
             if field != "seed" and not (field == "fps" and name == "num_frames"):
                 arguments[name] = value
@@ -123,12 +125,12 @@ class Pipeline(WholePipeline):
             arguments["class_labels"] = [self._label(payload.prompt)]
         if payload.images:
             if "image" not in self.takes:
-                raise UnsupportedModalityError("this model takes no image; leave it out", param="image")
+                raise UnsupportedModalityError("not supported by this model; omit it", param="image")
             pictures = [Image.fromarray(image) for image in payload.images]
             arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
         if payload.mask is not None:
             if "mask_image" not in self.takes:
-                raise UnsupportedModalityError("this model takes no mask; leave it out", param="mask")
+                raise UnsupportedModalityError("not supported by this model; omit it", param="mask")
             arguments["mask_image"] = Image.fromarray(payload.mask)
         return arguments
 
@@ -146,35 +148,35 @@ class Pipeline(WholePipeline):
 
     def _scheduler(self, name: str | None) -> Any:
         """The pipeline's scheduler, or another class that can take its place."""
-        own: Any = getattr(self.pipe, "scheduler", None)
-        if name is None or type(own).__name__ == name:
-            return own
-        known = {cls.__name__: cls for cls in getattr(own, "compatibles", ())}
+        stock: Any = getattr(self.pipe, "scheduler", None)
+        if name is None or type(stock).__name__ == name:
+            return stock
+        known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
         if name not in known:
             raise InvalidRequestError(
                 f"there is no scheduler {short_repr(name)} for this model; known: "
-                + (", ".join(sorted({type(own).__name__, *known})) if own is not None else "none"),
+                + (", ".join(sorted({type(stock).__name__, *known})) if stock is not None else "none"),
                 param="scheduler",
             )
-        return known[name].from_config(own.config)
+        return known[name].from_config(stock.config)
 
 
 def _signature(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
     """What a pipeline can be called with, and what it cannot be called without."""
-    taken = list(inspect.signature(cls.__call__).parameters.values())[1:]
-    taken = [p for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = frozenset(p.name for p in taken if p.default is p.empty)
+    parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+    parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = frozenset(p.name for p in parameters if p.default is p.empty)
     if unknown := sorted(needed - {*_GIVEN, *(name for names in _ARGUMENTS.values() for name in names)}):
         raise UnsupportedModelError(
             f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
         )
-    return frozenset(p.name for p in taken), needed
+    return frozenset(p.name for p in parameters), needed
 
 
 def _steps(pipe: Any, params: DiffusionParams) -> int:
     """Steps of the call that runs: pipelines note them, as an input picture's strength makes them fewer."""
-    noted = getattr(pipe, "num_timesteps", None)
-    return noted if isinstance(noted, int) else params.steps or 1
+    count = getattr(pipe, "num_timesteps", None)
+    return count if isinstance(count, int) else params.steps or 1
 
 
 # --------------------------------------------------------------------------------------------------- pixels
@@ -271,5 +273,5 @@ def _of_a_pipeline(library: str, cls: object) -> Any:
     module = getattr(diffusers().pipelines, library, None) if library.isidentifier() else None
     if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):
         return None
-    found = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
-    return found if isinstance(found, type) and hasattr(found, "from_pretrained") else None
+    value = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
+    return value if isinstance(value, type) and hasattr(value, "from_pretrained") else None

@@ -46,9 +46,9 @@ class Encoder(DiffusersEncoder):
         # diffusers ignores either without the other; someone who sets one wants it to count.
         guided = params.true_cfg is not None and params.true_cfg > 1
         if params.negative_prompt is not None and not guided:
-            raise InvalidRequestError("counts only with true_cfg above 1; set that too", param="negative_prompt")
+            raise InvalidRequestError("has an effect only with true_cfg above 1; set that too", param="negative_prompt")
         if guided and params.negative_prompt is None:
-            raise InvalidRequestError('guides away from a negative_prompt; give one, "" if need be', param="true_cfg")
+            raise InvalidRequestError('needs a negative_prompt; send one, "" if need be', param="true_cfg")
 
     def guided(self, params: DiffusionParams) -> bool:
         return params.true_cfg is not None and params.true_cfg > 1 and params.negative_prompt is not None
@@ -71,7 +71,9 @@ class KontextEncoder(Encoder):
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
         if params.strength is not None:
-            raise InvalidRequestError("this model changes a picture as the prompt says; leave it out", param="strength")
+            raise InvalidRequestError(
+                "not supported by this model, which edits a picture as the prompt says; omit it", param="strength"
+            )
 
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         if payload.images and params.width is None and params.height is None:
@@ -136,9 +138,9 @@ class Denoiser(DiffusersDenoiser):
         grids: tuple[int, ...] = (high, wide)
         context: dict[str, Any] = {}
         if "reference" in condition.shared:
-            seen = condition.shared["reference_ids"]
-            grids += tuple(int(last) for last in seen[-1].tolist())
-            ids = torch.cat([ids, seen.to(self.device, dtype)])
+            reference_ids = condition.shared["reference_ids"]
+            grids += tuple(int(last) for last in reference_ids[-1].tolist())
+            ids = torch.cat([ids, reference_ids.to(self.device, dtype)])
             context["reference"] = condition.shared["reference"].to(self.device, dtype)
         return {**context, "ids": ids, "grids": grids}
 

@@ -44,11 +44,11 @@ class Encoder(DiffusersEncoder):
         super().check(payload, params)
         if params.strength is not None:
             raise InvalidRequestError(
-                "this model refers to pictures and starts from noise; leave it out", param="strength"
+                "not supported by this model, which always starts from noise; omit it", param="strength"
             )
         if params.negative_prompt is not None and self.pipe.config.is_distilled:
             raise InvalidRequestError(
-                "this model is distilled, so nothing guides it; leave it out", param="negative_prompt"
+                "not supported by this model, which is distilled; omit it", param="negative_prompt"
             )
         for pixels in payload.images:
             height, width = pixels.shape[:2]
@@ -58,7 +58,7 @@ class Encoder(DiffusersEncoder):
                 )
             if max(width, height) > _MAX_RATIO * min(width, height):
                 raise InvalidRequestError(
-                    f"has {width}x{height} pixels; one side may be {_MAX_RATIO} times the other, not more",
+                    f"has {width}x{height} pixels; one side may be at most {_MAX_RATIO} times the other",
                     param="image",
                 )
 

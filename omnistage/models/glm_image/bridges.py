@@ -27,7 +27,7 @@ def prior2encode(request: RequestInfo, state: object, chunk: StageChunk) -> Brid
     if chunk.finish not in (FinishReason.STOP, FinishReason.LENGTH):
         return writing, ()
     if writing.prompt is None or writing.prompt.drawing is None:
-        raise BridgeError("the prior stage's first chunk did not bring what to draw")
+        raise BridgeError("the prior stage's first chunk has no drawing input")
     context = writing.prompt.context
     rows, columns = context["grid"].tolist()
     drawing = replace(writing.prompt.drawing, tokens=tuple(writing.tokens[-rows * columns :]), context=context)

@@ -49,9 +49,9 @@ class Encoder(DiffusersEncoder):
         check_params(params, num_images=len(payload.images), masked=payload.mask is not None)
         grid = payload.context.get("grid")
         if grid is None or len(payload.tokens) != int(grid.prod()):
-            wanted = "a grid of them" if grid is None else f"{int(grid.prod())} of them"
+            expected = "a grid of them" if grid is None else f"{int(grid.prod())} of them"
             raise InvalidRequestError(
-                f"this model draws picture tokens, {wanted}, and got {len(payload.tokens)}; "
+                f"this model draws picture tokens, {expected}, and got {len(payload.tokens)}; "
                 "let its prior stage write them to the end",
                 param="prompt",
             )
@@ -93,12 +93,12 @@ class Encoder(DiffusersEncoder):
         """Latents and tokens of the input pictures, as `source_latents_i` and `source_tokens_i`."""
         if not payload.images:
             return {}
-        found: dict[str, Tensor] = {}
+        sources: dict[str, Tensor] = {}
         grids = [(int(rows), int(columns)) for rows, columns in payload.context["source_grids"].tolist()]
         tokens = payload.context["source_tokens"].to(self.device)
         mean, std = _moments(self.pipe.vae, self.device, self.pipe.vae.dtype)
         split = torch.split(tokens, [rows * columns for rows, columns in grids])
-        for number, (image, grid, own) in enumerate(zip(payload.images, grids, split, strict=True)):
+        for number, (image, grid, codes) in enumerate(zip(payload.images, grids, split, strict=True)):
             rows, columns = grid
             if image.shape[:2] != (rows * CELL, columns * CELL):
                 raise InvalidRequestError(
@@ -109,9 +109,9 @@ class Encoder(DiffusersEncoder):
             picture, (height, width) = Image.fromarray(image), image.shape[:2]
             pixels = self.pipe.image_processor.preprocess(picture, height=height, width=width)
             latents = self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)).latent_dist.mode()
-            found[f"source_latents_{number}"] = ((latents - mean) / std)[0]
-            found[f"source_tokens_{number}"] = upsampled(own, grid)
-        return found
+            sources[f"source_latents_{number}"] = ((latents - mean) / std)[0]
+            sources[f"source_tokens_{number}"] = upsampled(codes, grid)
+        return sources
 
 
 class Denoiser(DiffusersDenoiser):
@@ -193,9 +193,9 @@ class Denoiser(DiffusersDenoiser):
             return None
         joined = private_api.glm_cache(self.transformer.config.num_layers, "read")
         for layer, cache in enumerate(joined.caches):
-            own = [row.lane.context["sources"][layer] for row in rows]
-            cache.k_caches = [sample.k_caches[0] for sample in own]
-            cache.v_caches = [sample.v_caches[0] for sample in own]
+            caches = [row.lane.context["sources"][layer] for row in rows]
+            cache.k_caches = [sample.k_caches[0] for sample in caches]
+            cache.v_caches = [sample.v_caches[0] for sample in caches]
         return joined
 
 

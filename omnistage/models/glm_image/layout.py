@@ -18,7 +18,7 @@ DEFAULT_SIZE = 1024
 MAX_IMAGES = 16
 _PREVIEW = 16
 """A preview has about this many tokens a side, whatever the picture's size."""
-_LONGEST_RATIO = 4
+_MAX_RATIO = 4
 
 Grid = tuple[int, int]
 """Rows and columns of picture tokens."""
@@ -36,19 +36,15 @@ def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> N
     if num_images > MAX_IMAGES:
         raise UnsupportedModalityError(f"this model takes {MAX_IMAGES} images at most, got {num_images}", param="image")
     if masked:
-        raise InvalidRequestError("this model takes no mask; leave it out", param="mask")
+        raise InvalidRequestError("not supported by this model; omit it", param="mask")
     if params.strength is not None:
-        raise InvalidRequestError(
-            "this model has no strength, it redraws input pictures; leave it out", param="strength"
-        )
+        raise InvalidRequestError("not supported by this model; omit it", param="strength")
     for name in ("true_cfg", "num_frames", "fps"):
         value = getattr(params, name)
         if value is not None and not (name == "num_frames" and value == 1):
-            raise InvalidRequestError("means nothing to this model; leave it out", param=name)
+            raise InvalidRequestError("not supported by this model; omit it", param=name)
     if params.negative_prompt:
-        raise InvalidRequestError(
-            "this model guides away from an empty prompt only; leave it out", param="negative_prompt"
-        )
+        raise InvalidRequestError("not supported by this model; omit it", param="negative_prompt")
 
 
 def target_size(params: DiffusionParams, images: Sequence[np.ndarray], default: int) -> tuple[int, int]:
@@ -79,9 +75,9 @@ def fitted_size(width: int, height: int, shortest: int, longest: int) -> tuple[i
 
     diffusers' pipeline fails on all others: its two encoders round them to different grids.
     """
-    if max(width, height) > _LONGEST_RATIO * min(width, height):
+    if max(width, height) > _MAX_RATIO * min(width, height):
         raise InvalidRequestError(
-            f"an image of {width}x{height} is too long and thin for this model; crop it to 1:{_LONGEST_RATIO} or less",
+            f"an image of {width}x{height} is too long and thin for this model; crop it to 1:{_MAX_RATIO} or less",
             param="image",
         )
     scale = max(1.0, shortest / min(width, height))

@@ -60,7 +60,7 @@ class Prior(ARComponent):
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         del info
         if payload.num_tokens is None or payload.drawing is None:
-            raise InvalidRequestError("this model draws; say what to draw as text or in a chat", param="prompt")
+            raise InvalidRequestError("this model draws pictures; send a text prompt or a chat", param="prompt")
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         """Input pictures become tokens in the prompt; positions of the prompt and of all tokens to come."""

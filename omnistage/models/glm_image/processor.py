@@ -71,21 +71,21 @@ class GlmImageInputProcessor:
 
     def _encode(self, prompt: str, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> tuple[int, ...]:
         """Token ids: input pictures of `lengths` tokens, the prompt, the grids to write, and the first one's start."""
-        guarded, own = self._prompts.guarded(), self._processor
+        guarded, processor = self._prompts.guarded(), self._processor
         content = [{"type": "image", "image": ""} for _ in lengths] + [{"type": "text", "text": guarded.guard(prompt)}]
         try:
-            text = own.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
             raise InvalidRequestError(template_refusal(error), param="prompt") from error
-        pieces = str(text[0] if isinstance(text, list) else text).split(own.image_token)
+        pieces = str(text[0] if isinstance(text, list) else text).split(processor.image_token)
         if len(pieces) != len(lengths) + 1:
             raise CheckpointError("the model's chat template does not name each picture once")
         rendered = pieces[0]
         for length, piece in zip(lengths, pieces[1:], strict=True):
-            rendered += own.image_token * length + piece
+            rendered += processor.image_token * length + piece
         for rows, columns in grids:
-            rendered += f"{own.grid_bos_token}{rows} {columns}{own.grid_eos_token}"
-        return self._prompts.encode(rendered + own.bos_token, guarded)
+            rendered += f"{processor.grid_bos_token}{rows} {columns}{processor.grid_eos_token}"
+        return self._prompts.encode(rendered + processor.bos_token, guarded)
 
     def _fitted(self, image: np.ndarray) -> np.ndarray:
         from PIL import Image
@@ -105,17 +105,17 @@ class GlmImageInputProcessor:
 
         try:
             with self._lock:
-                found = self._processor.image_processor(
+                features = self._processor.image_processor(
                     images=[Image.fromarray(picture) for picture in pictures], return_tensors="pt"
                 )
         except ValueError as error:
             raise MediaError(f"the processor cannot take these pictures: {error}", param="image") from error
-        grids: torch.Tensor = found["image_grid_thw"]
+        grids: torch.Tensor = features["image_grid_thw"]
         for picture, (_, rows, columns) in zip(pictures, grids.tolist(), strict=True):
             if picture.shape[:2] != (rows * CELL, columns * CELL):
                 height, width = picture.shape[:2]
                 raise MediaError(f"the processor rounds a picture of {width}x{height} otherwise", param="image")
-        return found["pixel_values"], grids
+        return features["pixel_values"], grids
 
     def _check_same(self) -> None:
         """A checkpoint whose prompts are laid out in another way is found out before it draws something else."""

@@ -58,8 +58,8 @@ def make_requests(count: int, seed: int) -> list[Request]:
             guidance=float(rng.choice([1.0, 1.5, 4.0])),
             seed=index,
         )
-        kind, given = ("edit", tuple(images)) if index % 2 else ("text", ())
-        requests.append(Request(f"{index}:{kind}", str(rng.choice(_WORDS)), params, given))
+        kind, sources = ("edit", tuple(images)) if index % 2 else ("text", ())
+        requests.append(Request(f"{index}:{kind}", str(rng.choice(_WORDS)), params, sources))
     return requests
 
 
@@ -69,11 +69,11 @@ def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progres
     report = progress or (lambda _what, _done: None)
     requests = make_requests(cases, seed)
     report("our prior", 0.0)
-    written = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), requests)
+    answers = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), requests)
     report("loading", 0.3)
     parts, reference = load_components(runner), Reference(runner.folder)
     rows: list[VerifyRow] = []
-    for index, (request, ours) in enumerate(zip(requests, written, strict=True)):
+    for index, (request, ours) in enumerate(zip(requests, answers, strict=True)):
         report(request.name, 0.4 + 0.6 * index / len(requests))
         theirs = reference.write(replace(request, images=ours.drawing.images))
         rows.append(VerifyRow.judge(request.name, "prior tokens", differing(ours, theirs), 0.0))

@@ -83,7 +83,7 @@ def _check_part(voice: str, part: str, value: object, shape: tuple[int | None, .
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
         raise CheckpointError(f"{where} is not a tensor of floating-point numbers")
     fits = value.ndim == len(shape) and all(
-        size >= 1 and wanted in (None, size) for size, wanted in zip(value.shape, shape, strict=True)
+        size >= 1 and expected_size in (None, size) for size, expected_size in zip(value.shape, shape, strict=True)
     )
     if not fits:
         expected = ", ".join("n" if size is None else str(size) for size in shape)
@@ -119,10 +119,10 @@ def load_talker(context: LoadContext) -> Talker:
     model = load_model(
         transformers.Qwen2_5OmniTalkerForConditionalGeneration, config, weights, context.device, context.dtype
     )
-    wanted = sorted(
+    token_ids = sorted(
         {int(s["bos_token"]) for s in speakers.values()} | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
     )
-    rows = dict(zip(wanted, checkpoint.rows(_EMBEDDINGS, wanted), strict=True))
+    rows = dict(zip(token_ids, checkpoint.rows(_EMBEDDINGS, token_ids), strict=True))
     return Talker(model, speakers, rows, int(whole.token2wav_config.dit_config.num_embeds))
 
 

@@ -21,7 +21,7 @@ from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 
 _AUDIO_RATE = 16_000
-_LEAST_SECONDS = 0.03
+_MIN_SECONDS = 0.03
 """The model would hear nothing of less, and its positions cannot be counted beside pictures."""
 
 
@@ -100,22 +100,22 @@ class Qwen25OmniProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         config = self._thinker.text_config
-        made = tokens_input(prompt, int(config.vocab_size), int(config.hidden_size))
-        if made.embeds is None:
+        payload = tokens_input(prompt, int(config.vocab_size), int(config.hidden_size))
+        if payload.embeds is None:
             config = self._thinker
             media = {config.image_token_index, config.audio_token_index, config.video_token_index}
-            if media & set(made.token_ids):
+            if media & set(payload.token_ids):
                 raise InvalidRequestError(
                     "prompt_token_ids hold media placeholders without media; use chat() to send media",
                     param="prompt_token_ids",
                 )
-        return made
+        return payload
 
     def voices(self) -> Sequence[str]:
         return self._voices
 
     def clip_seconds(self) -> tuple[float, float]:
-        return _LEAST_SECONDS, int(self._processor.feature_extractor.n_samples) / _AUDIO_RATE
+        return _MIN_SECONDS, int(self._processor.feature_extractor.n_samples) / _AUDIO_RATE
 
     # ---------------------------------------------------------------------------------------------- media
 
@@ -132,10 +132,10 @@ class Qwen25OmniProcessor:
         options: dict[str, Any] = {}
         if media.audios:
             # The extractor would cut a longer clip in silence.
-            longest = int(self._processor.feature_extractor.n_samples)
-            if any(len(samples) > longest for samples in media.audios):
+            max_samples = int(self._processor.feature_extractor.n_samples)
+            if any(len(samples) > max_samples for samples in media.audios):
                 raise LimitExceededError(
-                    f"this model hears at most {longest / _AUDIO_RATE:.0f} s in one clip; split the audio over parts",
+                    f"a clip may have {max_samples / _AUDIO_RATE:.0f} s with this model; split the audio over several parts",
                     param="messages",
                 )
             options["audio"] = media.audios
@@ -155,8 +155,8 @@ class Qwen25OmniProcessor:
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         if media.audios and int(_audio_lengths(features).min()) < 1:
-            least = f"{_LEAST_SECONDS * 1000:g} ms"
-            raise MediaError(f"a sound is shorter than {least}; send a longer one", param="messages")
+            shortest = f"{_MIN_SECONDS * 1000:g} ms"
+            raise MediaError(f"a sound is shorter than {shortest}; send a longer one", param="messages")
         return features
 
     def _expand(self, rendered: str, media: _Media, features: Any) -> str:
@@ -224,14 +224,14 @@ class Qwen25OmniProcessor:
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
     """Parts with neighbouring texts made one: a special token must not hide across their border."""
-    joined: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if isinstance(part, TextPart) and isinstance(last, TextPart):
-            joined[-1] = TextPart(last.text + part.text)
+            merged[-1] = TextPart(last.text + part.text)
         else:
-            joined.append(part)
-    return joined
+            merged.append(part)
+    return merged
 
 
 def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[str, str]:

@@ -88,10 +88,10 @@ class Reference:
         noise: Noise | None = None,
     ) -> ReferenceOutput:
         """Greedy answer; with `max_codes` also speech, from the given initial noise."""
-        made, with_audio = self.inputs(messages)
-        length = made["input_ids"].shape[1]
+        features, with_audio = self.inputs(messages)
+        length = features["input_ids"].shape[1]
         # Without the prefix the pixels would also go to the talker, which refuses them.
-        inputs = {f"thinker_{k}" if k.startswith("pixel_values") else k: v for k, v in made.items()}
+        inputs = {f"thinker_{k}" if k.startswith("pixel_values") else k: v for k, v in features.items()}
         options: dict[str, Any] = {
             "use_audio_in_video": with_audio,
             "thinker_max_new_tokens": max_tokens,
@@ -100,10 +100,10 @@ class Reference:
         if not max_codes:
             out = self.model.generate(**inputs, **options, generation_mode="text")
             return ReferenceOutput(out[0, length:].tolist())
-        spoken: list[list[int]] = []
+        codes_of_calls: list[list[int]] = []
 
         def note_codes(_module: object, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            spoken.append(args[0][0].tolist())
+            codes_of_calls.append(args[0][0].tolist())
 
         handle = self.model.token2wav.register_forward_pre_hook(note_codes, with_kwargs=True)
         try:
@@ -117,13 +117,13 @@ class Reference:
                 )
         except (RuntimeError, ValueError):
             # It fails on a reply of a single token, for which it has no row to speak from, and on no codes at all.
-            written = self.run(messages, max_tokens=max_tokens)
-            if len(written.token_ids) != 1 and spoken != [[]]:
+            answer = self.run(messages, max_tokens=max_tokens)
+            if len(answer.token_ids) != 1 and codes_of_calls != [[]]:
                 raise
-            return written
+            return answer
         finally:
             handle.remove()
-        [codes] = spoken
+        [codes] = codes_of_calls
         return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())
 
 
@@ -136,10 +136,10 @@ def _keep_mask(
     other codes than the same chat gets in a padded batch.
     """
     if kwargs.get("attention_mask") is None:
-        given = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        rows = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         past = kwargs.get("past_key_values")
-        length = given.shape[1] + (past.get_seq_length() if past is not None else 0)
-        kwargs["attention_mask"] = torch.ones(given.shape[0], length, dtype=torch.long, device=given.device)
+        length = rows.shape[1] + (past.get_seq_length() if past is not None else 0)
+        kwargs["attention_mask"] = torch.ones(rows.shape[0], length, dtype=torch.long, device=rows.device)
     return args, kwargs
 
 
@@ -155,10 +155,10 @@ def fixed_noise(noise: Noise | None) -> Iterator[None]:
     def randn(shape: Sequence[int], **options: Any) -> torch.Tensor:
         if options.get("generator") is not None:  # our own draw of that noise
             return stock(shape, **options)
-        given = noise(int(shape[1])).to(device=options["device"], dtype=options["dtype"])
-        if list(given.shape) != list(shape):
-            raise ValueError(f"noise of shape {list(given.shape)} for {list(shape)}")
-        return given
+        values = noise(int(shape[1])).to(device=options["device"], dtype=options["dtype"])
+        if list(values.shape) != list(shape):
+            raise ValueError(f"noise of shape {list(values.shape)} for {list(shape)}")
+        return values
 
     with mock.patch("torch.randn", randn):
         yield

@@ -163,14 +163,14 @@ class Token2Wav(CodecComponent):
 
     def open(self, request_id: str, params: CodecParams, voice: str | None) -> _Stream:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        kept = (evaluations(params.num_steps), 0, self._mel_dim)
+        shape = (evaluations(params.num_steps), 0, self._mel_dim)
         with self._on_stream():
             return _Stream(
                 params=params,
                 voice=self._voices[voice if voice is not None else self._default_voice],
                 generator=torch.Generator().manual_seed(seed),
                 noise=torch.empty(0, self._mel_dim),
-                trajectory=torch.empty(kept, device=self.device, dtype=self._dtype),
+                trajectory=torch.empty(shape, device=self.device, dtype=self._dtype),
                 mel=torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype),
             )
 
@@ -184,13 +184,13 @@ class Token2Wav(CodecComponent):
             raise ValueError("the windows of one batch must have one shape")
         with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
             if windows[0].emit:
-                solved, kept = self._solve(streams, windows, half=self._half is not None)
+                solved, trajectories = self._solve(streams, windows, half=self._half is not None)
                 if self._half is not None and not bool(solved.isfinite().all()):
-                    solved, kept = self._solve(streams, windows, half=False)
+                    solved, trajectories = self._solve(streams, windows, half=False)
             else:  # a flush: all codes were solved before
-                kept = None
+                trajectories = None
                 solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
-            return self._vocode_and_commit(streams, windows[0], solved, kept)
+            return self._vocode_and_commit(streams, windows[0], solved, trajectories)
 
     def close(self) -> None:
         self._graphs.clear()
@@ -235,8 +235,8 @@ class Token2Wav(CodecComponent):
 
         end = (old + window.emit) * self._repeats
         keep = slice(end if window.last else max(0, end - self._left_blocks * self._block_frames), end)
-        solved, kept = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
-        return solved[: len(streams)], kept[:, : len(streams)]
+        solved, trajectories = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
+        return solved[: len(streams)], trajectories[:, : len(streams)]
 
     def _guided(self, *inputs: Tensor) -> Tensor:
         return _velocity(self._dit, *inputs)
@@ -433,12 +433,12 @@ class _Exact(nn.Module):
 
 def _half_copy(dit: Any) -> Any:
     """A copy whose blocks hold their matrices in float16; the stream between them stays float32."""
-    made = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})
-    for module in made.transformer_blocks.modules():
+    half = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})
+    for module in half.transformer_blocks.modules():
         if isinstance(module, nn.Linear):
             for name, tensor in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(tensor.detach().half(), requires_grad=False))
-    return made
+    return half
 
 
 def _stream(window: Window) -> _Stream:

@@ -78,9 +78,7 @@ class EditEncoder(Encoder):
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
         if params.strength is not None:
-            raise InvalidRequestError(
-                "this model edits a picture rather than starting from it; leave it out", param="strength"
-            )
+            raise InvalidRequestError("not supported by this model, which edits a picture; omit it", param="strength")
         for image in payload.images:
             for area in (self.picture_area, self.seen_area):
                 low, high = sorted(_fit(image, area))
@@ -214,8 +212,8 @@ class Denoiser(DiffusersDenoiser):
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         """Guidance turns each patch's prediction and leaves its length as the prompt alone would have it."""
         combined = negative + _guidance(lane.params) * (positive - negative)
-        wanted, length = (each.norm(dim=-1, keepdim=True) for each in (positive, combined))
-        rescaled: Tensor = combined * (wanted / length)
+        target, length = (each.norm(dim=-1, keepdim=True) for each in (positive, combined))
+        rescaled: Tensor = combined * (target / length)
         return rescaled
 
     def result(self, lane: Lane) -> Tensor:

@@ -61,13 +61,15 @@ class Encoder(DiffusersEncoder):
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         if len(payload.images) < self.min_images:
-            wanted = (
+            needed = (
                 "a picture to start from" if self.min_images == 1 else "two pictures, to start from and to end with"
             )
-            raise InvalidRequestError(f"this model needs {wanted}, got {len(payload.images)}", param="image")
+            raise InvalidRequestError(f"this model needs {needed}, got {len(payload.images)}", param="image")
         super().check(payload, params)
         if params.strength is not None:
-            raise InvalidRequestError("videos start from noise whatever the picture; leave it out", param="strength")
+            raise InvalidRequestError(
+                "not supported by this model, whose videos always start from noise; omit it", param="strength"
+            )
         frames, factor = self.num_frames(params), self.pipe.vae_scale_factor_temporal
         if (frames - 1) % factor:
             low = (frames - 1) // factor * factor + 1
