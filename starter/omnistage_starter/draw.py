@@ -58,7 +58,7 @@ class PixelDenoiser(Denoiser):
                 "must be 1: this model gives images, not videos; leave it out", param="num_frames"
             )
 
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
+    def grid(self, width: int, height: int) -> tuple[int, int]:
         return height // PATCH, width // PATCH
 
     def rows(self, lane: Lane) -> Sequence[Row]:

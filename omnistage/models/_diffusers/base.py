@@ -106,6 +106,17 @@ class DiffusersEncoder(PromptEncoder):
         texts = [payload.prompt, params.negative_prompt or ""][: 2 if self.guided(params) else 1]
         return [EncodeJob(text, options=(params.max_sequence_length or self.text_tokens,)) for text in texts]
 
+    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
+        return [{"embeds": row} for row in self.encode_prompts(jobs)[0]]
+
+    def encode_prompts(self, jobs: Sequence[EncodeJob], **options: object) -> tuple[Sequence[Tensor], ...]:
+        """What the pipeline's `encode_prompt` gives for all jobs at once."""
+        texts, length = [job.text for job in jobs], jobs[0].options[0]
+        encoded: tuple[Sequence[Tensor], ...] = self.pipe.encode_prompt(
+            prompt=texts, device=self.device, max_sequence_length=length, **options
+        )
+        return encoded
+
     def condition(self, payload: DiffusionInput, params: DiffusionParams, encoded: Sequence[Tensors]) -> Condition:
         width, height = self.size(payload, params)
         shared = self.shared(payload, params, width, height)
@@ -172,6 +183,20 @@ class DiffusersDenoiser(Denoiser):
         scheduler = self.scheduler(params.scheduler)
         if params.early_stop is not None:
             check_early_stop(scheduler)
+
+    @property
+    def patch_size(self) -> int:
+        """Latents of a patch's side."""
+        return 2
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of a picture's patches."""
+        cell = self.pipe.vae_scale_factor * self.patch_size
+        return height // cell, width // cell
+
+    def tokens(self, width: int, height: int, num_frames: int) -> int:
+        rows, columns = self.grid(width, height)
+        return rows * columns
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         return negative + default_to(lane.params.guidance, self.default_guidance) * (positive - negative)

@@ -69,6 +69,14 @@ class DiffusersReference(ABC):
         options = {"dtype": torch.float32, "local_files_only": True}
         self.pipe = self._quiet(cls.from_pretrained(folder, **options, **dict.fromkeys(absent)))
 
+    @classmethod
+    def run(
+        cls, runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None
+    ) -> list[VerifyRow]:
+        """A family's `verify`: latents and pixels of each case, compared."""
+        check_cases(cases)
+        return compare(runner, cls(runner.folder), cases, seed, progress)
+
     @abstractmethod
     def __call__(self, case: Case) -> Drawn:
         """What diffusers draws for a case."""
@@ -173,7 +181,6 @@ def compare(
 
     The engine's pictures are judged by their pixels: latents stay inside it.
     """
-    check_cases(count)
     cases, report = reference.cases(count, seed), progress or (lambda _what, _done: None)
     parts = load_components(runner)
     rows: list[VerifyRow] = []

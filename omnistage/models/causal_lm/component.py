@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +13,9 @@ from omnistage.core.errors import CheckpointError, StageError, UnsupportedModelE
 from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
-from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
+from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import (
     Checkpoint,
     check_complete,
@@ -24,55 +23,30 @@ from omnistage.models.loading import (
     check_repeats,
     check_size,
     end_token_ids,
-    freeze,
     kv_shape,
     positive,
     read_auto_config,
     read_generation_config,
-    use_paged_attention,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 _PROBE_TOKENS = 12
 
 
-class CausalLM(ARComponent):
+class CausalLM(DecoderComponent):
     """Adapter around `AutoModelForCausalLM`'s decoder and head."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         config = model.config.get_text_config()
-        layers, kv_heads, head_dim = kv_shape(config)
-        self.model = freeze(model)
-        self.decoder = model.get_decoder()
-        self._embedding = model.get_input_embeddings()
-        self._head = model.get_output_embeddings()
-        self.device, self.dtype = model.device, model.dtype
+        kv_shape(config)  # a config that is no transformer's is refused before it is run
+        expected = _stock_logits(model, positive(config, "vocab_size"))
+        head = model.get_output_embeddings()
+        super().__init__(model, model.get_decoder(), head, config, max_length=_max_length(config))
         self.tokenizer = tokenizer
-        self.spec = ARSpec(
-            num_layers=layers,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=positive(config, "vocab_size"),
-            embed_size=positive(config, "hidden_size"),
-            max_length=_max_length(config),
-        )
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
-        expected = _stock_logits(model, self.spec.vocab_size)
-        use_paged_attention(self.decoder)
-        apply_cpu_kernels(self.model)
         self._check_same(expected)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._embedding(token_ids)  # type: ignore[no-any-return]
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        out = self.decoder(inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=paged)
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden)  # type: ignore[no-any-return]
 
     def _check_same(self, expected: torch.Tensor) -> None:
         """Models that do more than a plain decoder and head are found out before they give wrong answers."""

@@ -59,9 +59,7 @@ class Encoder(DiffusersEncoder):
         return super().jobs(payload, params)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        embeds, pooled, _ = self.pipe.encode_prompt(
-            prompt=[job.text for job in jobs], device=self.device, max_sequence_length=jobs[0].options[0]
-        )
+        embeds, pooled, _ = self.encode_prompts(jobs)
         return [{"embeds": embeds[i], "pooled": pooled[i]} for i in range(len(jobs))]
 
 
@@ -103,14 +101,6 @@ class KontextEncoder(Encoder):
 class Denoiser(DiffusersDenoiser):
     """FLUX's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
 
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        cell = self.pipe.vae_scale_factor * 2
-        return height // cell, width // cell
-
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        high, wide = self._grid(width, height)
-        return high * wide
-
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         schnell = not self.pipe.transformer.config.guidance_embeds
         steps = params.steps or (_SCHNELL_STEPS if schnell else _STEPS)
@@ -119,7 +109,7 @@ class Denoiser(DiffusersDenoiser):
         sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
         mu = calculate_shift(tokens, scheduler.config)
         timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
-        high, wide = self._grid(condition.width, condition.height)
+        high, wide = self.grid(condition.width, condition.height)
         shape = (1, self.pipe.transformer.config.in_channels // 4, high * 2, wide * 2)
         dtype = condition.positive["embeds"].dtype
         if "image_mean" in condition.shared:

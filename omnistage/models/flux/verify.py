@@ -8,19 +8,10 @@ import torch
 from PIL import Image
 
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import (
-    Case,
-    DiffusersReference,
-    Drawn,
-    Kind,
-    call_arguments,
-    cases_of,
-    compare,
-)
+from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Kind, call_arguments, cases_of
 
 
 class Reference(DiffusersReference):
@@ -61,6 +52,4 @@ class Reference(DiffusersReference):
         return cases_of(kinds, count, seed, max_sequence_length=128)
 
 
-def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
-    """Latents and pixels of each case, compared."""
-    return compare(runner, Reference(runner.folder), cases, seed, progress)
+run = Reference.run

@@ -15,7 +15,7 @@ from omnistage.core.errors import InvalidRequestError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
-from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
+from omnistage.engines.diffusion.component import Lane, Row, Tensors
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.base import (
     DiffusersDenoiser,
@@ -81,12 +81,6 @@ class Encoder(DiffusersEncoder):
     def guided(self, params: DiffusionParams) -> bool:
         return default_to(params.guidance, _GUIDANCE) > 1 and not self.pipe.config.is_distilled
 
-    def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        embeds, _ = self.pipe.encode_prompt(
-            prompt=[job.text for job in jobs], device=self.device, max_sequence_length=jobs[0].options[0]
-        )
-        return [{"embeds": row} for row in embeds]
-
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         if not payload.images:
             return {}
@@ -105,18 +99,10 @@ class Denoiser(DiffusersDenoiser):
 
     default_guidance = _GUIDANCE
 
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        cell = self.pipe.vae_scale_factor * 2
-        return height // cell, width // cell
-
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        high, wide = self._grid(width, height)
-        return high * wide
-
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.is_distilled else _STEPS)
         scheduler = self.scheduler(params.scheduler)
-        high, wide = self._grid(condition.width, condition.height)
+        high, wide = self.grid(condition.width, condition.height)
         dtype = condition.positive["embeds"].dtype
         channels = self.pipe.transformer.config.in_channels
         latents = noise((1, channels, high, wide), generator, self.device, dtype)
@@ -161,7 +147,7 @@ class Denoiser(DiffusersDenoiser):
 
     def result(self, lane: Lane) -> Tensor:
         # `[channels, high, wide]`, for packed ones do not tell a wide picture from a tall one.
-        high, wide = self._grid(lane.condition.width, lane.condition.height)
+        high, wide = self.grid(lane.condition.width, lane.condition.height)
         return lane.latents.T.reshape(-1, high, wide)
 
 

@@ -120,9 +120,9 @@ class Denoiser(DiffusersDenoiser):
     transformer: GlmImageTransformer2DModel
     default_guidance = _GUIDANCE
 
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        cell = self.pipe.vae_scale_factor * self.transformer.config.patch_size
-        return int((height // cell) * (width // cell))
+    @property
+    def patch_size(self) -> int:
+        return int(self.pipe.transformer.config.patch_size)
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)

@@ -13,13 +13,11 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import CheckpointError, InvalidRequestError
 from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, RequestInfo
-from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import Parts
+from omnistage.models.decoder import DecoderComponent
 from omnistage.models.glm_image.layout import generated_positions
-from omnistage.models.loading import Checkpoint, freeze, kv_shape, load_model, positive, use_paged_attention
+from omnistage.models.loading import Checkpoint, load_model, positive
 
 if TYPE_CHECKING:
     from transformers import GlmImageForConditionalGeneration
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 PART = "vision_language_encoder"
 
 
-class Prior(ARComponent):
+class Prior(DecoderComponent):
     """The decoder with its vision tower and codebook, which turn input pictures into tokens of the prompt.
 
     Its head gives picture tokens and a few controls, not text. A picture has as many tokens as its grid, so no control
@@ -35,27 +33,19 @@ class Prior(ARComponent):
     """
 
     def __init__(self, model: GlmImageForConditionalGeneration) -> None:
-        self.model = freeze(model)
-        self.decoder = model.model.language_model
-        self._embedding = model.get_input_embeddings()
         config, text = model.config, model.config.text_config
-        layers, kv_heads, head_dim = kv_shape(text)
-        self.device, self.dtype = model.device, model.dtype
-        self.spec = ARSpec(
-            num_layers=layers,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+        super().__init__(
+            model,
+            model.model.language_model,
+            model.lm_head,
+            text,
             vocab_size=positive(text, "vision_vocab_size"),
             prompt_vocab_size=positive(text, "vocab_size"),
-            embed_size=positive(text, "hidden_size"),
-            max_length=positive(text, "max_position_embeddings"),
             position_dims=3,
         )
         codes = positive(config.vq_config, "num_embeddings")
         self.suppress_token_ids = tuple(range(codes, self.spec.vocab_size))
         self._image_token = int(config.image_token_id)
-        use_paged_attention(self.decoder)
-        apply_cpu_kernels(self.model)
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         del info
@@ -89,16 +79,6 @@ class Prior(ARComponent):
         ).pooler_output
         codes: Tensor = self.model.get_image_tokens(features)
         return codes.reshape(-1).cpu()
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids)  # type: ignore[no-any-return]
-
-    def forward(self, embeds: Tensor, positions: Tensor, paged: PagedContext) -> Tensor:
-        out = self.decoder(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, paged=paged)
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
 
 def load_prior(context: LoadContext) -> Prior:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import InternalError
@@ -18,7 +19,7 @@ from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, Drawn, Recorder, drive, load_components, rows_of
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import CELL
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
@@ -161,7 +162,7 @@ class Reference:
         )
 
     def _inputs(self, request: Request) -> Any:
-        content: list[dict[str, Any]] = [{"type": "image", "image": _pil(image)} for image in request.images]
+        content: list[dict[str, Any]] = [{"type": "image", "image": Image.fromarray(image)} for image in request.images]
         content.append({"type": "text", "text": request.prompt})
         size = {"target_h": request.params.height, "target_w": request.params.width}
         return self.pipe.processor.apply_chat_template(
@@ -186,16 +187,11 @@ class Reference:
             ]
             ones = torch.ones(len(grids), 1, dtype=grids.dtype)
             options = {
-                "image": [_pil(image) for image in payload.images],
+                "image": [Image.fromarray(image) for image in payload.images],
                 "prior_token_image_ids": [torch.cat(sources)],
                 "source_image_grid_thw": [torch.cat((ones, grids * 2), dim=1)],
             }
-        latents: list[torch.Tensor] = []
-
-        def keep(_pipe: Any, _step: int, _sigma: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            latents.append(values["latents"])
-            return {}
-
+        recorder = Recorder()
         pictures = self.pipe(
             prompt=payload.prompt,
             height=rows * CELL,
@@ -204,14 +200,8 @@ class Reference:
             guidance_scale=1.5 if params.guidance is None else params.guidance,
             generator=torch.Generator().manual_seed(params.seed or 0),
             prior_token_ids=private_api.glm_upsample(torch.tensor(payload.tokens), rows, columns),
-            callback_on_step_end=keep,
+            callback_on_step_end=recorder,
             callback_on_step_end_tensor_inputs=["latents"],
             **options,
         ).images
-        return Drawn(latents[-1][0], np.asarray(pictures[0]))
-
-
-def _pil(pixels: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
+        return Drawn(recorder.latents[0], np.asarray(pictures[0]))

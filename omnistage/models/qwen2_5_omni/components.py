@@ -11,55 +11,36 @@ import torch
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
-from omnistage.models.loading import end_token_ids, freeze, kv_shape, use_paged_attention
+from omnistage.models.decoder import DecoderComponent
+from omnistage.models.loading import end_token_ids
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
 
 if TYPE_CHECKING:
     from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
         Qwen2_5OmniTalkerForConditionalGeneration,
         Qwen2_5OmniThinkerForConditionalGeneration,
     )
 
 
-class Thinker(ARComponent):
+class Thinker(DecoderComponent):
     """The language model with its vision and audio towers. Emits embedding plus final hidden state, for the talker."""
 
-    def __init__(self, model: Qwen2_5OmniThinkerForConditionalGeneration, tokenizer: Any = None) -> None:
-        self.model = freeze(model)
-        self.decoder = model.get_decoder()
-        self._embedding = model.get_input_embeddings()
+    def __init__(
+        self,
+        model: Qwen2_5OmniThinkerForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> None:
         config = model.config.text_config
-        layers, kv_heads, head_dim = kv_shape(config)
-        self.device, self.dtype = model.device, model.dtype
+        size = int(config.hidden_size)
+        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=size)
         self.tokenizer = tokenizer
-        self.spec = ARSpec(
-            num_layers=layers,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=int(config.vocab_size),
-            embed_size=int(config.hidden_size),
-            max_length=int(config.max_position_embeddings),
-            position_dims=3,
-            emit_size=int(config.hidden_size),
-        )
         self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
-        use_paged_attention(self.decoder)
-        apply_cpu_kernels(self.model)
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
         return _with_positions(self.model, payload, payload.token_ids)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._embedding(token_ids)  # type: ignore[no-any-return]
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        return _decode(self.decoder, embeds, positions, paged)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # The talker is told of media through the hidden state only: their embeddings count as zero.
@@ -79,7 +60,7 @@ class Thinker(ARComponent):
         raise StageError(f"Qwen2.5-Omni has no encoder for {span.kind}")
 
 
-class Talker(ARComponent):
+class Talker(DecoderComponent):
     """The codec language model. Each of its tokens needs a row of the thinker's reply: it runs as the reply grows.
 
     `text_rows` are rows of the *thinker's* embedding: the end and the padding of the reply, and each speaker's own
@@ -93,20 +74,9 @@ class Talker(ARComponent):
         text_rows: Mapping[int, torch.Tensor],
         num_codes: int,
     ) -> None:
-        self.model = freeze(model)
-        self.decoder = model.model
-        config = model.config
-        layers, kv_heads, head_dim = kv_shape(config)
-        self.device, self.dtype = model.device, model.dtype
-        self.spec = ARSpec(
-            num_layers=layers,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=int(config.vocab_size),
-            embed_size=int(config.embedding_size),
-            max_length=int(config.max_position_embeddings),
-            position_dims=3,
-            side_input=True,
+        size = int(model.config.embedding_size)
+        super().__init__(
+            model, model.model, model.codec_head, model.config, embed_size=size, position_dims=3, side_input=True
         )
         self._speakers = speakers
         self._rows = {token: row.to(self.device, self.dtype) for token, row in text_rows.items()}
@@ -116,8 +86,6 @@ class Talker(ARComponent):
             model.codec_bos_token,
             *(i for i in range(num_codes, self.spec.vocab_size) if i not in self.eos_token_ids),
         )
-        use_paged_attention(self.decoder)
-        apply_cpu_kernels(self.model)
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         """Thinker rows `[p + 1]` → prompt rows `[p + 2]`: prompt, the speaker's beginning, first reply token."""
@@ -140,25 +108,14 @@ class Talker(ARComponent):
             raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._speakers)}", param="voice")
         return self._speakers[name]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.get_input_embeddings()(token_ids)  # type: ignore[no-any-return]
-
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        return _decode(self.decoder, self.model.thinker_to_talker_proj(embeds), positions, paged)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.codec_head(hidden)  # type: ignore[no-any-return]
+        return super().forward(self.model.thinker_to_talker_proj(embeds), positions, paged)
 
     def final_side_rows(self) -> torch.Tensor:
         return torch.stack((self._rows[self.model.text_eos_token], self._rows[self.model.text_pad_token]))
 
 
-def _decode(decoder: Any, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-    out = decoder(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, paged=paged)
-    return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-
-def _with_positions(model: Any, payload: ARInput, text_ids: tuple[int, ...]) -> ARInput:
+def _with_positions(model: PreTrainedModel, payload: ARInput, text_ids: tuple[int, ...]) -> ARInput:
     """m-RoPE positions by the model's own rule. Without pictures they are 0, 1, 2, ... and need no work."""
     context = payload.context
     if "image_grid_thw" not in context and "video_grid_thw" not in context:

@@ -54,8 +54,8 @@ class Encoder(DiffusersEncoder):
         return _guidance(params) > 1 and params.negative_prompt is not None
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        texts = [job.text for job in jobs]
-        return _rows(*self.pipe.encode_prompt(prompt=texts, device=self.device, max_sequence_length=jobs[0].options[0]))
+        embeds, mask = self.encode_prompts(jobs)
+        return _rows(embeds, mask)
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         return distribution(self.encoded_picture(payload.images[0], width, height)) if payload.images else {}
@@ -157,13 +157,9 @@ class Denoiser(DiffusersDenoiser):
             # The schedule is stretched between its first step and its last: one alone becomes NaN.
             raise InvalidRequestError("this model's schedule has at least 2 steps; use 2 or more", param="steps")
 
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        rows, columns = self._patches(width, height)
-        return rows * columns
-
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
-        rows, columns = self._patches(condition.width, condition.height)
+        rows, columns = self.grid(condition.width, condition.height)
         shift = calculate_shift(rows * columns, scheduler.config)
         timesteps = set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
         shape = (1, 1, self.pipe.transformer.config.in_channels // 4, 2 * rows, 2 * columns)
@@ -222,10 +218,6 @@ class Denoiser(DiffusersDenoiser):
         cells = lane.latents.view(rows, columns, -1, 2, 2).permute(2, 0, 3, 1, 4)
         return cells.reshape(-1, 1, 2 * rows, 2 * columns)
 
-    def _patches(self, width: int, height: int) -> tuple[int, int]:
-        cell = 2 * self.pipe.vae_scale_factor
-        return height // cell, width // cell
-
 
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
@@ -270,7 +262,7 @@ def _guidance(params: DiffusionParams) -> float:
     return _GUIDANCE
 
 
-def _rows(embeds: Tensor, mask: Tensor | None) -> list[Tensors]:
+def _rows(embeds: Sequence[Tensor], mask: Sequence[Tensor] | None) -> list[Tensors]:
     """Each text without its padding."""
     return [{"embeds": each if mask is None else each[mask[i].bool()]} for i, each in enumerate(embeds)]
 

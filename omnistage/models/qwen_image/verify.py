@@ -9,18 +9,9 @@ from PIL import Image
 
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import (
-    Case,
-    DiffusersReference,
-    Drawn,
-    Recorder,
-    call_arguments,
-    compare,
-    to_uint8,
-)
+from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Recorder, call_arguments, to_uint8
 
 
 class Reference(DiffusersReference):
@@ -69,6 +60,4 @@ class Reference(DiffusersReference):
         return Case(f"{number}: {width}x{height} from {kind}", payload, params)
 
 
-def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
-    """Latents and pixels of each case, compared."""
-    return compare(runner, Reference(runner.folder), cases, seed, progress)
+run = Reference.run

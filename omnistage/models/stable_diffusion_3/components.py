@@ -51,14 +51,8 @@ class Encoder(DiffusersEncoder):
         return default_to(params.guidance, _GUIDANCE) > 1
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        embeds, _, pooled, _ = self.pipe.encode_prompt(
-            prompt=[job.text for job in jobs],
-            prompt_2=None,
-            prompt_3=None,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=jobs[0].options[0],
-        )
+        options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+        embeds, _, pooled, _ = self.encode_prompts(jobs, **options)
         return [{"embeds": embeds[i], "pooled": pooled[i]} for i in range(len(jobs))]
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
@@ -76,9 +70,9 @@ class Denoiser(DiffusersDenoiser):
 
     default_guidance = _GUIDANCE
 
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        cell = self.pipe.vae_scale_factor * self.pipe.transformer.config.patch_size
-        return int((height // cell) * (width // cell))
+    @property
+    def patch_size(self) -> int:
+        return int(self.pipe.transformer.config.patch_size)
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, call_arguments, compare, to_uint8
+from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, call_arguments, to_uint8
 from omnistage.models.wan.components import picture_counts, takes_pictures
 
 
@@ -78,6 +77,4 @@ class Reference(DiffusersReference):
         return cases
 
 
-def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
-    """Latents and pixels of each case, compared."""
-    return compare(runner, Reference(runner.folder), cases, seed, progress)
+run = Reference.run

@@ -50,21 +50,12 @@ class Encoder(DiffusersEncoder):
         return default_to(params.guidance, _GUIDANCE) > 0
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        embeds, _ = self.pipe.encode_prompt(
-            prompt=[job.text for job in jobs],
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=jobs[0].options[0],
-        )
-        return [{"embeds": each} for each in embeds]
+        embeds, _ = self.encode_prompts(jobs, do_classifier_free_guidance=False)
+        return [{"embeds": row} for row in embeds]
 
 
 class Denoiser(DiffusersDenoiser):
     """The single-stream transformer. A lane's latents are `[channels, h, w]` in float32, whatever the weights are."""
-
-    def tokens(self, width: int, height: int, num_frames: int) -> int:
-        cell = 2 * int(self.pipe.vae_scale_factor)
-        return (height // cell) * (width // cell)
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
@@ -76,8 +67,8 @@ class Denoiser(DiffusersDenoiser):
             timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             scheduler.set_begin_index(0)
-            cell, channels = 2 * self.pipe.vae_scale_factor, self.pipe.transformer.config.in_channels
-            shape = (1, channels, 2 * (condition.height // cell), 2 * (condition.width // cell))
+            rows, columns = self.grid(condition.width, condition.height)
+            shape = (1, self.pipe.transformer.config.in_channels, 2 * rows, 2 * columns)
             latents = noise(shape, generator, self.device, torch.float32)
         return Lane(latents[0].float(), scheduler, timesteps, condition, params, tokens)
 

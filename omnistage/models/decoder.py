@@ -1,0 +1,68 @@
+"""What the families' language models share on the autoregressive engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
+from omnistage.models.loading import freeze, kv_shape, positive, use_paged_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class DecoderComponent(ARComponent):
+    """A decoder of `transformers` with its embedding and head, attending through the engine's pool."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: PreTrainedModel,
+        head: nn.Module,
+        config: PreTrainedConfig,
+        *,
+        vocab_size: int | None = None,
+        embed_size: int | None = None,
+        max_length: int | None = None,
+        position_dims: int = 1,
+        emit_size: int = 0,
+        side_input: bool = False,
+        prompt_vocab_size: int = 0,
+    ) -> None:
+        """`config` is the decoder's own; the rest is as in `ARSpec`, None for what the config says."""
+        layers, kv_heads, head_dim = kv_shape(config)
+        self.spec = ARSpec(
+            num_layers=layers,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocab_size or positive(config, "vocab_size"),
+            embed_size=embed_size or positive(config, "hidden_size"),
+            max_length=max_length or positive(config, "max_position_embeddings"),
+            position_dims=position_dims,
+            emit_size=emit_size,
+            side_input=side_input,
+            prompt_vocab_size=prompt_vocab_size,
+        )
+        self.model = freeze(model)
+        self.decoder = decoder
+        self._embedding, self._head = model.get_input_embeddings(), head
+        self.device, self.dtype = model.device, model.dtype
+        use_paged_attention(decoder)
+        apply_cpu_kernels(model)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding(token_ids)  # type: ignore[no-any-return]
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        # m-RoPE's three positions a token go before the batch's dimension.
+        places = positions if self.spec.position_dims == 1 else positions[:, None]
+        out = self.decoder(inputs_embeds=embeds[None], position_ids=places, use_cache=False, paged=paged)
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden)  # type: ignore[no-any-return]
