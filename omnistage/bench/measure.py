@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -191,22 +191,41 @@ class Spread:
         return cls(len(values), float(np.mean(values)), p50, p90, p99, float(max(values)))
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A quantity that is measured for each request."""
+
+    label: str
+    values: Callable[[Outcome], Sequence[float | None]]
+
+    def of(self, outcomes: Iterable[Outcome]) -> list[float]:
+        """Its values over the requests that succeeded."""
+        values = (value for outcome in outcomes if outcome.ok for value in self.values(outcome))
+        return [value for value in values if value is not None]
+
+
+FIGURES = {
+    "ttft": Figure("time to first token", lambda outcome: [outcome.ttft]),
+    "token_gap": Figure("gap between tokens", Outcome.token_gaps),
+    "tpot": Figure("time per token", lambda outcome: [outcome.tpot]),
+    "ttfa": Figure("time to first audio", lambda outcome: [outcome.ttfa]),
+    "sound_gap": Figure("gap between audio chunks", Outcome.audio_gaps),
+    "rtf": Figure("real-time factor", lambda outcome: [outcome.rtf]),
+    "latency": Figure("whole request", lambda outcome: [outcome.latency]),
+}
+"""In seconds, but for `rtf`."""
+RATES = {
+    "requests": Figure("requests/s", lambda outcome: [1]),
+    "prompt_tokens": Figure("prompt tokens/s", lambda outcome: [outcome.prompt_tokens]),
+    "output_tokens": Figure("output tokens/s", lambda outcome: [outcome.text_tokens]),
+    "audio_seconds": Figure("seconds of audio/s", lambda outcome: [outcome.audio_seconds]),
+    "pictures": Figure("pictures/s", lambda outcome: [outcome.pictures]),
+}
+"""Summed over the requests, per second of the run."""
+
+
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread | None]:
-    """Every quantity over the requests that succeeded, in seconds but for `rtf`."""
-    succeeded = [outcome for outcome in outcomes if outcome.ok]
-
-    def values(name: str) -> list[float]:
-        return [value for outcome in succeeded if (value := getattr(outcome, name)) is not None]
-
-    return {
-        "ttft": Spread.of(values("ttft")),
-        "token_gap": Spread.of([gap for outcome in succeeded for gap in outcome.token_gaps()]),
-        "tpot": Spread.of(values("tpot")),
-        "ttfa": Spread.of(values("ttfa")),
-        "sound_gap": Spread.of([gap for outcome in succeeded for gap in outcome.audio_gaps()]),
-        "rtf": Spread.of(values("rtf")),
-        "latency": Spread.of(values("latency")),
-    }
+    return {name: Spread.of(figure.of(outcomes)) for name, figure in FIGURES.items()}
 
 
 @dataclass(frozen=True, slots=True)

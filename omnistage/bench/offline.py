@@ -1,7 +1,6 @@
-"""`omnistage bench`: ours against `transformers` on this machine, in one run, as ratios.
+"""`omnistage bench`: this engine against `transformers` on this machine, in one run, as ratios.
 
-Absolute times of a shared CPU mean little; ratios of two things measured side by side mean something. Each pair is
-run alternately and the median of the rounds is taken.
+Absolute times on a shared CPU vary; ratios of alternating runs are stable. The median of the rounds is taken.
 """
 
 from __future__ import annotations
@@ -97,34 +96,24 @@ def _causal_lm(scratch: Path, quick: bool) -> list[Result]:
     ).eval()
     tokens = 16 if quick else 32
     prompts = _prompts(model.config.vocab_size, REQUESTS, 24, 64)
+    inputs = [OmniTokensPrompt(prompt) for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-
-    def one_by_one() -> None:
-        for prompt in prompts:
-            _generate(model, [prompt], tokens)
-
     with Omni(folder, device="cpu", progress=False) as omni:
-        given = [OmniTokensPrompt(prompt) for prompt in prompts]
-        ours, theirs, batched = _alternate(
+        ours, sequential, batched, ours_single, single = _alternate(
             [
-                lambda: omni.generate(given, params, progress=False),
-                one_by_one,
+                lambda: omni.generate(inputs, params, progress=False),
+                lambda: [_generate(model, [prompt], tokens) for prompt in prompts],
                 lambda: _generate(model, prompts, tokens),
-            ],
-            rounds=1 if quick else 3,
-        )
-        alone, lone = _alternate(
-            [
-                lambda: omni.generate(given[:1], params, progress=False),
+                lambda: omni.generate(inputs[:1], params, progress=False),
                 lambda: _generate(model, prompts[:1], tokens),
             ],
             rounds=1 if quick else 3,
         )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return [
-        Result(f"LM of {millions:.0f}M, 16 at once, against transformers one by one", theirs / ours, "x", 3.0),
+        Result(f"LM of {millions:.0f}M, 16 at once, against transformers one by one", sequential / ours, "x", 3.0),
         Result("  against transformers' padded batch of 16", batched / ours, "x"),
-        Result("  1 request, against transformers", lone / alone, "x"),
+        Result("  1 request, against transformers", single / ours_single, "x"),
     ]
 
 
@@ -136,39 +125,33 @@ def _omni(scratch: Path, quick: bool) -> list[Result]:
     text, codes = (8, 24) if quick else (16, 48)
     vocab = int(reference.model.config.thinker_config.text_config.vocab_size)
     prompts = _prompts(min(vocab, 800), REQUESTS, 24, 64)
+    inputs = [OmniTokensPrompt(prompt) for prompt in prompts]
     params = {
         "thinker": SamplingParams(temperature=0.0, max_tokens=text, ignore_eos=True),
         "talker": SamplingParams(temperature=0.0, min_tokens=codes, max_tokens=codes, repetition_penalty=1.05),
-        "token2wav": CodecParams(streaming=False, seed=0),
     }
-    given = [OmniTokensPrompt(prompt) for prompt in prompts]
-    rounds = 1 if quick else 2
-
-    def one_by_one() -> None:
-        for prompt in prompts:
-            _speak(reference, [prompt], text, codes)
 
     with Omni(folder, device="cpu", progress=False) as omni:
 
-        def ours(mode: bool) -> None:
-            own = {**params, "token2wav": CodecParams(streaming=mode, seed=0)}
-            outputs = omni.generate(given, own, modalities=["text", "audio"], progress=False)
-            if any(o.error is not None for o in outputs):
+        def ours(streaming: bool) -> None:
+            stage_params = {**params, "token2wav": CodecParams(streaming=streaming, seed=0)}
+            outputs = omni.generate(inputs, stage_params, modalities=["text", "audio"], progress=False)
+            if any(output.error is not None for output in outputs):
                 raise ConfigError("a request of the benchmark failed")
 
-        whole, streamed, theirs, batched = _alternate(
+        whole, streamed, sequential, batched = _alternate(
             [
                 lambda: ours(False),
                 lambda: ours(True),
-                one_by_one,
+                lambda: [_speak(reference, [prompt], text, codes) for prompt in prompts],
                 lambda: _speak(reference, prompts, text, codes),
             ],
-            rounds=rounds,
+            rounds=1 if quick else 2,
         )
     return [
-        Result("Omni, 16 requests, whole utterances, against transformers one by one", theirs / whole, "x", 4.0),
+        Result("Omni, 16 requests, whole utterances, against transformers one by one", sequential / whole, "x", 4.0),
         Result("  against transformers' batch of 16", batched / whole, "x", 1.0),
-        Result("  streaming speech, against transformers one by one", theirs / streamed, "x"),
+        Result("  streaming speech, against transformers one by one", sequential / streamed, "x"),
         Result("  streaming speech, against transformers' batch of 16", batched / streamed, "x"),
     ]
 
@@ -186,8 +169,8 @@ def _overhead(scratch: Path, quick: bool) -> list[Result]:
         ("greedy", SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)),
         ("top-k 40, top-p 0.8", SamplingParams(top_k=40, top_p=0.8, seed=1, max_tokens=128, ignore_eos=True)),
     ):
-        _decode_overhead(stage, params, f"{name} warm ")  # caches, allocators and branch predictors settle first
-        # The quietest of several rounds: whatever else runs on the machine adds to a time, nothing takes from it.
+        _decode_overhead(stage, params, f"{name} warm ")  # warm-up
+        # The fastest of several rounds: other load on the machine only adds to a time.
         rounds = [statistics.median(_decode_overhead(stage, params, f"{name} {i} ")) for i in range(_ROUNDS)]
         results.append(Result(f"overhead a step at 16 requests, {name}", 1e3 * min(rounds), "ms", 1.0, at_least=False))
     return results
@@ -195,17 +178,17 @@ def _overhead(scratch: Path, quick: bool) -> list[Result]:
 
 def _decode_overhead(stage: ARStage, params: SamplingParams, name: str) -> list[float]:
     """Seconds of each decode step of 16 requests that were not spent in the network."""
-    spent = _NetworkTime(stage)
+    network = _NetworkTime(stage)
     for index, prompt in enumerate(_prompts(stage.component.spec.vocab_size, REQUESTS, 8, 24)):
         stage.submit(StageInput(RequestInfo(f"{name}{index}"), params, ARInput(prompt)))
     for _ in range(8):
         stage.step()
     steps = []
-    with spent.watching():
+    with network.measure():
         while stage.has_work():
-            before, start = spent.seconds, time.perf_counter()
+            before, start = network.seconds, time.perf_counter()
             stage.step()
-            steps.append(time.perf_counter() - start - (spent.seconds - before))
+            steps.append(time.perf_counter() - start - (network.seconds - before))
     return steps
 
 
@@ -215,15 +198,16 @@ def _memory(scratch: Path, quick: bool) -> list[Result]:
     count = 100 if quick else 1000
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with Omni(folder, device="cpu", progress=False) as omni:
-        vocab = 200
-        warm = [OmniTokensPrompt(p) for p in _prompts(vocab, 300, 8, 40)]
-        omni.generate(warm, params, progress=False)
-        gc.collect()
+
+        def generate(requests: int, seed: int) -> None:
+            prompts = [OmniTokensPrompt(prompt) for prompt in _prompts(200, requests, 8, 40, seed=seed)]
+            omni.generate(prompts, params, progress=False)
+            gc.collect()
+
+        generate(300, seed=0)
         before = _resident_mib()
         for start in range(0, count, 100):
-            more = [OmniTokensPrompt(p) for p in _prompts(vocab, 100, 8, 40, seed=start + 1)]
-            omni.generate(more, params, progress=False)
-        gc.collect()
+            generate(100, seed=start + 1)
         growth = _resident_mib() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
     return [
@@ -243,7 +227,7 @@ class _NetworkTime:
         self.seconds = 0.0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         component, names = self._component, ("embed", "forward", "logits")
         for name in names:
             setattr(component, name, self._timed(getattr(component, name)))
@@ -251,7 +235,7 @@ class _NetworkTime:
             yield
         finally:
             for name in names:
-                delattr(component, name)  # the class's own method shows again
+                delattr(component, name)  # back to the method of the class
 
     def _timed(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def timed(*args: Any) -> torch.Tensor:
@@ -269,25 +253,25 @@ def _alternate(functions: Sequence[Callable[[], object]], rounds: int) -> list[f
         function()
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for own, function in zip(times, functions, strict=True):
+        for seconds, function in zip(times, functions, strict=True):
             start = time.perf_counter()
             function()
-            own.append(time.perf_counter() - start)
-    return [statistics.median(own) for own in times]
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]
 
 
 @torch.inference_mode()
-def _generate(model: Any, prompts: Sequence[tuple[int, ...]], tokens: int) -> None:
+def _generate(model: Any, prompts: Sequence[tuple[int, ...]], tokens: int) -> object:
     ids, mask = _padded(prompts)
-    model.generate(
+    return model.generate(
         ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
     )
 
 
-def _speak(reference: Reference, prompts: Sequence[tuple[int, ...]], text: int, codes: int) -> None:
+def _speak(reference: Reference, prompts: Sequence[tuple[int, ...]], text: int, codes: int) -> object:
     ids, mask = _padded(prompts)
     with torch.inference_mode():
-        reference.model.generate(
+        return reference.model.generate(
             input_ids=ids,
             attention_mask=mask,
             thinker_max_new_tokens=text,

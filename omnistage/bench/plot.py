@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnistage.bench.measure import Outcome
+from omnistage.bench.measure import FIGURES, Outcome
 from omnistage.bench.report import Report
 from omnistage.bench.workload import Kind
 from omnistage.core.errors import MissingDependencyError
@@ -24,30 +24,24 @@ def plot(report: Report, file: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the plot needs matplotlib: pip install matplotlib, or add --no-plot") from error
-    succeeded = [outcome for outcome in report.outcomes if outcome.ok]
     figure = Figure(figsize=(12, 7.5), layout="constrained")
-    axes = figure.subplots(2, 3)
-    _distribution(axes[0, 0], "time to first token", succeeded, lambda o: [] if o.ttft is None else [o.ttft])
-    _distribution(axes[0, 1], "gap between tokens", succeeded, Outcome.token_gaps)
-    _distribution(axes[0, 2], "whole request", succeeded, lambda o: [o.latency])
-    _distribution(axes[1, 0], "time to first audio", succeeded, lambda o: [] if o.ttfa is None else [o.ttfa])
-    _distribution(axes[1, 1], "gap between audio chunks", succeeded, Outcome.audio_gaps)
-    _timeline(axes[1, 2], report.outcomes, report.seconds)
+    axes = figure.subplots(2, 3).flat
+    for name, place in zip(("ttft", "token_gap", "latency", "ttfa", "sound_gap"), axes, strict=False):
+        _distribution(place, name, report.outcomes)
+    _timeline(axes[-1], report.outcomes, report.seconds)
     summary = report.summary
     figure.suptitle(
         f"{report.settings.get('load', '')}: {summary.succeeded} of {summary.sent} requests in {report.seconds:.1f} s, "
-        f"{summary.throughput.requests:.2f} a second"
+        f"{summary.throughput['requests']:.2f} a second"
     )
     figure.savefig(file, dpi=110)
 
 
-def _distribution(
-    axes: Axes, title: str, outcomes: Sequence[Outcome], values_of: Callable[[Outcome], list[float]]
-) -> None:
+def _distribution(axes: Axes, name: str, outcomes: Sequence[Outcome]) -> None:
     """The cumulative distribution of a time, by kind."""
-    axes.set_title(title, loc="left")
+    axes.set_title(FIGURES[name].label, loc="left")
     for kind in Kind:
-        values = sorted(value for outcome in outcomes if outcome.kind is kind for value in values_of(outcome))
+        values = sorted(FIGURES[name].of(outcome for outcome in outcomes if outcome.kind is kind))
         if values:
             shares = [(index + 1) / len(values) for index in range(len(values))]
             axes.step([1e3 * value for value in values], shares, where="post", color=_COLOURS[kind], label=str(kind))

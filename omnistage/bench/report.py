@@ -8,31 +8,25 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from omnistage import __version__
 from omnistage.bench.load import Load, Run
-from omnistage.bench.measure import Outcome, Spread, Stutter, spreads, within
+from omnistage.bench.measure import RATES, Outcome, Spread, Stutter, spreads, within
 from omnistage.bench.workload import Kind
 
 SCHEMA = "omnistage.bench_serve/1"
 MAX_LAG = 0.05
 """Seconds: where requests are sent later than that, the generator limits the figures and not the service."""
 MAX_CPU_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Per second of the run."""
-
-    requests: float
-    prompt_tokens: float
-    output_tokens: float
-    audio_seconds: float
-    pictures: float
+_ROW = (
+    *("number", "kind", "status", "error", "message", "ttft", "tpot", "ttfa", "rtf"),
+    *("prompt_tokens", "text_tokens", "audio_seconds", "pictures"),
+)
+"""Fields of an outcome that the report has as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,8 @@ class Summary:
     by_status: dict[str, int]
     """`none`: without a response."""
     errors: dict[str, int]
-    throughput: Throughput
+    throughput: dict[str, float]
+    """Per second of the run, by `RATES`."""
     spreads: dict[str, Spread | None]
     """Seconds, `rtf` without a unit; None: not measured."""
     rtf_overall: float | None
@@ -80,13 +75,7 @@ class Summary:
             failed=sum(outcome.failed for outcome in outcomes),
             by_status=_count("none" if o.status is None else str(o.status) for o in outcomes),
             errors=_count(_error_name(o) for o in outcomes if not o.ok),
-            throughput=Throughput(
-                len(succeeded) / span,
-                sum(o.prompt_tokens for o in succeeded) / span,
-                sum(o.text_tokens for o in succeeded) / span,
-                sum(o.audio_seconds for o in succeeded) / span,
-                sum(o.pictures for o in succeeded) / span,
-            ),
+            throughput={name: sum(rate.of(outcomes)) / span for name, rate in RATES.items()},
             spreads=spreads(outcomes),
             rtf_overall=_rtf_overall(succeeded),
             stutter=Stutter.of(outcomes, buffer),
@@ -154,18 +143,10 @@ class Report:
         return 1 if self.summary.failed or not self.summary.succeeded or none_succeeded else 0
 
     def to_json(self, buffer: float) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "environment": self.environment,
-            "settings": self.settings,
-            "seconds": self.seconds,
-            "interrupted": self.interrupted,
-            "unfinished": self.unfinished,
-            "summary": asdict(self.summary),
-            "kinds": {name: asdict(summary) for name, summary in self.kinds.items()},
-            "generator": {**asdict(self.generator), "warnings": self.generator.warnings()},
-            "requests": [_row(outcome, buffer) for outcome in self.outcomes],
-        }
+        value = asdict(replace(self, outcomes=[]))
+        del value["outcomes"]
+        value["generator"]["warnings"] = self.generator.warnings()
+        return {"schema": SCHEMA, **value, "requests": [_row(outcome, buffer) for outcome in self.outcomes]}
 
     def dumps(self, buffer: float) -> str:
         """The same as text, one request per line."""
@@ -231,22 +212,8 @@ def _cpu() -> str:
 def _row(outcome: Outcome, buffer: float) -> dict[str, Any]:
     playback = outcome.playback(buffer)
     return {
-        "number": outcome.number,
-        "kind": str(outcome.kind),
-        "due": round(outcome.due, 6),
-        "sent": round(outcome.sent, 6),
-        "status": outcome.status,
-        "error": outcome.error,
-        "message": outcome.message,
-        "latency": round(outcome.latency, 6),
-        "ttft": outcome.ttft,
-        "tpot": outcome.tpot,
-        "ttfa": outcome.ttfa,
-        "rtf": outcome.rtf,
-        "prompt_tokens": outcome.prompt_tokens,
-        "text_tokens": outcome.text_tokens,
-        "audio_seconds": outcome.audio_seconds,
-        "pictures": outcome.pictures,
+        **{name: getattr(outcome, name) for name in _ROW},
+        **{name: round(getattr(outcome, name), 6) for name in ("due", "sent", "latency")},
         "underrun_seconds": playback.waited,
         "underruns": playback.stalls,
         # Seconds from sending.

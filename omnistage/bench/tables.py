@@ -11,27 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnistage.bench.measure import Spread
+from omnistage.bench.measure import FIGURES, RATES, Spread
 from omnistage.bench.report import SCHEMA, Report, Summary
 from omnistage.core.errors import InvalidRequestError
 
-NAMES = {
-    "ttft": "time to first token",
-    "token_gap": "gap between tokens",
-    "tpot": "time per token",
-    "ttfa": "time to first audio",
-    "sound_gap": "gap between audio chunks",
-    "rtf": "real-time factor",
-    "latency": "whole request",
-}
-_HIGHER_IS_BETTER = ("requests", "prompt_tokens", "output_tokens", "audio_seconds", "pictures")
-_UNITS = {
-    "requests": "requests/s",
-    "prompt_tokens": "prompt tokens/s",
-    "output_tokens": "output tokens/s",
-    "audio_seconds": "seconds of audio/s",
-    "pictures": "pictures/s",
-}
 _NOTABLE = 0.05
 
 
@@ -65,7 +48,7 @@ def _counts(report: Report) -> Table:
         rates = summary.throughput
         row = [str(n) for n in (summary.sent, summary.succeeded, summary.refused)]
         row.append(f"[red]{summary.failed}[/]" if summary.failed else "0")
-        row += [_rate(v) for v in (rates.requests, rates.output_tokens, rates.audio_seconds, rates.pictures)]
+        row += [_rate(rates[name]) for name in ("requests", "output_tokens", "audio_seconds", "pictures")]
         if summary.goodput is not None:
             row.append(f"{100 * summary.goodput.share:.0f}%")
         table.add_row(name, *row)
@@ -88,7 +71,7 @@ def _spreads(name: str, summary: Summary) -> Table:
     for key, spread in summary.spreads.items():
         if spread is not None:
             values = (spread.p50, spread.p90, spread.p99, spread.mean, spread.largest)
-            table.add_row(NAMES[key], *(_shown(key, value) for value in values), str(spread.count))
+            table.add_row(FIGURES[key].label, *(_shown(key, value) for value in values), str(spread.count))
     return table
 
 
@@ -150,10 +133,12 @@ def compare(old: Mapping[str, Any], report: Report, console: Console) -> None:
         before = old.get("kinds", {}).get(name)
         if before is None:
             continue
-        for key in _HIGHER_IS_BETTER:
-            then, now = before["throughput"][key], getattr(summary.throughput, key)
+        for key, now in summary.throughput.items():
+            then = before["throughput"][key]
             if then and now:
-                table.add_row(name, _UNITS[key], f"{then:.2f}", f"{now:.2f}", _ratio(now / then, higher_is_better=True))
+                table.add_row(
+                    name, RATES[key].label, f"{then:.2f}", f"{now:.2f}", _ratio(now / then, higher_is_better=True)
+                )
         for key, spread in summary.spreads.items():
             older = before["spreads"].get(key)
             if spread is not None and older is not None:
@@ -170,7 +155,7 @@ def _add_spread(table: Table, name: str, key: str, then: Spread, now: Spread) ->
         older, newer = getattr(then, quantile), getattr(now, quantile)
         if older and newer:
             ratio = _ratio(newer / older, higher_is_better=False)
-            table.add_row(name, f"{NAMES[key]}, {quantile}", _shown(key, older), _shown(key, newer), ratio)
+            table.add_row(name, f"{FIGURES[key].label}, {quantile}", _shown(key, older), _shown(key, newer), ratio)
 
 
 def _ratio(value: float, *, higher_is_better: bool) -> str:
