@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from rich.console import Console
 
-from omnistage.cli.chat import ChatSession
+from omnistage.cli.chat_session import ChatSession
 from omnistage.cli.conversation import Conversation
 from omnistage.cli.terminal import Terminal
 from omnistage.core.errors import (
