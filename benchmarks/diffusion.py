@@ -1,4 +1,4 @@
-"""Drawing on this machine's CPU: ours against diffusers, in one run, as ratios.
+"""Text to image on this machine's CPU: this engine against diffusers, in one run, as ratios.
 
     python benchmarks/diffusion.py [--families stable_diffusion_3 flux] [--out results.json]
 
@@ -50,7 +50,7 @@ def reference_call(pipe: Any, prompt: str, params: DiffusionParams) -> np.ndarra
 
 
 async def staggered(omni: AsyncOmni, params: list[DiffusionParams], gap: float) -> float:
-    """Seconds until the last of several requests, one every `gap` seconds, is there."""
+    """Seconds until the last of several requests, one every `gap` seconds, has finished."""
 
     async def one(prompt: str, own: DiffusionParams, delay: float) -> None:
         await asyncio.sleep(delay)

@@ -48,14 +48,14 @@ _HAS_PROC = Path("/proc/self/stat").exists()
 
 Messages = list[dict[str, Any]]
 Ask = Callable[[Messages], Awaitable[float]]
-"""Sends one conversation; the seconds to what is measured: the end of the text, or the first sound."""
+"""Sends one conversation; the seconds to what is measured: the end of the text, or the first audio chunk."""
 Side = Callable[[list[Messages]], Awaitable[float]]
-"""Sends conversations at once; the seconds for all of them, or the median one to the first sound."""
+"""Sends conversations at once; the seconds for all of them, or the median time to the first audio chunk."""
 
 
 @dataclass
 class Comparison:
-    """Both sides of one measurement, a value a round."""
+    """Both sides of one measurement, one value per round."""
 
     name: str
     target: float | None
@@ -89,7 +89,7 @@ class Comparison:
 
 
 def conversation(mark: str, words: int) -> Messages:
-    """A conversation like no other, so that nothing of it is remembered from an earlier one."""
+    """A unique conversation, so that no prefix is cached."""
     text = " ".join(_WORDS[i % len(_WORDS)] for i in range(words))
     return [{"role": "user", "content": f"{mark} {text}"}]
 
@@ -105,7 +105,7 @@ def engine_asks(omni: AsyncOmni, tokens: int, *, speech: bool) -> Ask:
                 heard = time.perf_counter() - start
             if item.final is not None and item.final.error is not None:
                 raise item.final.error
-        return _found(heard) if speech else time.perf_counter() - start
+        return _required(heard) if speech else time.perf_counter() - start
 
     return ask
 
@@ -120,25 +120,27 @@ def http_asks(client: Client, tokens: int, *, speech: bool) -> Ask:
         body = json.dumps({**fields, "messages": messages}).encode()
         async with client.request("/v1/chat/completions", body) as response:
             if response.status != 200:
-                raise SystemExit(f"the service answered {response.status}: {(await response.read())[:500]!r}")
+                raise SystemExit(
+                    f"the service responded with status {response.status}: {(await response.read())[:500]!r}"
+                )
             async for moment, piece in response.stream():
                 for event in events.push(piece):
                     count_event(outcome, moment - start, event)
         if outcome.error is not None:
             raise SystemExit(f"a request of the benchmark failed: {outcome.error}, {outcome.message}")
-        return _found(outcome.ttfa) if speech else time.perf_counter() - start
+        return _required(outcome.ttfa) if speech else time.perf_counter() - start
 
     return ask
 
 
-def _found(heard: float | None) -> float:
-    if heard is None:
+def _required(seconds: float | None) -> float:
+    if seconds is None:
         raise SystemExit("a response of the benchmark has no audio")
-    return heard
+    return seconds
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process; 0 where the system does not say."""
+    """Processor time of a process; 0 where the system has no figure."""
     if not _HAS_PROC:
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -152,7 +154,7 @@ async def at_once(ask: Ask, conversations: list[Messages], *, speech: bool) -> f
 
 
 async def work_offline(folder: Path, tokens: int, codes: int, *, speech: bool) -> None:
-    """The engine's side, in a process of its own: a JSON line of conversations in, a line of seconds out."""
+    """The engine in a separate process: a JSON line of conversations in, a line of seconds out."""
     overrides = (f"talker.max_tokens={codes}",) if speech else ()
     async with AsyncOmni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
         ask = engine_asks(omni, tokens, speech=speech)
@@ -190,11 +192,13 @@ async def offline(folder: Path, tokens: int, codes: int, *, speech: bool) -> Asy
         await child.wait()
 
 
-async def alternate(made: Comparison, sides: Sequence[tuple[Side, int]], level: int, rounds: int, words: int) -> None:
-    """Rounds of the engine and the service in turn, after one of each that does not count."""
-    results = ((made.engine, made.engine_cpu), (made.http, made.http_cpu))
+async def alternate(
+    measurement: Comparison, sides: Sequence[tuple[Side, int]], level: int, rounds: int, words: int
+) -> None:
+    """Rounds of the engine and the service in turn, after a warm-up of each."""
+    results = ((measurement.engine, measurement.engine_cpu), (measurement.http, measurement.http_cpu))
     for number in range(-1, rounds):
-        conversations = [conversation(f"{made.name}, {number}, {row}", words) for row in range(level)]
+        conversations = [conversation(f"{measurement.name}, {number}, {row}", words) for row in range(level)]
         for index in (0, 1) if number % 2 else (1, 0):
             side, pid = sides[index]
             cpu = cpu_seconds(pid)
@@ -212,7 +216,7 @@ async def compare(
     arguments = ["--model", f"model={folder}", "--device", "cpu", "--dtype", "float32", *given]
     tokens = options.speech_tokens if speech else options.tokens
     target = (MOST_FIRST_AUDIO if speech else MOST_TIME) if counts else None
-    found = []
+    measurements = []
     with serve_models(arguments, {"OMP_NUM_THREADS": "1"}) as (url, pid):
         client = connect(url, None)
         ask = http_asks(client, tokens, speech=speech)
@@ -223,12 +227,12 @@ async def compare(
         async with offline(folder, tokens, options.codes, speech=speech) as engine:
             for level in levels:
                 what = "time to first audio" if speech else "whole time"
-                made = Comparison(f"{name}, {level} at once, {what}", target)
-                await alternate(made, (engine, (http, pid)), level, options.rounds, options.words)
-                print(made.line(), flush=True)
-                found.append(made)
+                measurement = Comparison(f"{name}, {level} at once, {what}", target)
+                await alternate(measurement, (engine, (http, pid)), level, options.rounds, options.words)
+                print(measurement.line(), flush=True)
+                measurements.append(measurement)
         await client.close()
-    return found
+    return measurements
 
 
 async def measure(options: argparse.Namespace) -> list[Comparison]:
@@ -238,11 +242,13 @@ async def measure(options: argparse.Namespace) -> list[Comparison]:
         tiny_lm.write(smallest, seed=0, scale=0.0)
         tiny_omni.write(omni, seed=0, scale=0.0)
         levels = options.concurrency
-        found = await compare(small, f"LM of scale {options.scale:g}", levels, options, speech=False, counts=True)
-        found += await compare(omni, "small Qwen2.5-Omni", [1], options, speech=True, counts=True)
+        measurements = await compare(
+            small, f"LM of scale {options.scale:g}", levels, options, speech=False, counts=True
+        )
+        measurements += await compare(omni, "small Qwen2.5-Omni", [1], options, speech=True, counts=True)
         if not options.required:
-            found += await compare(smallest, "smallest LM", levels, options, speech=False, counts=False)
-        return found
+            measurements += await compare(smallest, "smallest LM", levels, options, speech=False, counts=False)
+        return measurements
 
 
 def main() -> int:
@@ -269,13 +275,13 @@ def main() -> int:
         options.scale, options.rounds, options.tokens = 0.1, 2, 16
     where = environment()
     print(f"{where['date']}, {where['cpu']}, {where['cores']} cores, torch {torch.__version__}: engine, HTTP")
-    found = asyncio.run(measure(options))
+    measurements = asyncio.run(measure(options))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        rows = [{**asdict(one), "ratio": one.ratio, "cpu_ratio": one.cpu_ratio, "ok": one.ok} for one in found]
+        rows = [{**asdict(one), "ratio": one.ratio, "cpu_ratio": one.cpu_ratio, "ok": one.ok} for one in measurements]
         report = {"environment": {**where, "torch": torch.__version__}, "options": vars(options), "results": rows}
         (options.out / "http_overhead.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    return 0 if all(one.ok for one in found) else 1
+    return 0 if all(one.ok for one in measurements) else 1
 
 
 if __name__ == "__main__":

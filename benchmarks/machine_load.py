@@ -1,4 +1,4 @@
-"""What else a machine is doing while something is measured on it."""
+"""The load of the machine during a measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def load() -> str:
-    """The load averages; empty where the system does not say."""
+    """The load averages; empty where the system has none."""
     try:
         return " ".join(f"{value:.2f}" for value in os.getloadavg())
     except OSError:

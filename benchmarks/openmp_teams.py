@@ -1,4 +1,4 @@
-"""What a second thread that has computed with torch costs the first, though it does nothing any more.
+"""The cost of an idle second thread that has computed with torch before.
 
     python benchmarks/openmp_teams.py
 

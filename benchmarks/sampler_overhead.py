@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, object]] = {
 def measure(
     params: SamplingParams, logits: torch.Tensor, steps: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Median and least microseconds of one `sample` call on an unchanged batch."""
+    """Median and minimum microseconds of one `sample` call on an unchanged batch."""
     sampler = Sampler(logits.shape[1], logits.device)
     keys = [f"request-{row}" for row in range(len(logits))]
     for row, key in enumerate(keys):
@@ -66,8 +66,8 @@ def main() -> None:
     clock = time.perf_counter if args.clock == "wall" else time.thread_time
     with torch.inference_mode():
         for name, values in CASES.items():
-            median, least = measure(SamplingParams.parse(values), logits, args.steps, clock)
-            print(f"{name:<28}{median:>10.0f} us, at best {least:.0f}")
+            median, minimum = measure(SamplingParams.parse(values), logits, args.steps, clock)
+            print(f"{name:<28}{median:>10.0f} us, at best {minimum:.0f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A side of `starter_language_model.py` in a process of its own, spoken to over its standard streams.
+"""A side of `starter_language_model.py` in a separate process that is controlled over its standard streams.
 
 Each side has its own process because OpenMP's threads of one process get in each other's way: two threads that compute
 by turns in one process are both slower than either is alone. And vLLM needs an environment of its own: this file needs
@@ -23,12 +23,12 @@ from typing import Any
 
 Ids = list[int]
 Generate = Callable[[Sequence[Ids], int, str], list[Ids]]
-"""New tokens of every prompt, so many; the name says which way to go about it."""
+"""Generates this many new tokens for every prompt; the name selects the method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All prompts of a call answered."""
+    """All prompts of a call completed."""
 
     seconds: float
     processor: float
@@ -80,10 +80,10 @@ class Side:
     def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
-            raise SystemExit(f"{self.script} ended without an answer; --log FILE keeps what it printed")
+            raise SystemExit(f"{self.script} ended without a result; --log FILE keeps its output")
         found = json.loads(line)
         if not isinstance(found, dict):
-            raise SystemExit(f"{self.script} answered {line!r}")
+            raise SystemExit(f"{self.script} sent {line!r}")
         return found
 
     def run(self, tokens: int, side: str) -> Callable[[Sequence[Ids]], Done]:

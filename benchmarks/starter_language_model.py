@@ -100,7 +100,7 @@ def medians(done: dict[tuple[str, int], list[Done]], tokens: int, same: dict[tup
 
 
 def vllm_settings(python: Path) -> dict[str, str]:
-    """What vLLM's process is told by its environment."""
+    """The environment of vLLM's process."""
     # By itself vLLM leaves a core to its server, and there is none here: as many as the other sides have.
     cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
     given = {
@@ -129,7 +129,7 @@ def measure(sides: dict[str, Run], prompts: Sequence[Ids], tokens: int, rounds: 
                     time.sleep(_PAUSE)
                     one = sides[side](prompts[:count])
                     if any(len(ids) != tokens for ids in one.tokens):
-                        raise SystemExit(f"not every answer of {side} has {tokens} tokens")
+                        raise SystemExit(f"not every output of {side} has {tokens} tokens")
                     if turn > 0:
                         done[side, count].append(one)
                     bar.advance(task)

@@ -1,4 +1,4 @@
-"""Several images in one call: they share the model's batches, and answers come back in the order of the images.
+"""Several images in one call: they share batches, and outputs are in the order of the images.
 
 python examples/batch_captions.py out/tiny-qwen2.5-omni --max-tokens 16
 python examples/batch_captions.py path/to/model first.png second.jpg
@@ -27,7 +27,7 @@ def pictures() -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint's folder, or a name in the local hub cache")
-    parser.add_argument("images", nargs="*", type=Path, help="image files; default: three made on the spot")
+    parser.add_argument("images", nargs="*", type=Path, help="image files; default: three generated ones")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
     images = {path.name: path for path in args.images} or pictures()

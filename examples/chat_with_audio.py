@@ -1,4 +1,4 @@
-"""The README's first page: a question and a sound in, text and speech out.
+"""The first example of the README: text and audio in, text and speech out.
 
 python examples/chat_with_audio.py out/tiny-qwen2.5-omni --set thinker.max_tokens=24 --set talker.max_tokens=96
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint's folder, or a name in the local hub cache")
     parser.add_argument("--audio", type=Path, help="a WAV file; default: a short tone")
-    parser.add_argument("--out", type=Path, default=Path("answer.wav"), help="where the speech goes")
+    parser.add_argument("--out", type=Path, default=Path("answer.wav"), help="file for the speech")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `omnistage config`")
     args = parser.parse_args()
     b64 = base64.b64encode(args.audio.read_bytes() if args.audio else short_sound()).decode()

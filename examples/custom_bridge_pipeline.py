@@ -1,4 +1,4 @@
-"""A pipeline of one's own: any causal LM, and behind it a stage that plays a note for each word.
+"""A custom pipeline: any causal LM, followed by a stage that plays a note for each word.
 
 The stage's network and the bridge are registered by name, and `custom_bridge_pipeline.yaml` uses the names.
 
@@ -87,7 +87,7 @@ def main() -> None:
         [out] = omni.generate(args.prompt, params, modalities=["text", "audio"])
     print(out.text)
     if out.audio is None:
-        raise SystemExit("the answer has no word")
+        raise SystemExit("the output has no words")
     print(f"wrote {out.audio.save(args.out)}: {out.audio.seconds:.2f} s, {round(out.audio.seconds * 5)} notes")
     print(out.trace)
 

@@ -1,4 +1,4 @@
-"""Draw from text: several prompts at once with progress, or one of them with previews while it is drawn.
+"""Text to image: several prompts in one call with progress, or one prompt with previews.
 
 python examples/draw.py out/tiny-flux "A lighthouse at dusk" "A fox in the snow" --size 64 --steps 8
 python examples/draw.py out/tiny-flux "A lighthouse at dusk" --size 64 --steps 8 --preview-every 2
@@ -28,7 +28,7 @@ def draw(args: argparse.Namespace, params: DiffusionParams) -> None:
 
 
 async def watch(args: argparse.Namespace, params: DiffusionParams) -> None:
-    """The first prompt, item by item. A preview is what the picture is heading for; some may be left out."""
+    """The first prompt as a stream. A preview is an estimate of the final picture; some may be skipped."""
     async with AsyncOmni(args.model) as omni:
         shown = 0
         async for chunk in omni.generate(args.prompts[0], params):
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: the model's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-n", type=int, default=1, help="pictures of each prompt; picture i starts from seed + i")
-    parser.add_argument("--preview-every", type=int, default=0, help="stream, with a preview every so many steps")
+    parser.add_argument("--preview-every", type=int, default=0, help="stream, with a preview every N steps")
     parser.add_argument("--out", type=Path, default=Path("."))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

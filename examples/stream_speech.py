@@ -1,4 +1,4 @@
-"""Text and speech as they come: prints each piece with its time, writes the sound chunk by chunk.
+"""Streams text and speech: prints each chunk with its time, writes the audio chunk by chunk.
 
 python examples/stream_speech.py out/tiny-qwen2.5-omni "Tell me a story" --max-tokens 24 --max-codes 160
 """
@@ -49,9 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a Qwen2.5-Omni checkpoint's folder, or its name in the local hub cache")
     parser.add_argument("prompt", nargs="?", default="Tell me a short story.")
-    parser.add_argument("--voice", help="default: the model's own")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of text")
-    parser.add_argument("--max-codes", type=int, help="most tokens of speech, about 50 a second")
+    parser.add_argument("--voice", help="default: the model's first")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens of text")
+    parser.add_argument("--max-codes", type=int, help="maximum tokens of speech, about 50 per second")
     parser.add_argument("--out", type=Path, default=Path("speech.wav"))
     try:
         asyncio.run(speak(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""An answer that follows a JSON schema, from any causal language model. Needs the extra `structured`.
+"""Output that follows a JSON schema, from any causal language model. Needs the extra `structured`.
 
 python examples/structured_output.py out/tiny-lm
 """
@@ -34,7 +34,7 @@ def main() -> None:
         out = omni.chat([{"role": "user", "content": "Describe one city as JSON."}], params)
     # A text that was cut by max_tokens would not parse; the reason tells.
     if out.finish_reason != "stop":
-        raise SystemExit(f"the answer ended by {out.finish_reason}; raise max_tokens")
+        raise SystemExit(f"the output ended with reason {out.finish_reason}; raise max_tokens")
     print(json.dumps(json.loads(out.text), indent=2, ensure_ascii=False))
 
 
