@@ -212,5 +212,5 @@ def test_an_answer_that_is_too_short_spoils_the_measurement(language_model: Modu
         language_model.OURS: lambda prompts: language_model.Done(1.0, 1.0, [[5]] * len(prompts)),
         language_model.SINGLE: lambda prompts: language_model.Done(1.0, 1.0, [[5, 5]] * len(prompts)),
     }
-    with pytest.raises(SystemExit, match="not every answer of ours has 2 tokens"):
+    with pytest.raises(SystemExit, match="not every output of ours has 2 tokens"):
         language_model.measure(sides, [[1]] * 16, 2, 1, Console(quiet=True))
