@@ -82,10 +82,6 @@ class BlockPool:
                 del self._free[block]
             self._references[block] += 1
 
-    def free_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free now, i.e. would leave the free list when acquired."""
-        return sum(1 for block in blocks if self._references[block] == 0)
-
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference back on each block. The tail of a sequence is reused before its head."""
         for block in reversed(blocks):

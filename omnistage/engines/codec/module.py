@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
+from omnistage.config.schema import CodecBudget
 from omnistage.core.errors import InvalidRequestError, OmniError, StageError
 from omnistage.core.failures import isolate, log_defect
 from omnistage.core.params import CodecParams
@@ -95,13 +96,6 @@ class ModuleComponent(ABC):
         """Release what the module holds."""
 
 
-class ModuleLimits(Protocol):
-    """The part of a codec stage's budget that a module reads."""
-
-    @property
-    def max_batch(self) -> int: ...
-
-
 # ------------------------------------------------------------------------------------------------ scheduling
 
 
@@ -110,7 +104,6 @@ class ModulePlan:
     """One step's work. `ended` names requests whose end came without a piece."""
 
     jobs: tuple[Job, ...] = ()
-    started: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
 
 
@@ -124,8 +117,7 @@ class _Request:
     pieces: int = 0
     """All that came so far."""
     final: bool = False
-    started: bool = False
-    halfway: bool = False
+    resumed: bool = False
     """Its next job has run already, and is not done."""
 
     @property
@@ -144,22 +136,18 @@ class ModuleScheduler:
     def add(self, info: RequestInfo, params: CodecParams) -> None:
         self._requests[info.request_id] = _Request(info, params, self._turns.new(info.priority))
 
-    def pieces(self, request_id: str) -> int:
-        """How many came so far."""
-        return self._requests[request_id].pieces
-
     def extend(self, request_id: str, job: Job | None, group: Hashable, final: bool) -> None:
-        """Put a piece in line, or None where there is nothing to say but whether it was the last."""
+        """Queue a piece, or None where there is nothing to say but whether it was the last."""
         request = self._requests[request_id]
         if job is not None:
             request.jobs.append((job, group))
             request.pieces += 1
         request.final = final
 
-    def request(self, request_id: str) -> tuple[RequestInfo, CodecParams] | None:
-        """What a request was submitted with, while it takes more pieces."""
+    def request(self, request_id: str) -> tuple[RequestInfo, CodecParams, int] | None:
+        """What a request was submitted with and how many pieces came so far, while it takes more."""
         request = self._requests.get(request_id)
-        return None if request is None or request.final else (request.info, request.params)
+        return None if request is None or request.final else (request.info, request.params, request.pieces)
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -168,17 +156,9 @@ class ModuleScheduler:
         return any(request.jobs or request.final for request in self._requests.values())
 
     @property
-    def waiting(self) -> int:
-        return len(self._requests) - self.running
-
-    @property
-    def running(self) -> int:
-        return sum(request.started for request in self._requests.values())
-
-    @property
     def starved(self) -> int:
         """Requests that have run all their pieces and wait for their upstream."""
-        return sum(request.started and not request.jobs for request in self._requests.values())
+        return sum(not request.jobs for request in self._requests.values())
 
     def schedule(self) -> ModulePlan:
         """The next batch: its jobs stay at the head of their requests until they are `done`, or go on with `resume`.
@@ -188,16 +168,14 @@ class ModuleScheduler:
         over = [request for request in self._requests.values() if request.is_over]
         ready = sorted((r for r in self._requests.values() if r.jobs), key=self._rank)
         picked = [r for r in ready if r.jobs[0][1] == ready[0].jobs[0][1]][: self._max_batch]
-        started = tuple(r.info.request_id for r in (*over, *picked) if not r.started)
         for request in ready:
             request.turn.age += 1
         for request in picked:
-            request.started = True
             self._turns.take(request.turn)
         ended = tuple(request.info.request_id for request in over)
         for request_id in ended:
             self.remove(request_id)
-        return ModulePlan(tuple(request.jobs[0][0] for request in picked), started, ended)
+        return ModulePlan(tuple(request.jobs[0][0] for request in picked), ended)
 
     def _rank(self, request: _Request) -> tuple[int, bool, int]:
         """As `Turns` has it, but that among equals new jobs go before the rest of long ones.
@@ -205,17 +183,17 @@ class ModuleScheduler:
         However many of those there are, a short job waits for one part of one of them.
         """
         level, number = self._turns.rank(request.turn)
-        return level, request.halfway, number
+        return level, request.resumed, number
 
     def resume(self, request_id: str) -> None:
         """The job that ran is not done: it stays the request's next."""
-        self._requests[request_id].halfway = True
+        self._requests[request_id].resumed = True
 
     def done(self, request_id: str) -> bool:
         """The job that ran is done; whether it was the request's last, which then is removed."""
         request = self._requests[request_id]
         request.jobs.popleft()
-        request.halfway = False
+        request.resumed = False
         if request.is_over:
             self.remove(request_id)
         return request.is_over
@@ -234,7 +212,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
 
     params_type = CodecParams
 
-    def __init__(self, name: str, component: ModuleComponent, budget: ModuleLimits) -> None:
+    def __init__(self, name: str, component: ModuleComponent, budget: CodecBudget) -> None:
         super().__init__(name)
         self.component = component
         self.payload_type = component.input_type
@@ -272,9 +250,10 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
             return
         if self.component.input_type is not ModuleInput or not isinstance(feed, ModuleInput):
             raise self._wrong_feed(feed)
+        info, params, pieces = request
         if not _is_empty(feed):
-            self.component.check(*request, feed)
-        job, group = self._job(*request, feed, self._scheduler.pieces(request_id))
+            self.component.check(info, params, feed)
+        job, group = self._job(info, params, feed, pieces)
         self._scheduler.extend(request_id, job, group, feed.final)
 
     def _job(
@@ -288,7 +267,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
 
     def step(self) -> list[StageChunk]:
         plan = self._scheduler.schedule()
-        chunks = self._mark_started(plan.started)
+        chunks = self._mark_started((*plan.ended, *(job.info.request_id for job in plan.jobs)))
         chunks += [self._finish(request_id) for request_id in plan.ended]
         for job, result in isolate(plan.jobs, self._run, f"stage {self.name!r}"):
             chunks += self._emit(job.info.request_id, result)
@@ -317,11 +296,11 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
         return self._scheduler.has_work()
 
     def stats(self) -> StageStats:
-        scheduler = self._scheduler
+        running = sum(self._started.values())
         return StageStats(
-            waiting=scheduler.waiting,
-            running=scheduler.running,
-            starved=scheduler.starved,
+            waiting=len(self._started) - running,
+            running=running,
+            starved=self._scheduler.starved,
             steps=self._steps,
             tokens=self._pieces,
             extra={"audio_seconds": self._audio_seconds},

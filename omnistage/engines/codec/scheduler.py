@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from omnistage.config.schema import CodecBudget
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
 
@@ -22,21 +23,6 @@ DECODE_SHARE = 0.4
 """Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend
 most of their work on context and look-ahead, and a stage that cannot keep up with them would fall further behind."""
 _WAIT_MARGIN = 0.001
-
-
-class CodecLimits(Protocol):
-    """The part of a codec stage's budget that scheduling reads."""
-
-    @property
-    def max_batch(self) -> int: ...
-    @property
-    def max_running(self) -> int: ...
-    @property
-    def first_chunk_blocks(self) -> int: ...
-    @property
-    def max_chunk_blocks(self) -> int: ...
-    @property
-    def lookahead_blocks(self) -> int: ...
 
 
 class Shape(NamedTuple):
@@ -102,7 +88,7 @@ class CodecScheduler:
     """
 
     def __init__(
-        self, layout: CodecLayout, limits: CodecLimits, *, clock: Callable[[], float] = time.monotonic
+        self, layout: CodecLayout, limits: CodecBudget, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._layout = layout
         self._clock = clock
@@ -111,9 +97,6 @@ class CodecScheduler:
         self._requests: dict[str, _Request] = {}
         self._turns = Turns()
         self._scheduled_at = 0.0
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
 
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
         self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)

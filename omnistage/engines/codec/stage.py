@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from omnistage.config.schema import CodecBudget
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.params import CodecParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageChunk, StageFeed, StageInput
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
-from omnistage.engines.codec.scheduler import CodecLimits, CodecScheduler, SchedulerOutput
+from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
 from omnistage.engines.stage import BatchedStage
 
 _SILENCE = np.zeros(0, dtype=np.float32)
@@ -26,7 +27,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
     params_type = CodecParams
     payload_type = CodecInput
 
-    def __init__(self, name: str, component: CodecComponent, budget: CodecLimits) -> None:
+    def __init__(self, name: str, component: CodecComponent, budget: CodecBudget) -> None:
         super().__init__(name)
         self.component = component
         self._scheduler = CodecScheduler(component.layout, budget)

@@ -12,22 +12,9 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from omnistage.config.schema import DiffusionBudget
 from omnistage.engines.ageing import Turn, Turns
-
-
-class DiffusionLimits(Protocol):
-    """The part of a stage's budget that scheduling reads."""
-
-    @property
-    def max_batch_tokens(self) -> int: ...
-    @property
-    def max_batch(self) -> int: ...
-    @property
-    def max_running(self) -> int: ...
-    @property
-    def ageing_steps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +43,7 @@ class _Lane:
 class DiffusionScheduler:
     """Picks lanes for one step at a time, within a budget of latent patches and rows."""
 
-    def __init__(self, limits: DiffusionLimits) -> None:
+    def __init__(self, limits: DiffusionBudget) -> None:
         self._limits = limits
         self._lanes: dict[LaneKey, _Lane] = {}
         self._turns = Turns(limits.ageing_steps)
