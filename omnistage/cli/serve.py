@@ -196,6 +196,7 @@ def serve(
     """
     folders = options.folders(model)
     try:
+        from omnistage.server.http.app import create_app
         from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
@@ -223,17 +224,26 @@ def serve(
             )
             target.add(name, omni)
 
+    app = create_app(
+        service,
+        max_body_bytes=options.max_body_mib * 2**20,
+        stall_seconds=options.stall_seconds,
+        cors=access.cors,
+        local_names=access.local_names(options.host, authenticated=keyring.required),
+    )
+
+    def notify(line: str, style: str) -> None:
+        err().print(line, style=style, markup=False)
+
     try:
         run(
+            app,
             service,
             load,
             host=options.host,
             port=options.port,
             drain_seconds=options.drain_seconds,
-            max_body_bytes=options.max_body_mib * 2**20,
-            stall_seconds=options.stall_seconds,
-            cors=access.cors,
-            local_names=access.local_names(options.host, authenticated=keyring.required),
+            notify=notify,
         )
     finally:
         if tracing is not None:

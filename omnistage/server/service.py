@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError, StageError
+from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
 from omnistage.core.params import StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
@@ -318,11 +318,3 @@ def _remember(names: dict[KeyT, str], key: KeyT, name: str) -> None:
     names[key] = name
     if len(names) > _MAX_REMEMBERED:
         del names[next(iter(names))]
-
-
-async def final_output(stream: AsyncIterator[OutputChunk]) -> OmniRequestOutput:
-    """Read a request's stream to its end and return the complete result."""
-    async for chunk in stream:
-        if chunk.final is not None:
-            return chunk.final
-    raise StageError("the request ended without a result")

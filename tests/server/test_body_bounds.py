@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.http import body_limits as bodies
-from omnistage.server.http.body_limits import PACE, BodyLimit
+from omnistage.server.http.body_limits import MIN_RATE, BodyLimit
 from omnistage.server.http.connection import Connection
 from omnistage.server.http.errors import RateLimitError
 from omnistage.server.service import Service
@@ -76,7 +76,7 @@ class Bench:
     """The middleware over an application that reads a body and works on it until it may finish."""
 
     def __init__(self, **limits: Any) -> None:
-        self.limit = BodyLimit(self._work, **{"max_bytes": 100, "most_held": 200, **limits})
+        self.limit = BodyLimit(self._work, **{"max_bytes": 100, "max_total_bytes": 200, **limits})
         self.finish = asyncio.Event()
 
     async def _work(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +135,7 @@ async def test_a_body_that_cannot_fit_any_more_is_refused_unread() -> None:
 @pytest.mark.parametrize("ends", ["answered", "cancelled", "too large"])
 @awaited
 async def test_a_request_that_ends_gives_its_bytes_back(ends: str) -> None:
-    bench = Bench(most_held=100)
+    bench = Bench(max_total_bytes=100)
     async with bench.request() as client:
         await client.send(100, more=ends != "answered")
         assert await bench.probe(1) == 429
@@ -151,8 +151,8 @@ async def test_a_request_that_ends_gives_its_bytes_back(ends: str) -> None:
 
 @awaited
 async def test_one_body_of_the_largest_size_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_HELD", 10)
-    bench = Bench(most_held=None)
+    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 10)
+    bench = Bench(max_total_bytes=None)
     async with bench.request(100) as client:
         await client.send(100)
         assert client.status is None
@@ -216,7 +216,7 @@ class Clock:
 async def paced(size: int, every: float, pieces: int, stall_seconds: float = 8.0) -> Client:
     """A body of which a piece comes every so many seconds."""
     clock = Clock()
-    bench = Bench(max_bytes=2**30, most_held=2**30, stall_seconds=stall_seconds, clock=clock)
+    bench = Bench(max_bytes=2**30, max_total_bytes=2**30, stall_seconds=stall_seconds, clock=clock)
     bench.finish.set()
     client = Client(size * pieces, None)
     came = 0
@@ -242,9 +242,9 @@ async def test_a_body_that_drips_is_given_up_though_it_is_never_silent() -> None
 
 @awaited
 async def test_a_large_body_may_take_longer_than_a_silence() -> None:
-    assert (await paced(4 * PACE, every=4.0, pieces=20)).status == 200
-    assert (await paced(4 * PACE, every=4.2, pieces=20)).status == 200  # four seconds late in all
-    assert (await paced(4 * PACE, every=5.0, pieces=20)).status == 408
+    assert (await paced(4 * MIN_RATE, every=4.0, pieces=20)).status == 200
+    assert (await paced(4 * MIN_RATE, every=4.2, pieces=20)).status == 200  # four seconds late in all
+    assert (await paced(4 * MIN_RATE, every=5.0, pieces=20)).status == 408
 
 
 # ----------------------------------------------------------------------------------------------- over a connection
@@ -285,7 +285,7 @@ def sent(server: Running, body: bytes) -> int:
 def test_bodies_of_running_requests_are_held(
     service: Service, lm: AsyncOmni, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MOST_HELD", 0)
+    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 0)
     body = json.dumps(SHORT).encode()
     with serving(service, max_body_bytes=2 * len(body) - 1) as server:
         running = raw(server, body)

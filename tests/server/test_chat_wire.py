@@ -93,7 +93,7 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
         ("function_call", "auto", "send tool_choice"),
         ("moderation", {"model": "m"}, "leave it out"),
         ("web_search_options", {}, "leave it out"),
-        ("store", True, "not kept"),
+        ("store", True, "not stored"),
         ("reasoning_effort", "high", "leave it out"),
         ("verbosity", "low", "leave it out"),
         ("service_tier", "gold", "auto"),

@@ -19,10 +19,10 @@ from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai import completions
-from omnistage.server.openai.chat.response import usage_of
-from omnistage.server.openai.request_models import CompletionRequest
+from omnistage.server.openai.completions import CompletionRequest
+from omnistage.server.openai.response_models import usage_of
 from omnistage.server.openai.responses.request import ResponsesRequest
-from omnistage.server.openai.responses.route import Answer, Writer
+from omnistage.server.openai.responses.response import ResponseWriter
 from omnistage.server.service import Service
 from tests.server.harness import SERVE_LIMITS, Held, Running, make, serving, until
 
@@ -267,24 +267,28 @@ def test_what_changes_nothing_in_a_response_is_taken(client: openai.OpenAI) -> N
     [
         ("previous_response_id", "resp_1", "send the conversation so far in input"),
         ("conversation", "conv_1", "send the conversation so far in input"),
-        ("prompt", {"id": "p"}, "no stored prompts"),
+        ("prompt", {"id": "p"}, "not stored"),
         ("moderation", {"model": "m"}, "leave it out"),
         ("access_programs", {"cyber": "standard"}, "leave it out"),
-        ("context_management", [{"type": "compaction"}], "never shortened"),
-        ("background", True, "while the client waits"),
+        ("context_management", [{"type": "compaction"}], "never truncated"),
+        ("background", True, "not supported"),
         ("top_logprobs", 3, "/v1/chat/completions"),
         ("include", ["message.output_text.logprobs"], "/v1/chat/completions"),
-        ("truncation", "auto", "never shortened"),
+        ("truncation", "auto", "never truncated"),
         ("service_tier", "gold", "auto"),
-        ("reasoning.effort", {"reasoning": {"effort": "high"}}, "no such dial"),
-        ("reasoning.summary", {"reasoning": {"summary": "detailed"}}, "no such dial"),
-        ("reasoning.mode", {"reasoning": {"mode": "pro"}}, "no such dial"),
-        ("text.verbosity", {"text": {"verbosity": "low"}}, "no such dial"),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}, "not supported"),
+        ("reasoning.summary", {"reasoning": {"summary": "detailed"}}, "not supported"),
+        ("reasoning.mode", {"reasoning": {"mode": "pro"}}, "not supported"),
+        ("text.verbosity", {"text": {"verbosity": "low"}}, "not supported"),
         ("image.context_compression", {"image": {"context_compression": "enabled"}}, "auto"),
-        ("tools[1].type", {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}, "no tools are run"),
+        (
+            "tools[1].type",
+            {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]},
+            "other tools are not supported",
+        ),
         ("tools[0].name", {"tools": [{"type": "function"}]}, "is missing"),
-        ("tool_choice", {"type": "web_search_preview"}, "no other tools"),
-        ("text.format.schema", {"text": {"format": {"type": "json_schema"}}}, "give both or neither"),
+        ("tool_choice", {"type": "web_search_preview"}, "other tools are not supported"),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema"}}}, "send both or neither"),
         ("audio", {"voice": "Ethan"}, "add audio to modalities"),
         (
             "audio.format",
@@ -304,7 +308,8 @@ def test_what_would_change_a_response_is_refused_by_name(server: Running, field:
 def test_speech_counts_in_a_response_as_it_does_in_a_chat() -> None:
     usage = Usage(40, 8, audio_seconds=1.5, stage_tokens={"thinker": 8, "talker": 60})
     final = OmniRequestOutput("req-1", [CompletionOutput()], finish_reason=FinishReason.STOP, usage=usage)
-    told = Answer("req-1", ResponsesRequest(model="omni", input="Hi")).ended(final)["usage"]
+    told = ResponseWriter("req-1", ResponsesRequest(model="omni", input="Hi")).response(final)["usage"]
+    assert told is not None
     chat = usage_of(usage)
     assert (told["input_tokens"], told["output_tokens"], told["total_tokens"]) == (40, 68, 108)
     assert (told["output_tokens"], told["total_tokens"]) == (chat["completion_tokens"], chat["total_tokens"])
@@ -313,7 +318,7 @@ def test_speech_counts_in_a_response_as_it_does_in_a_chat() -> None:
 
 def test_deltas_are_padded_where_it_is_asked_for() -> None:
     body = {"model": "lm", "input": "Hi", "stream": True, "stream_options": {"include_obfuscation": True}}
-    writer = Writer(Answer("req-1", ResponsesRequest.model_validate(body)))
+    writer = ResponseWriter("req-1", ResponsesRequest.model_validate(body))
     events = [made for text in ("a", "longer", "x" * 70) for made in writer.events(piece(text))]
     padded = [made for made in events if made["type"].endswith(".delta")]
     assert len(padded) == 3

@@ -9,7 +9,11 @@ import httpx
 import openai
 import pytest
 
-from omnistage.server.openai.responses.tools import ResponseToolFields, ToolOutput, laid_out, whole_output
+from omnistage.core.types import FinishReason, Modality
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.server.openai.responses.request import ResponsesRequest
+from omnistage.server.openai.responses.response import ResponseWriter
+from omnistage.server.openai.responses.tools import as_messages
 from tests.server.harness import Running
 
 DIGITS = {
@@ -88,35 +92,34 @@ def test_what_is_wrong_is_named(server: Running, change: dict[str, Any], param: 
 
 
 def test_calls_of_one_turn_are_one_message() -> None:
-    messages, places = laid_out(
+    messages, places = as_messages(
         [{"role": "user", "content": "a"}, CALL, {**CALL, "call_id": "call_2"}, {"role": "user"}]
     )
     assert places == [0, 1, 3]
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["call_1", "call_2"]
 
 
+def final(text: str, reason: FinishReason = FinishReason.STOP) -> OmniRequestOutput:
+    return OmniRequestOutput("req-1", [CompletionOutput(text=text, finish_reason=reason)], finish_reason=reason)
+
+
 def test_text_and_calls_are_items_of_their_own_however_the_text_is_cut() -> None:
-    toolbox = ResponseToolFields(tools=tuple(TOOLS)).toolbox()
-    assert toolbox is not None
-    message, call = whole_output("x", toolbox, TEXT, "completed")
-    assert message["content"][0]["text"] == "So: "
+    body = ResponsesRequest(model="lm", input="Hi", tools=tuple(TOOLS))
+    message, call = ResponseWriter("req-1", body).response(final(TEXT))["output"]
+    assert message["type"] == "message"
+    assert call["type"] == "function_call"
+    assert message["content"][0].get("text") == "So: "
     assert (call["name"], call["arguments"], call["status"]) == ("count", '{"n": 2}', "completed")
     for size in (1, 3, 7):
-        events: list[tuple[str, dict[str, Any]]] = []
-
-        def emit(kind: str, events: Any = events, **values: Any) -> dict[str, Any]:
-            events.append((kind, values))
-            return {"type": kind, **values}
-
-        output = ToolOutput("x", toolbox, emit)
-        for start in range(0, len(TEXT), size):
-            output.push(TEXT[start : start + size])
-        output.end("completed")
-        spoken = "".join(v["delta"] for k, v in events if k == "response.output_text.delta")
-        written = "".join(v["delta"] for k, v in events if k == "response.function_call_arguments.delta")
+        writer = ResponseWriter("req-1", body)
+        pieces = [TEXT[start : start + size] for start in range(0, len(TEXT), size)]
+        events = [event for piece in pieces for event in writer.events(OutputChunk("req-1", Modality.TEXT, text=piece))]
+        events += writer.events(OutputChunk("req-1", Modality.TEXT, final=final(TEXT)))
+        spoken = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+        written = "".join(e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta")
         assert (spoken, written) == ("So: ", '{"n": 2}')
-        opened = [v["output_index"] for k, v in events if k == "response.output_item.added"]
-        closed = [v["output_index"] for k, v in events if k == "response.output_item.done"]
+        opened = [e["output_index"] for e in events if e["type"] == "response.output_item.added"]
+        closed = [e["output_index"] for e in events if e["type"] == "response.output_item.done"]
         assert opened == closed == [0, 1]
-    (empty,) = whole_output("x", toolbox, "", "incomplete")
+    (empty,) = ResponseWriter("req-1", body).response(final("", FinishReason.LENGTH))["output"]
     assert (empty["type"], empty["status"]) == ("message", "incomplete")

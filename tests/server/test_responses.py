@@ -18,7 +18,7 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.media.audio_output import AudioOutput
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
 from omnistage.server.openai.responses.request import ResponsesRequest
-from omnistage.server.openai.responses.route import Answer, Writer
+from omnistage.server.openai.responses.response import ResponseWriter
 from tests.server.harness import Running, data_url
 
 GIVEN: dict[str, Any] = {"model": "lm", "input": "Hello there", "max_output_tokens": 8, "temperature": 0}
@@ -125,7 +125,7 @@ def test_a_whole_answer_holds_its_sound(format: str) -> None:
     )
     sound = AudioOutput(np.linspace(-0.5, 0.5, 2400, dtype=np.float32), 24_000)
     final = OmniRequestOutput("req-1", [CompletionOutput(text="Hello")], sound, FinishReason.STOP)
-    answer = Answer("req-1", body).ended(final)
+    answer = ResponseWriter("req-1", body).response(final)
     text, spoken = answer["output"][0]["content"]
     assert (answer["id"], answer["status"], text["text"], spoken["transcript"]) == (
         "resp_1",
@@ -138,7 +138,7 @@ def test_a_whole_answer_holds_its_sound(format: str) -> None:
 
 
 def test_a_failure_ends_the_stream_and_says_nothing_of_our_insides() -> None:
-    writer = Writer(Answer("req-1", ResponsesRequest(model="lm", input="Hi")))
+    writer = ResponseWriter("req-1", ResponsesRequest(model="lm", input="Hi"))
     final = OmniRequestOutput("req-1", error=InternalError("secret"), finish_reason=FinishReason.ERROR)
     *_, failed = writer.events(OutputChunk("req-1", Modality.TEXT, final=final))
     assert failed["type"] == "response.failed"
@@ -173,7 +173,7 @@ def test_json_is_json(client: openai.OpenAI) -> None:
         ({"input": [{"type": "computer_call_output", "output": "1"}]}, 400, "input[0].type"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": -1}, 400, "temperature"),
-        ({"previous_response_id": "resp_1"}, 400, "previous_response_id: answers are not kept"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id: responses are not stored"),
         ({"modalities": ["text", "audio"]}, 400, "modalities"),
         ({"audio": {"voice": "Chelsie"}}, 400, "audio"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format.schema"),

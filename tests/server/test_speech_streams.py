@@ -20,7 +20,7 @@ from omnistage.media.audio_output import AudioOutput
 from omnistage.media.limits import MediaLimits
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
-from omnistage.server.openai.audio.encode import encode_audio, pcm16, sound_writer
+from omnistage.server.openai.audio.encode import audio_writer, encode_audio, pcm16
 from omnistage.server.openai.audio.speech import _events, _file
 from tests.server.harness import Held, Running, awaited, until
 
@@ -48,7 +48,7 @@ def decoded(data: bytes, format: str) -> tuple[np.ndarray[Any, Any], int]:
 @pytest.mark.parametrize("size", [177, 4801])
 def test_pieces_make_the_sound_that_the_whole_is(format: str, size: int) -> None:
     samples = sound()
-    writer = sound_writer(format, RATE)
+    writer = audio_writer(format, RATE)
     pieces = [writer.write(samples[start : start + size]) for start in range(0, len(samples), size)]
     half = sum(map(len, pieces[: len(pieces) // 2]))
     data = b"".join(pieces) + writer.finish()
@@ -70,7 +70,7 @@ def test_pieces_make_the_sound_that_the_whole_is(format: str, size: int) -> None
 
 
 def test_a_rate_that_an_encoder_does_not_take_is_changed() -> None:
-    writer = sound_writer("opus", 22_050)
+    writer = audio_writer("opus", 22_050)
     data = writer.write(np.zeros(22_050, np.float32)) + writer.write(np.zeros(0, np.float32)) + writer.finish()
     got, rate = decoded(data, "opus")
     assert len(got) / rate == pytest.approx(1.0, abs=0.01)
@@ -207,7 +207,7 @@ def test_events_carry_the_file_and_the_usage(server: Running) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "named"),
     [
-        ({"speed": 1.5}, "speed", "own speed"),
+        ({"speed": 1.5}, "speed", "must be 1.0"),
         ({"stream_format": "chunks"}, "stream_format", "sse"),
         ({"voice": {"id": "nobody"}}, "voice", "there is no voice"),
         ({"voice": {"name": "Chelsie"}}, "voice", ""),

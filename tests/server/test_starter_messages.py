@@ -47,7 +47,7 @@ def test_an_edit_is_refused_before_the_image_is_read(
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(model="starter", prompt="At night.", image=("a.png", png()))
     assert (refused.value.param, refused.value.code) == ("image", "unsupported_modality")
-    assert "this model changes no pictures; use one that does" in refused.value.message
+    assert "this model does not edit images; use one that does" in refused.value.message
 
 
 def test_an_unsupported_size_is_refused_under_its_own_name(client: openai.OpenAI) -> None:
@@ -134,7 +134,7 @@ async def test_a_full_queue_says_what_is_in_it() -> None:
 
     taken = [asyncio.ensure_future(run(lambda over: go.wait(30))) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="2 sounds are worked on or wait already"):
+    with pytest.raises(QueueFullError, match="2 clips are queued already"):
         await run(lambda over: None)
     go.set()
     assert all(await asyncio.gather(*taken))

@@ -43,8 +43,8 @@ from omnistage.server.moderation.filters import (
     Verdict,
 )
 from omnistage.server.moderation.wordlist import WordList
-from omnistage.server.openai.audio import transcriber as dictation
-from omnistage.server.openai.chat.response import usage_of
+from omnistage.server.openai.audio import transcriber
+from omnistage.server.openai.response_models import usage_of
 from tests.server.harness import Running, awaited, serving
 from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
 from tests.server.starter_harness import HEARD, HELLO, SHORT, server, service_of, starter
@@ -209,10 +209,10 @@ def test_image_edits_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(model="starter", prompt="At night.", image=("a.png", encoded.getvalue()))
     assert refused.value.param == "image"
-    assert "this model changes no pictures" in refused.value.message
+    assert "this model does not edit images" in refused.value.message
 
 
-# ------------------------------------------------------------------------------------------------ speech, dictation
+# ------------------------------------------------------------------------------------------------ speech, transcription
 
 
 def test_a_text_is_spoken_as_it_is(client: openai.OpenAI) -> None:
@@ -289,7 +289,7 @@ def test_transcription_without_speech_recognition_says_how_to_get_it(
     server: Running, starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter.processor, "input_modalities", frozenset({Modality.TEXT}))
-    monkeypatch.setattr(dictation, "decode_audio", None)  # nothing is decoded for nobody
+    monkeypatch.setattr(transcriber, "decode_audio", None)  # nothing is decoded for nobody
     refused = dictate(server)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "model"
@@ -364,7 +364,7 @@ def test_slow_transcriptions_do_not_block_a_chat(server: Running, slow: SlowTran
 def test_transcriptions_beyond_the_queue_are_refused(server: Running, slow: SlowTranscriber) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as many:
         taken = [many.submit(dictate, server) for _ in range(8)]
-        assert eventually(lambda: server.service.transcribe_workers._taken == 8)
+        assert eventually(lambda: server.service.transcribe_workers._queued == 8)
         refused = dictate(server, data=b"no sound")  # not even decoded
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
@@ -422,14 +422,14 @@ def test_a_key_is_in_use_until_the_transcription_ends(starter: AsyncOmni, slow: 
                 assert dictate(server, timeout=str(seconds), headers=headers).status_code == 408
                 if slow.begun_within(0):
                     break
-                assert eventually(lambda: response.transcribe_workers._taken == 0)
+                assert eventually(lambda: response.transcribe_workers._queued == 0)
             else:
                 pytest.fail("no transcription began")
         assert eventually(lambda: not response.transcribe_workers._awaited)
         assert dictate(server, headers=headers).status_code == 429
         slow.go.set()
         assert eventually(lambda: dictate(server, headers=headers).status_code == 200)
-        assert eventually(lambda: response.transcribe_workers._taken == 0)
+        assert eventually(lambda: response.transcribe_workers._queued == 0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 30.0])
@@ -439,7 +439,7 @@ def test_a_stopping_service_lets_transcriptions_finish(
     response = service_of(starter)
     with serving(response) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
         asked = [many.submit(dictate, server) for _ in range(3)]  # two are listened to, one waits
-        assert eventually(lambda: response.transcribe_workers._taken == 3)
+        assert eventually(lambda: response.transcribe_workers._queued == 3)
         assert slow.begun_within(30)
         response.models = {}  # others use it yet
         stopped = asyncio.run_coroutine_threadsafe(response.drain(seconds), server.loop)

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from omnistage.omni import AsyncOmni
-from omnistage.server.openai.tools import CallReader, Function, Tool, Toolbox, ToolFields, read_whole
+from omnistage.server.openai.tools import CallReader, Function, Toolbox, ToolFields, read_whole
 from omnistage.server.service import Service
 from tests.chat_templates import TOOL_TEMPLATE
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
@@ -46,7 +46,7 @@ VALUES = {"count": ("n", (1, 2, 3)), "weather": ("unit", ("C", "F"))}
 
 
 def box(*, forced: bool = False) -> Toolbox:
-    return Toolbox(tuple(Tool(function=Function(**tool["function"])) for tool in TOOLS), forced)
+    return Toolbox(tuple(Function(**tool["function"]) for tool in TOOLS), forced)
 
 
 def joined(events: list[Any]) -> tuple[str, list[dict[str, str]], str | None]:

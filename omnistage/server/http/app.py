@@ -1,4 +1,4 @@
-"""The application: routes, errors, limits, in the order in which a request meets them."""
+"""The application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from omnistage import __version__
 from omnistage.server.access.hosts import HostMiddleware
 from omnistage.server.access.middleware import AccessMiddleware
-from omnistage.server.http import errors
-from omnistage.server.http import openapi as documented
+from omnistage.server.http import errors, openapi
 from omnistage.server.http.body_limits import BodyLimit
 from omnistage.server.http.connection import Exchange
 from omnistage.server.observe import live, status
@@ -38,23 +37,23 @@ def create_app(
 ) -> FastAPI:
     """The HTTP application over a service whose models may still be loading.
 
-    With `local_names`, even none, it answers only to this machine's own names and these.
+    With `local_names`, even an empty list, only requests to this machine's own names and these are served.
     """
-    # No Swagger page: FastAPI's takes its scripts from another host.
+    # No Swagger page: FastAPI's loads its scripts from another host.
     app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
     app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
     errors.install(app)
-    documented.install(app)
+    openapi.install(app)
 
     for module in (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime):
         app.include_router(module.router)
-    # From the inside out: a request meets the last of these first.
+    # From the inside out: a request passes the last of these first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
     app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:
-        # Outside of the gate: a browser asks whether it may send a key before it sends it.
+        # Outside the gate: a browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
     if local_names is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=local_names)

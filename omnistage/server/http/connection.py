@@ -1,4 +1,7 @@
-"""One request and its answer on one connection: whoever leaves or stops reading ends the work; each end is recorded."""
+"""A connection, and one request and its response on it.
+
+Client disconnects and stalled reads cancel the request; how each request ended is recorded.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,23 @@ from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, respon
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
 from omnistage.server.observe.metrics import RequestMetrics
 
-_PIECE = 64 * 2**10
-"""Bytes handed to the connection at once: after each it may make us wait, so that a large answer is not all copied."""
+_WRITE_BYTES = 64 * 2**10
+"""Bytes passed to the connection at once: it may pause us after each, so that a large response is not copied whole."""
 _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
 _MALFORMED = "omnistage.malformed"
 _TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transport", default=None)
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which lets the application cut it: closing waits for a reader that may never read.
+    """uvicorn's, which the application can abort: closing waits for a client that may never read.
 
-    Whoever begins a request has `head_seconds` to say what it is; how long a body may take is the application's rule.
+    A client that begins a request has `head_seconds` to send its headers; how long a body may take is the
+    application's rule.
     """
 
     head_seconds = 30.0
-    _head: asyncio.TimerHandle | None = None
-    _rest: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,55 +50,56 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # else one that was reset stays in memory until its timer rings
-        if self._rest is not None:
-            self._rest.cancel()
+        self._unset_keepalive_if_required()  # else a connection that was reset stays in memory until its timer fires
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
         self._watch_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._rest is not None:
-            self._rest.cancel()  # of a request before this one; else it keeps the connection until it is due
-        # It was refused; what still comes of it is thrown away.
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()  # of an earlier request; else it keeps the connection until it is due
+        # The request was refused; the rest of its body is discarded.
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            self._rest = self._later(self._rest_overdue, self.cycle)
+            self._rest_timer = self._call_later(self._rest_overdue, self.cycle)
 
     def _rest_overdue(self, refused: object) -> None:
         if self.cycle is refused and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
     def _watch_head(self) -> None:
-        """Have a timer while a head is awaited, from its first byte on and not from its last."""
+        """Run a timer while headers are awaited, from their first byte on and not from the last."""
         taken_over = self.transport.get_protocol() is not self  # by a WebSocket
         awaited = not taken_over and not self.transport.is_closing() and self.conn.their_state is h11.IDLE
-        if self._head is not None and not awaited:
-            self._head.cancel()
-            self._head = None
-        elif self._head is None and awaited:
-            self._head = self._later(self._head_overdue)
+        if self._head_timer is not None and not awaited:
+            self._head_timer.cancel()
+            self._head_timer = None
+        elif self._head_timer is None and awaited:
+            self._head_timer = self._call_later(self._head_overdue)
 
-    def _later(self, callback: Callable[..., None], *given: object) -> asyncio.TimerHandle:
-        """A timer in an empty context: ours has the connection in it, and is kept until it is due, even cancelled."""
-        return self.loop.call_later(self.head_seconds, callback, *given, context=Context())
+    def _call_later(self, callback: Callable[..., None], *args: object) -> asyncio.TimerHandle:
+        """A timer in an empty context: ours refers to the connection, and the timer lives until it is due."""
+        return self.loop.call_later(self.head_seconds, callback, *args, context=Context())
 
     def _head_overdue(self) -> None:
-        self._head = None
-        self._refuse(BodyTimeoutError("the request did not come; send it at one go"))
+        self._head_timer = None
+        self._refuse(BodyTimeoutError("the headers did not arrive in time; send the request again"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in OpenAI's form; where an answer has begun it can only be broken off."""
+        """Answer invalid HTTP in OpenAI's form; a response that has begun can only be broken off."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.scope["state"][_MALFORMED] = True  # for the record of the request whose body this was
-        self._refuse(InvalidRequestError("this is not valid HTTP; check what sends it"))
+        self._refuse(InvalidRequestError("this is not valid HTTP; check the client that sends it"))
 
     def _refuse(self, error: OmniError) -> None:
-        """Answer without the application, and close."""
+        """Respond without the application, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        answer = response_of(error)
-        head = h11.Response(status_code=error.status, headers=[*answer.raw_headers, (b"connection", b"close")])
-        for event in (head, h11.Data(bytes(answer.body)), h11.EndOfMessage()):
+        response = response_of(error)
+        response.headers["Connection"] = "close"
+        head = h11.Response(status_code=error.status, headers=response.raw_headers)
+        for event in (head, h11.Data(bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
@@ -108,14 +113,14 @@ class _State:
     started: bool = False
     complete: bool = False
     gone: bool = False
-    """The client left before its answer was complete; what is answered after that is heard by nobody."""
+    """The client left before its response was complete; nobody reads what is sent after that."""
 
 
 class Exchange:
     """ASGI middleware around everything else.
 
     A client that leaves cancels its request's task wherever it is, and so aborts the work; one that reads nothing for
-    `stall_seconds` is cut off. Nothing that fails inside gets out of here.
+    `stall_seconds` is disconnected. No exception leaves this class.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, stall_seconds: float) -> None:
@@ -132,13 +137,13 @@ class Exchange:
         tag = headers.get(b"x-client-request-id")
         record.tag = None if tag is None else tag.decode("latin-1")
         token = CURRENT_RECORD.set(record)
-        # Whoever stands before us may go by the other of the two lengths, and take the rest for a request of its own.
-        twice = b"content-length" in headers and b"transfer-encoding" in headers
+        # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
+        two_lengths = b"content-length" in headers and b"transfer-encoding" in headers
         try:
-            await self._run(scope, receive, send, record, _refuse_twice if twice else self._app)
+            await self._run(scope, receive, send, record, _refuse_two_lengths if two_lengths else self._app)
         finally:
             CURRENT_RECORD.reset(token)
-            # The pattern of the route, not the path, and known methods: the client's text has no end of names.
+            # The route's pattern, not the path, and known methods: there is no end to the names a client may send.
             pattern = getattr(scope.get("route"), "path", None)
             record.endpoint = f"{method_of(scope)} {pattern}" if pattern is not None else "unknown"
             if str(scope["path"]).startswith("/v1/"):
@@ -157,61 +162,68 @@ class Exchange:
                 body_read.set()
             return message
 
+        async def work() -> None:
+            await app(scope, counted, guarded)
+
+        async def watch() -> None:
+            """Return once the client has left. The body's messages are the application's: wait until it has them."""
+            await body_read.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         guarded = self._guarded(send, record, state)
-        work = asyncio.ensure_future(_call(app, scope, counted, guarded))
-        watch = asyncio.ensure_future(_until_gone(receive, body_read))
+        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(watch())
         try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not state.complete:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and not state.complete:
                 state.gone = True
-                work.cancel()
-            await asyncio.wait({work})
+                working.cancel()
+            await asyncio.wait({working})
         finally:
-            work.cancel()
-            watch.cancel()
+            working.cancel()
+            watching.cancel()
         if scope.get("state", {}).get(_MALFORMED):
             record.ended, record.status = "refused", 400
             return
         if state.gone and record.ended != SLOW_READER:
             record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
-        error = None if work.cancelled() else work.exception()
+        error = None if working.cancelled() else working.exception()
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
             await self._failed(error, scope, receive, guarded, record, state)
 
     def _guarded(self, send: Send, record: AuditRecord, state: _State) -> Send:
+        """`send`, counted; the client has `stall_seconds` to take each piece."""
+
         async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            is_body = message["type"] == "http.response.body"
+            pieces: tuple[Message, ...] = (message,)
+            if is_body:
+                body = message.get("body", b"")
+                record.bytes_out += len(body)
+                if len(body) > _WRITE_BYTES:
+                    pieces = _split(message, body)
+            else:
                 state.started = True
                 record.status = message["status"]
-                if record.requests:  # OpenAI's clients show it; here it can also be traced and cancelled
-                    named = (b"x-request-id", record.requests[-1].encode("ascii"))
-                    message = {**message, "headers": [*message.get("headers", ()), named]}
-                await self._timed(send, message, record)
-                return
-            body = message.get("body", b"")
-            more = message.get("more_body", False)
-            record.bytes_out += len(body)
-            for start in range(0, max(len(body), 1), _PIECE):
-                last = start + _PIECE >= len(body)
-                piece = body if last and start == 0 else body[start : start + _PIECE]
-                state.complete = last and not more
-                await self._timed(send, {**message, "body": piece, "more_body": more or not last}, record)
+                if record.requests:  # OpenAI's clients show it; here it also names the request's trace
+                    request_id = (b"x-request-id", record.requests[-1].encode("ascii"))
+                    pieces = ({**message, "headers": [*message.get("headers", ()), request_id]},)
+            try:
+                for piece in pieces:
+                    state.complete = is_body and not piece.get("more_body", False)
+                    async with asyncio.timeout(self._stall_seconds):
+                        await send(piece)
+            except TimeoutError:
+                record.ended, record.status = SLOW_READER, CLIENT_CLOSED
+                await cut()
+                raise StalledError("the client does not read") from None
 
         return guarded
-
-    async def _timed(self, send: Send, message: Message, record: AuditRecord) -> None:
-        try:
-            async with asyncio.timeout(self._stall_seconds):
-                await send(message)
-        except TimeoutError:
-            record.ended, record.status = SLOW_READER, CLIENT_CLOSED
-            await cut()
-            raise StalledError("the client does not read") from None
 
     async def _failed(
         self, error: BaseException, scope: Scope, receive: Receive, send: Send, record: AuditRecord, state: _State
     ) -> None:
-        """Answer what no handler has answered; a stream that has begun can only be broken off."""
+        """Respond to an error that no handler has; a response that has begun can only be broken off."""
         record.ended = "error"
         if not isinstance(error, OmniError) and not isinstance(error.__cause__, OmniError):
             log_defect("a route", error)
@@ -223,39 +235,36 @@ class Exchange:
 
 
 def method_of(scope: Scope) -> str:
-    """A request's method, for names: whatever else a client writes there is one."""
+    """A request's method as a label: every other word that a client may send is one label."""
     return str(scope["method"]) if scope["method"] in _METHODS else "OTHER"
 
 
-async def _refuse_twice(scope: Scope, receive: Receive, send: Send) -> None:
-    answer = response_of(InvalidRequestError("a body has one length: Content-Length or Transfer-Encoding, not both"))
-    answer.headers["Connection"] = "close"
-    await answer(scope, receive, send)
+async def cut() -> None:
+    """Abort the connection that this task serves, whatever is still to be written."""
+    transport = _TRANSPORT.get()
+    if transport is not None:
+        transport.abort()
+        await asyncio.sleep(0)  # the connection learns of it in the loop's next iteration
+
+
+def _split(message: Message, body: bytes) -> tuple[Message, ...]:
+    """A body message as several, the last of which ends the body if the message does."""
+    starts = range(0, len(body), _WRITE_BYTES)
+    pieces = tuple({**message, "body": body[start : start + _WRITE_BYTES], "more_body": True} for start in starts)
+    pieces[-1]["more_body"] = message.get("more_body", False)
+    return pieces
+
+
+async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
+    response = response_of(InvalidRequestError("send Content-Length or Transfer-Encoding, not both"))
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
 
 
 def _address(scope: Scope) -> str | None:
-    """Where a request comes from; a proxy's word for it is taken only if it is an address."""
+    """Where a request comes from; what a proxy says is used only if it is an address."""
     client = scope.get("client")
     try:
         return None if client is None else str(ip_address(client[0]))
     except ValueError:
         return None
-
-
-async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)
-
-
-async def _until_gone(receive: Receive, body_read: asyncio.Event) -> None:
-    """Return once the client has left. The body's messages are the application's: it waits until they are read."""
-    await body_read.wait()
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def cut() -> None:
-    """Break the connection that this task serves, whatever is still to be written."""
-    transport = _TRANSPORT.get()
-    if transport is not None:
-        transport.abort()
-        await asyncio.sleep(0)  # the connection hears of it in the loop's next turn

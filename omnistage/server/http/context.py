@@ -1,4 +1,4 @@
-"""What a route may ask of its request: the service, and whose key it came with."""
+"""What a route gets from its request: the service, and the holder of the key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def service_of(request: Request) -> Service:
 
 
 def caller(request: Request) -> Holder:
-    """The holder of the request's key, whom the gate has let in. Raises `AuthenticationError`."""
+    """The holder of the request's key, as the gate found it. Raises `AuthenticationError`."""
     holder = getattr(request.state, "holder", None)
     if isinstance(holder, Holder):
         return holder

@@ -1,20 +1,20 @@
-"""Errors as OpenAI's clients read them: a status, and a body that says what to change and nothing of our insides."""
+"""Errors as OpenAI's clients read them: a status, and a body that says what to change and nothing internal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.failures import log_defect
-from omnistage.core.validation import field_error_path, field_path, message_of
+from omnistage.core.validation import Problem, first_problem
 
 CLIENT_CLOSED = 499
 """nginx's number for a client that left, and ours for a request that was cancelled."""
@@ -31,6 +31,20 @@ _TYPES = {
     CLIENT_CLOSED: "request_cancelled",
     503: "service_unavailable_error",
 }
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    """What to change."""
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """OpenAI's error. `param` is the path of the field at fault."""
+
+    error: ErrorDetail
 
 
 class AuthenticationError(OmniError):
@@ -79,17 +93,17 @@ class ContentFilterError(InvalidRequestError):
 
     code = "content_filter"
     where = "prompt"
-    """What it was that is refused, for the metrics."""
+    """What is refused, for the metrics."""
 
 
 class AnswerFilteredError(ContentFilterError):
-    """The content filter refuses what was made."""
+    """The content filter refuses the output."""
 
     where = "output"
 
 
 class BodyTimeoutError(OmniError):
-    """The client stopped in the middle of its body."""
+    """The client stopped sending in the middle of its request."""
 
     status = 408
     code = "body_timeout"
@@ -102,8 +116,8 @@ class LoadingError(OmniError):
     code = "loading"
 
 
-def body_of(error: OmniError) -> dict[str, Any]:
-    """OpenAI's error body. Defects of ours are named, never described."""
+def body_of(error: OmniError) -> ErrorBody:
+    """OpenAI's error body. Internal errors are named, never described."""
     message = "an internal error; the service's log has it" if isinstance(error, InternalError) else error.message
     return {
         "error": {
@@ -119,6 +133,8 @@ def response_of(error: OmniError) -> JSONResponse:
     headers = {}
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if isinstance(error, BodyTimeoutError):
+        headers["Connection"] = "close"  # else the client could go on sending slowly, to no purpose
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
@@ -127,7 +143,7 @@ def response_of(error: OmniError) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every failure of every route in one form."""
+    """Respond to every failure of every route in one form."""
 
     @app.exception_handler(OmniError)
     async def ours(_request: Request, error: OmniError) -> JSONResponse:
@@ -135,13 +151,15 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return response_of(_first_problem(error.errors(), error.body, request.headers.get("content-type")))
+        return response_of(_invalid_request(error, request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, OmniError):  # raised while FastAPI read the body
+            return response_of(error.__cause__)
         kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
-        content = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
-        return JSONResponse(content, status_code=error.status_code, headers=error.headers)
+        body: ErrorBody = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def defect(_request: Request, error: Exception) -> JSONResponse:
@@ -149,59 +167,41 @@ def install(app: FastAPI) -> None:
         return response_of(InternalError("a defect"))
 
 
-def announced(content_type: str | None) -> Literal["json", "form"] | None:
-    """What a body says that it is."""
+def body_kind(content_type: str | None) -> Literal["json", "form"] | None:
+    """What a body is according to its header."""
     kind = (content_type or "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return "json"
     return "form" if kind in ("multipart/form-data", "application/x-www-form-urlencoded") else None
 
 
-def _first_problem(
-    problems: Sequence[Mapping[str, Any]], body: object, content_type: str | None
-) -> InvalidRequestError:
-    """400 with the field's path for the first thing that pydantic found."""
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequestError("the body is not valid JSON; check it", param=None)
-    if isinstance(body, FormData) and not body and announced(content_type) != "form":
+NOT_JSON = "the body is not valid JSON; check it"
+FIELD_WORDS = {"extra_forbidden": "there is no such field; leave it out"}
+_ABOUT_FIELDS = ("value_error", "field_error")
+"""Problems that pydantic reports for a whole body and that are about some of its fields."""
+
+
+def _invalid_request(error: RequestValidationError, content_type: str | None) -> InvalidRequestError:
+    """400 with the field's path for the first problem that pydantic found."""
+    problems, body = error.errors(), error.body
+    kind, (place, *steps) = problems[0]["type"], problems[0]["loc"]
+    if kind == "json_invalid":
+        return InvalidRequestError(NOT_JSON)
+    if isinstance(body, FormData) and not body and body_kind(content_type) != "form":
         return InvalidRequestError("the body is not sent as a form; send Content-Type: multipart/form-data")
-    if first["loc"] == ("body",) and first["type"] not in _OF_FIELDS:
+    if place == "body" and not steps and kind not in _ABOUT_FIELDS:
         return InvalidRequestError(_whole_body(body, content_type))
-    message = message_of(first)
-    if first["type"] == "extra_forbidden":
-        message = "there is no such field; leave it out"
-    elif message.startswith("Expected UploadFile"):  # FastAPI's, with the names of our classes
+    problem = first_problem(problems, {"body": body} if place == "body" else None, words=FIELD_WORDS)
+    message = problem.message
+    if message.startswith("Expected UploadFile"):  # FastAPI's, with the names of our classes
         message = "must be a file; send it as a part of multipart/form-data that has a file name"
-    return InvalidRequestError(message, param=field_path(_path(first, body)) or None)
-
-
-_OF_FIELDS = ("value_error", "field_error")
-"""Problems that are named at a whole body and are about some of its fields."""
+    return Problem(kind, problem.path[1:], message).error()
 
 
 def _whole_body(body: object, content_type: str | None) -> str:
     """What is wrong with a body that has no fields at all. Nothing of it is repeated: it may be anything."""
     if body is None or body == b"":
         return "the body is missing; send a JSON object, with Content-Type: application/json"
-    if announced(content_type) != "json":
+    if body_kind(content_type) != "json":
         return "the body is not sent as JSON; send Content-Type: application/json"
     return "the body must be a JSON object; send one with the fields that this endpoint takes"
-
-
-def _path(problem: Mapping[str, Any], body: object) -> list[str | int]:
-    """The steps that lead somewhere in the body: between them pydantic names the types that it has tried."""
-    place, *parts = problem["loc"]
-    if place != "body":
-        return [str(part)[:80] for part in parts]
-    found: list[str | int] = []
-    here = body
-    for index, part in enumerate(parts):
-        there = (isinstance(here, Mapping) and part in here) or (isinstance(here, list) and isinstance(part, int))
-        if there:
-            # A number that is a key is no place in a list.
-            found.append(part if isinstance(here, list) else str(part)[:80])
-            here = here[part]  # type: ignore[index]
-        elif problem["type"] == "missing" and index == len(parts) - 1:
-            found.append(str(part)[:80])
-    return [*found, *field_error_path(problem)]

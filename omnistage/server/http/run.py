@@ -1,4 +1,4 @@
-"""Runs the application: listens at once, loads the models beside it, drains when it is told to stop."""
+"""Runs the application: listens at once, loads the models in a thread, drains on a signal."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from omnistage.cli.common import err, print_error
 from omnistage.core.errors import ConfigError, InternalError, OmniError
 from omnistage.core.failures import log_defect
-from omnistage.server.http.app import create_app
 from omnistage.server.http.connection import Connection
 from omnistage.server.service import Service
 
-_WRITING_SECONDS = 5
+WRITE_SECONDS = 5
+"""For responses that are still being written once all requests have ended."""
 _KEEP_ALIVE_SECONDS = 75
+
+Notify = Callable[[str, str], None]
+"""Shows a line to the operator, in a style of `rich`; an empty one is plain."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own signal handlers would cut connections at once; ours drain first."""
+    """uvicorn's signal handlers would close connections at once; ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -34,83 +35,96 @@ class _Server(uvicorn.Server):
 
 
 def run(
+    app: FastAPI,
     service: Service,
     load: Callable[[Service], None],
     *,
     host: str,
     port: int,
     drain_seconds: float,
-    **options: Any,
+    notify: Notify,
 ) -> None:
-    """Serve until a signal. `load` adds the models, in a thread of its own; if it fails the service ends.
+    """Serve until a signal; a second signal stops waiting for running requests.
 
-    `options` are those of `create_app`. A second signal stops waiting for running requests.
+    `load` adds the models, in a thread of its own. If it fails the service ends and its error is raised.
     """
     listening = _listen(host, port)
-    # Requests are drained before the server is told to stop: what is left then is only being written out.
-    server = _Server(server_config(create_app(service, **options), timeout_graceful_shutdown=_WRITING_SECONDS))
-    failure: list[OmniError] = []
+    # Requests are drained before the server is told to stop: what is left then is only being written.
+    server = _Server(server_config(app, timeout_graceful_shutdown=WRITE_SECONDS))
+    failures: list[OmniError] = []
 
     def loading() -> None:
         try:
             load(service)
         except OmniError as error:
-            failure.append(error)
+            failures.append(error)
         except Exception as error:
             log_defect("loading", error)
-            failure.append(InternalError("loading failed; the log above has where"))
-        if failure:
+            failures.append(InternalError("loading failed; see the log above"))
+        if failures:
             server.should_exit = True
             return
-        # What was loaded stays: without this every full collection walks through it, for half a second or more.
+        # What was loaded stays: without this every full collection visits it, for half a second or more.
         gc.collect()
         gc.freeze()
         service.loading = False
-        _announce(service, listening)
+        _announce(service, listening, notify)
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        stopping = asyncio.Event()
+        stop = asyncio.Event()
         for name in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):  # Windows has no such handlers
-                loop.add_signal_handler(name, stopping.set)
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+                asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
         threading.Thread(target=loading, name="loading", daemon=True).start()
-        waiting = asyncio.ensure_future(stopping.wait())
-        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not serving.done():
-            err().print("stopping: running requests may finish", style="dim")
-            stopping.clear()
-            draining = asyncio.ensure_future(service.drain(drain_seconds))
-            again = asyncio.ensure_future(stopping.wait())
-            await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
-            again.cancel()
-            if not draining.done():
-                err().print("stopping at once", style="dim")
-                await service.drain(0)
-            await draining
+        if not await _done_before(serving, stop):
+            await _drain(service, drain_seconds, stop, notify)
             server.should_exit = True
         await serving
 
     asyncio.run(main())
-    if failure:
-        print_error(failure[0])
-        raise SystemExit(2)
+    if failures:
+        raise failures[0]
 
 
-def server_config(app: FastAPI, **options: Any) -> uvicorn.Config:
-    """uvicorn's settings for our application; the connection is of a kind that it can cut."""
-    # Sound in base64 hardly gets smaller, and compressing it would keep the event loop from everybody else.
-    sockets = {"ws_max_size": app.state.max_body_bytes, "ws_per_message_deflate": False}
-    # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
-    given = {"timeout_keep_alive": _KEEP_ALIVE_SECONDS, **sockets, **options}
-    return uvicorn.Config(app, http=Connection, log_level="warning", lifespan="off", **given)
+async def _drain(service: Service, seconds: float, stop: asyncio.Event, notify: Notify) -> None:
+    """Let running requests finish, until `stop` is set once more."""
+    notify("stopping: running requests may finish", "dim")
+    stop.clear()
+    draining = asyncio.create_task(service.drain(seconds))
+    if not await _done_before(draining, stop):
+        notify("stopping at once", "dim")
+        await service.drain(0)
+    await draining
+
+
+async def _done_before(work: asyncio.Task[None], stop: asyncio.Event) -> bool:
+    """Wait for either; whether the work is done."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    return work.done()
+
+
+def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None) -> uvicorn.Config:
+    """uvicorn's settings for our application, with connections that it can abort."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        lifespan="off",
+        # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=timeout_graceful_shutdown,
+        ws_max_size=app.state.max_body_bytes,
+        # Audio in base64 hardly gets smaller, and compressing it would block the event loop.
+        ws_per_message_deflate=False,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms for an
+    # asyncio turns Nagle's algorithm off only where the protocol is given; with it each response waits 40 ms for an
     # acknowledgement between its head and its body, and so may each event of a stream.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,12 +140,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _announce(service: Service, listening: socket.socket) -> None:
+def _announce(service: Service, listening: socket.socket, notify: Notify) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    err().print(f"ready: http://{shown}:{port}/v1", style="bold green")
+    notify(f"ready: http://{shown}:{port}/v1", "bold green")
     for model in service.models.values():
-        taken = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
-        err().print(f"  {model.name}: {taken} in; {', '.join(model.modalities)} out", markup=False)
+        inputs = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
+        notify(f"  {model.name}: {inputs} in; {', '.join(model.modalities)} out", "")
     if not service.keyring.required:
-        err().print("  no API key is asked for; set one with --api-key", style="yellow")
+        notify("  no API key is required; set one with --api-key", "yellow")

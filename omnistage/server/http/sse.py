@@ -1,58 +1,51 @@
-"""Server-sent events: a body that is written as the work goes on."""
+"""Streamed responses, and server-sent events as their usual content."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
 
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-
-def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """One event; a text goes out as it is."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    head = f"event: {name}\n" if name is not None else ""
-    return f"{head}data: {text}\n\n".encode()
+DONE = b"data: [DONE]\n\n"
+"""The last event of a streamed chat or completion."""
 
 
-class _ClosingResponse(StreamingResponse):
-    """Closes its source however it ends: a client that left must not wait for the garbage collector."""
+def event(data: Mapping[str, object], name: str | None = None) -> bytes:
+    """One server-sent event with JSON data."""
+    if name is None:
+        return b"data: %b\n\n" % to_json(data)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(data))
 
-    source: AsyncIterator[bytes]
+
+class _StreamedResponse(StreamingResponse):
+    """Sends pieces as they come and closes their generator however the response ends.
+
+    Starlette's would watch for a disconnect itself, which `Exchange` does for every route, and would leave the
+    generator of a cancelled response to the garbage collector.
+    """
+
+    def __init__(self, first: bytes | None, pieces: AsyncGenerator[bytes], media_type: str) -> None:
+        super().__init__(pieces, media_type=media_type, headers={"Cache-Control": "no-store"})
+        self._first = first
+        self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._first is not None:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            # The source too: a body that never began does not close it.
-            await _close(self.body_iterator)
-            await _close(self.source)
+            await self._pieces.aclose()
 
 
-async def stream_response(items: AsyncIterator[bytes], media_type: str = "text/event-stream") -> StreamingResponse:
-    """A response whose first piece is there already: what is wrong with the request raises here, with its status.
+async def stream_response(pieces: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> StreamingResponse:
+    """A response whose first piece exists already: an error before it raises here and keeps its HTTP status.
 
-    Closing the response closes the iterator, which aborts the request.
+    Closing the response closes the generator, which aborts the request.
     """
-    first = await anext(items, None)
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            if first is not None:
-                yield first
-            async for item in items:
-                yield item
-        finally:
-            await _close(items)
-
-    response = _ClosingResponse(rest(), media_type=media_type, headers={"Cache-Control": "no-store"})
-    response.source = items
-    return response
-
-
-async def _close(items: object) -> None:
-    close = getattr(items, "aclose", None)
-    if close is not None:
-        await close()
+    return _StreamedResponse(await anext(pieces, None), pieces, media_type)

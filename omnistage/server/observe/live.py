@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
+from typing_extensions import TypedDict
 
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.openapi import answers
+from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.observe.memory import memory_usage
 from omnistage.server.observe.status import find_trace, unknown_request
-from omnistage.server.openai.response_models import StatsAnswer, TraceAnswer
 from omnistage.server.service import Service
 
 router = APIRouter()
@@ -27,7 +27,27 @@ _REPEAT_SECONDS = 1.0
 """After this time an unchanged trace is sent again, for its clock."""
 
 
-@router.get("/v1/requests/{request_id}/events", response_model=None, responses=answers(events=TraceAnswer))
+class TraceEvent(TypedDict):
+    """What ran when: seconds since the request came in."""
+
+    request_id: str
+    arrival: float
+    admitted: float | None
+    finished: float | None
+    stages: dict[str, dict[str, object]]
+    now: float
+
+
+class Stats(TypedDict):
+    """Gauges: by model its counters and those of its stages; memory in bytes, null where it is unknown."""
+
+    object: Literal["stats"]
+    models: dict[str, dict[str, object]]
+    memory: dict[str, int | None]
+    limits: dict[str, int]
+
+
+@router.get("/v1/requests/{request_id}/events", response_model=None, responses=response_docs(events=TraceEvent))
 async def request_events(
     request_id: str,
     request: Request,
@@ -47,7 +67,7 @@ async def request_events(
     return await stream_response(_events(service, trace, holder))
 
 
-async def _events(service: Service, trace: Trace | None, holder: Holder) -> AsyncIterator[bytes]:
+async def _events(service: Service, trace: Trace | None, holder: Holder) -> AsyncGenerator[bytes]:
     sent: Trace | None = None
     sent_at = 0.0
     while trace is not None:
@@ -62,11 +82,11 @@ async def _events(service: Service, trace: Trace | None, holder: Holder) -> Asyn
         trace = service.trace(trace.request_id, holder)
 
 
-@router.get("/v1/stats", response_model=None, responses=answers(StatsAnswer))
-async def stats(request: Request) -> StatsAnswer:
+@router.get("/v1/stats")
+async def stats(request: Request) -> Stats:
     """Queues, batches and memory now, of the models that this key may use."""
     service, allowed = service_of(request), caller(request).models
-    return StatsAnswer(
+    return Stats(
         object="stats",
         models={
             name: asdict(model.omni.stats())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import JsonValue
+from typing_extensions import TypedDict
 
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.validation import short_repr
@@ -13,15 +15,40 @@ from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
-from omnistage.server.http.openapi import answers
-from omnistage.server.openai.response_models import Cancelled, ModelCard, ModelList, Readiness, TraceAnswer
+from omnistage.server.http.openapi import response_docs
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
 _DEFAULTS: dict[str, type[StageParams]] = {"sampling": SamplingParams, "drawing": DiffusionParams}
 
 
-@router.get("/v1/models", response_model=None, responses=answers(ModelList))
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["omnistage"]
+    modalities: dict[str, list[str]]
+    voices: list[str]
+    stages: list[str]
+    defaults: dict[str, dict[str, JsonValue]]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Readiness(TypedDict):
+    status: Literal["ready", "loading", "draining"]
+
+
+class CancelledRequest(TypedDict):
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
+
+
+@router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
     """The models that this key may use."""
     allowed = caller(request).models
@@ -29,7 +56,7 @@ async def list_models(request: Request) -> ModelList:
     return ModelList(object="list", data=models)
 
 
-@router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelCard))
+@router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> ModelCard:
     allowed = caller(request).models
     if allowed is not None and name not in allowed:
@@ -61,7 +88,7 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/ready", responses={**answers(Readiness), 503: {"model": Readiness}})
+@router.get("/ready", responses={**response_docs(Readiness), 503: {"model": Readiness}})
 async def ready(request: Request) -> JSONResponse:
     """Whether requests are accepted."""
     service = service_of(request)
@@ -79,22 +106,22 @@ async def metrics(request: Request) -> Response:
     return Response(render(service_of(request)), media_type=CONTENT_TYPE)
 
 
-@router.get("/v1/requests/{request_id}", response_model=None, responses=answers(TraceAnswer))
-async def get_request(request_id: str, request: Request) -> TraceAnswer:
+@router.get("/v1/requests/{request_id}")
+async def get_request(request_id: str, request: Request) -> Trace:
     """What ran when, for a running or recent request."""
     trace = find_trace(service_of(request), request_id, caller(request))
     if trace is None:
         raise unknown_request(request_id)
-    return TraceAnswer.model_validate(asdict(trace))
+    return trace
 
 
-@router.delete("/v1/requests/{request_id}", response_model=None, responses=answers(Cancelled))
-async def cancel_request(request_id: str, request: Request) -> Cancelled:
+@router.delete("/v1/requests/{request_id}")
+async def cancel_request(request_id: str, request: Request) -> CancelledRequest:
     """End a running request."""
     service, holder = service_of(request), caller(request)
     if not service.abort(_engine_id(service, request_id, holder), holder):
         raise NotFoundError(f"no request {short_repr(request_id)} is running")
-    return Cancelled(id=request_id, object="request", cancelled=True)
+    return CancelledRequest(id=request_id, object="request", cancelled=True)
 
 
 def find_trace(service: Service, request_id: str, holder: Holder) -> Trace | None:

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.params import SamplingParams, StageParams
@@ -21,51 +23,91 @@ from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
 from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import body_of
-from omnistage.server.http.openapi import answers
-from omnistage.server.http.sse import event, stream_response
-from omnistage.server.openai.chat.response import finish_of, usage_of
-from omnistage.server.openai.request_models import CompletionRequest
-from omnistage.server.openai.response_models import Completion
-from omnistage.server.openai.tools import renamed
+from omnistage.server.http.errors import ErrorBody, body_of
+from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.sse import DONE, event, stream_response
+from omnistage.server.openai.request_models import SamplingFields
+from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
+from omnistage.server.openai.running import renaming, text_stage
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
-_MOST_PROMPTS = 64
+_MAX_PROMPTS = 64
 
 
-@router.post("/v1/completions", response_model=None, responses=answers(Completion, events=Completion))
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    max_tokens: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(TypedDict):
+    """Also each event of a streamed completion; the last event is the text `[DONE]`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[TokenUsage]
+
+
+@router.post("/v1/completions", response_model=None, responses=response_docs(Completion, events=Completion))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
-    prompts = _prompts(body)
-    running = _running(service, holder, model, prompts, body)
+    running = _running(service, holder, model, _prompts(body), body)
     if body.stream:
 
-        async def items() -> AsyncIterator[bytes]:
-            async with running as streams, aclosing(_events(body, streams, _answers_each(body, model))) as events:
-                async for data in events:
-                    yield event(data)
-                yield event("[DONE]")
+        async def events() -> AsyncGenerator[bytes]:
+            async with running as streams, aclosing(_events(body, streams, _choices_each(body, model))) as chunks:
+                async for chunk in chunks:
+                    yield event(chunk)
+                yield DONE
 
-        return await stream_response(items())
+        return await stream_response(events())
     finals: dict[int, OmniRequestOutput] = {}
-    async with running as streams, aclosing(_merged(streams)) as items_of_all:
-        async for place, item in items_of_all:
+    async with running as streams, aclosing(_merged(streams)) as items:
+        async for place, item in items:
             if item.final is not None:
                 if item.final.error is not None:
                     raise item.final.error
                 finals[place] = item.final
-    return JSONResponse(_whole(_answer_id(streams), body, [finals[place] for place in sorted(finals)]))
+    completion = _empty(streams, body)
+    outputs = [output for place in sorted(finals) for output in finals[place].outputs]
+    completion["choices"] = [_choice(index, output) for index, output in enumerate(outputs)]
+    completion["usage"] = usage_of(_total(final.usage for final in finals.values()))
+    return JSONResponse(completion)
 
 
 @asynccontextmanager
 async def _running(
     service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], body: CompletionRequest
 ) -> AsyncIterator[list[OutputStream]]:
-    """All prompts at once. To the key they are the one request that they came in, whatever their number."""
-    params = _params(body, model)
+    """All prompts at once. They count as one request of the key, whatever their number."""
+    sampling = body.sampling_params("max_tokens")
+    stage = text_stage(model)
+    params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
     options = RequestOptions(["text"], None, body.priority, body.timeout)
     uncounted = replace(holder, rate=None, max_concurrent=None, use=HolderUsage())
     async with AsyncExitStack() as stack:
@@ -73,7 +115,7 @@ async def _running(
         for place, prompt in enumerate(prompts):
             one = service.run_request(uncounted if place else holder, model, prompt, params, options)
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-            streams.append(await stack.enter_async_context(renamed(one, {"prompt": name, "prompt_token_ids": name})))
+            streams.append(await stack.enter_async_context(renaming(one, {"prompt": name, "prompt_token_ids": name})))
         yield streams
 
 
@@ -89,9 +131,9 @@ async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, 
             ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(ready, key=waiting.__getitem__):
                 place = waiting.pop(task)
-                if (came := task.result()) is not None:
+                if (chunk := task.result()) is not None:
                     waiting[asyncio.ensure_future(_next(streams[place]))] = place
-                    yield place, came
+                    yield place, chunk
     finally:
         for task in waiting:
             task.cancel()
@@ -102,61 +144,46 @@ async def _next(stream: OutputStream) -> OutputChunk | None:
     return await anext(stream, None)
 
 
-def _news(item: OutputChunk) -> list[CompletionOutput]:
-    """What an item adds to its answers: a piece of one, or at last how each ended."""
-    if item.final is not None:
-        return [CompletionOutput(answer.index, finish_reason=answer.finish_reason) for answer in item.final.outputs]
-    if not item.text and not item.logprobs:
-        return []
-    return [CompletionOutput(item.index, item.text, logprobs=list(item.logprobs))]
-
-
-def _answer_id(streams: Sequence[OutputStream]) -> str:
-    return f"cmpl-{streams[0].request_id.removeprefix('req-')}"
-
-
 def _prompts(body: CompletionRequest) -> list[Prompt]:
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidRequestError("is empty; give a text", param="prompt")
-    if len(given) > _MOST_PROMPTS and not isinstance(given[0], int):
-        raise LimitExceededError(f"{len(given)} prompts exceed the limit of {_MOST_PROMPTS}", param="prompt")
-    if isinstance(given[0], int):
-        return [OmniTokensPrompt(tuple(given))]
-    return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in given]
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("is empty; send a text", param="prompt")
+    if isinstance(prompt[0], int):
+        return [OmniTokensPrompt(tuple(prompt))]
+    if len(prompt) > _MAX_PROMPTS:
+        raise LimitExceededError(f"{len(prompt)} prompts exceed the limit of {_MAX_PROMPTS}", param="prompt")
+    return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in prompt]
 
 
-def _params(body: CompletionRequest, model: ServedModel) -> dict[str, StageParams]:
-    sampling = body.sampling()
-    stage = model.stage_for_params(SamplingParams)
-    if stage is None or "text" not in model.modalities:
-        raise InvalidRequestError("this model gives no text; use the images or videos endpoint", param="model")
-    return {} if sampling is None else {stage: sampling}
+def _choices_each(body: CompletionRequest, model: ServedModel) -> int:
+    """The number of choices for each prompt: as the request says, or else the model's configuration."""
+    default = model.omni.orchestrator.default_params(text_stage(model))
+    return body.n or (default.n if isinstance(default, SamplingParams) else 1)
 
 
-def _answers_each(body: CompletionRequest, model: ServedModel) -> int:
-    """How many answers each prompt gets: as the request says, or else the model's own configuration."""
-    stage = model.stage_for_params(SamplingParams)
-    own = model.omni.orchestrator.default_params(stage) if stage is not None else None
-    return body.n or (own.n if isinstance(own, SamplingParams) else 1)
-
-
-def _head(answer_id: str, body: CompletionRequest, created: int) -> dict[str, Any]:
-    return {"id": answer_id, "object": "text_completion", "created": created, "model": body.model}
-
-
-def _choice(index: int, answer: CompletionOutput, offset: int = 0) -> dict[str, Any]:
+def _empty(streams: Sequence[OutputStream], body: CompletionRequest) -> Completion:
+    completion_id = f"cmpl-{streams[0].request_id.removeprefix('req-')}"
     return {
-        "index": index,
-        "text": answer.text,
-        "logprobs": _logprobs(answer.logprobs, offset) if answer.logprobs else None,
-        "finish_reason": finish_of(answer.finish_reason),
+        "id": completion_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model,
+        "choices": [],
     }
 
 
-def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+def _choice(index: int, output: CompletionOutput, offset: int = 0) -> CompletionChoice:
+    return {
+        "index": index,
+        "text": output.text,
+        "logprobs": _logprobs(output.logprobs, offset) if output.logprobs else None,
+        "finish_reason": finish_of(output.finish_reason),
+    }
+
+
+def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
     offsets = []
     for entry in entries:
         offsets.append(offset)
@@ -170,7 +197,7 @@ def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
 
 
 def _total(usages: Iterable[Usage]) -> Usage:
-    """All that the prompts of one request took; they are of text, and so are their answers."""
+    """The sum over the prompts of one request; prompts and completions are text."""
     total, stages, media = Usage(), Counter[str](), Counter[Modality]()
     for usage in usages:
         total.prompt_tokens += usage.prompt_tokens
@@ -181,20 +208,20 @@ def _total(usages: Iterable[Usage]) -> Usage:
     return replace(total, stage_tokens=dict(stages), prompt_media=dict(media))
 
 
-def _whole(answer_id: str, body: CompletionRequest, finals: Sequence[OmniRequestOutput]) -> dict[str, Any]:
-    found = [answer for final in finals for answer in final.outputs]
-    return {
-        **_head(answer_id, body, int(time.time())),
-        "choices": [_choice(index, answer) for index, answer in enumerate(found)],
-        "usage": usage_of(_total(final.usage for final in finals)),
-    }
+def _new_outputs(item: OutputChunk) -> list[CompletionOutput]:
+    """What an item adds to the completions: a piece of one, or at last how each ended."""
+    if item.final is not None:
+        return [CompletionOutput(output.index, finish_reason=output.finish_reason) for output in item.final.outputs]
+    if not item.text and not item.logprobs:
+        return []
+    return [CompletionOutput(item.index, item.text, logprobs=list(item.logprobs))]
 
 
 async def _events(
-    body: CompletionRequest, streams: Sequence[OutputStream], answers_each: int
-) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream. Answer i of the n to prompt p is choice p * n + i; each goes on at its own offset."""
-    head = _head(_answer_id(streams), body, int(time.time()))
+    body: CompletionRequest, streams: Sequence[OutputStream], choices_each: int
+) -> AsyncGenerator[Completion | ErrorBody]:
+    """The events of a stream. Completion i of the n for prompt p is choice p * n + i, with offsets of its own."""
+    head = _empty(streams, body)
     offsets: Counter[int] = Counter()
     usages: list[Usage] = []
     begun = False
@@ -204,16 +231,16 @@ async def _events(
                 final = item.final
                 if final is not None and final.error is not None:
                     raise final.error
-                for answer in _news(item):
+                for output in _new_outputs(item):
                     begun = True
-                    index = place * answers_each + answer.index
-                    yield {**head, "choices": [_choice(index, answer, offsets[index])]}
-                    offsets[index] += sum(len(entry.chosen.text) for entry in answer.logprobs)
+                    index = place * choices_each + output.index
+                    yield {**head, "choices": [_choice(index, output, offsets[index])]}
+                    offsets[index] += sum(len(entry.chosen.text) for entry in output.logprobs)
                 usages += [final.usage] if final is not None else []
     except OmniError as error:
-        if not begun:  # it can still have its status
+        if not begun:  # it can still have its HTTP status
             raise
         yield body_of(error)
         return
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": usage_of(_total(usages))}
+        yield {**head, "usage": usage_of(_total(usages))}

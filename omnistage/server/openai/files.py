@@ -1,4 +1,4 @@
-"""Files that clients fetch after the answer: in one folder, bounded in bytes and count, the oldest dropped first."""
+"""Files that clients fetch after the response: in one folder, limited in bytes and count, the oldest dropped first."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from omnistage.core.errors import ConfigError, LimitExceededError
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_MAX_BYTES = 2**30
 DEFAULT_MAX_FILES = 10_000
-# 192 random bits: a name is found by nobody who was not told it.
+# 192 random bits: a name cannot be guessed.
 _NAME = re.compile(r"[A-Za-z0-9_-]{32}\.(?:png|jpeg|webp)")
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user reads. Raises `ConfigError`."""
+    """Create a folder that only this user reads. Raises `ConfigError`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; choose another --state") from error
+        raise ConfigError(f"cannot create the folder {path}: {error.strerror}; choose another --state") from error
     return path
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """A file that is there with all its bytes or not at all, whenever the process dies."""
+    """Write a file that exists with all its bytes or not at all, whenever the process dies."""
     part = target.with_name(f"{target.name}.part")
     try:
         part.write_bytes(data)
@@ -39,7 +39,7 @@ def write_whole(target: Path, data: bytes) -> None:
 class FileStore:
     """Keeps files under names that cannot be guessed. Thread-safe; it blocks, so it belongs in a worker thread.
 
-    What the folder holds from an earlier run is kept and counted.
+    Files of an earlier run are kept and counted.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES, max_files: int = DEFAULT_MAX_FILES) -> None:
@@ -50,17 +50,17 @@ class FileStore:
         self._sizes: dict[str, int] = {}
         """By name, the oldest first."""
         self._total = 0
-        found = [(path.stat(), path) for path in self._folder.iterdir() if path.is_file()]
-        for stat, path in sorted(found, key=lambda pair: pair[0].st_mtime_ns):
+        files = [(path.stat(), path) for path in self._folder.iterdir() if path.is_file()]
+        for stat, path in sorted(files, key=lambda pair: pair[0].st_mtime_ns):
             if _NAME.fullmatch(path.name):
                 self._sizes[path.name] = stat.st_size
                 self._total += stat.st_size
-            elif path.name.endswith(".part"):  # of a write that a dying process left
+            elif path.name.endswith(".part"):  # of an interrupted write
                 path.unlink(missing_ok=True)
         self._make_room(0, 0)
 
     def put(self, data: bytes, kind: str) -> str:
-        """Keep a file of one of `CONTENT_TYPES` and return its name. Raises if it alone is over the bound."""
+        """Keep a file of one of `CONTENT_TYPES` and return its name. Raises if it alone is over the limit."""
         if len(data) > self._max_bytes:
             raise LimitExceededError(
                 f"a picture of {len(data)} bytes is over the store's {self._max_bytes}; ask for b64_json",
@@ -75,7 +75,7 @@ class FileStore:
         return name
 
     def get(self, name: str) -> tuple[bytes, str] | None:
-        """A file's bytes and content type; None where there is no such file, or no more."""
+        """A file's bytes and content type; None where it does not exist or was dropped."""
         if not _NAME.fullmatch(name):
             return None
         try:

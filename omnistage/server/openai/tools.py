@@ -1,9 +1,9 @@
-"""Tools: what a request says about them, what constrains the answer, and calls read back from what the model writes.
+"""Tools: what a request says about them, what constrains the text, and calls parsed from the text.
 
 Tools reach the model through its chat template (`omnistage/models/chat_template.py`). Calls are written in the form of
 Hermes and Qwen models, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. A forced choice, strict schemas, a
-narrowed set of tools and `parallel_tool_calls: false` are held to by structured output; otherwise the model is free,
-and what it writes in that form becomes calls.
+restricted set of tools and `parallel_tool_calls: false` are enforced by structured output; otherwise the model is free,
+and text in that form becomes calls.
 """
 
 from __future__ import annotations
@@ -11,56 +11,82 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import ClassVar, Literal, NotRequired
 
 from pydantic import Field, field_validator
+from typing_extensions import TypedDict
 
-from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import StructuredOutput
 from omnistage.core.validation import short_repr
-from omnistage.omni import OutputStream
 from omnistage.server.openai.base import WireModel
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
-_MOST_WHITESPACE = 32
-"""In a row, inside a call's arguments: a model that is held to JSON can otherwise go on with spaces for ever."""
+_MAX_WHITESPACE = 32
+"""In a row, inside a call's arguments: a model that is constrained to JSON can otherwise go on with spaces for ever."""
 MAX_TOOLS = 128
 
-# ----------------------------------------------------------------------------------------------------- wire
+# --------------------------------------------------------------------------------------------------- requests
+
+JsonSchema = dict[str, object]
 
 
 class Function(WireModel):
     name: str = Field(pattern=_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema; null: no arguments.")
+    parameters: JsonSchema | None = Field(default=None, description="A JSON schema; null: no arguments.")
     strict: bool | None = Field(default=None, description="True: arguments always fit the schema.")
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
+    def arguments_schema(self) -> JsonSchema:
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+    def spec(self) -> dict[str, object]:
+        """As chat templates take it."""
+        fields = ("name", "description", "parameters")
+        function = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        return {"type": "function", "function": function}
 
 
 class Tool(WireModel):
     type: Literal["function"] = "function"
     function: Function
 
-    def spec(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+class ToolChoice(WireModel):
+    """A choice of some tools by name."""
+
+    single: ClassVar[bool] = False
+    """Whether it is one call of one tool."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def forced(self) -> bool:
+        """Whether the model must call one of them."""
+        return True
 
 
 class FunctionName(WireModel):
     name: str
 
 
-class NamedChoice(WireModel):
+class NamedChoice(ToolChoice):
+    single: ClassVar[bool] = True
+
     type: Literal["function"] = "function"
     function: FunctionName
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.function.name,)
 
 
 class AllowedTools(WireModel):
@@ -68,69 +94,88 @@ class AllowedTools(WireModel):
     tools: tuple[NamedChoice, ...] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class AllowedChoice(WireModel):
+class AllowedChoice(ToolChoice):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool.function.name for tool in self.allowed_tools.tools)
+
+    @property
+    def forced(self) -> bool:
+        return self.allowed_tools.mode == "required"
+
 
 class ToolRules(WireModel):
-    """What chat and responses say about tools alike; each writes `tools` and `tool_choice` in a form of its own."""
+    """The rules that chat and responses share; each writes `tools` and `tool_choice` in a form of its own."""
 
     parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
 
     @field_validator("tool_choice", mode="before", check_fields=False)
     @classmethod
-    def _known_choice(cls, value: Any) -> Any:
+    def _known_choice(cls, value: object) -> object:
         """Raises for a choice among tools that a service runs itself."""
         if isinstance(value, Mapping) and value.get("type", "function") not in ("function", "allowed_tools"):
-            raise ValueError("its type must be function or allowed_tools: there are no other tools here")
+            raise ValueError("its type must be function or allowed_tools; other tools are not supported")
         return value
+
+    @property
+    @abstractmethod
+    def tool_functions(self) -> tuple[Function, ...]: ...
+
+    @property
+    @abstractmethod
+    def choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None: ...
+
+    def toolbox(self) -> Toolbox | None:
+        """The tools that the model may use. Raises `InvalidRequestError` for fields that do not fit together."""
+        self.check_tools()
+        functions, choice, parallel = self.tool_functions, self.choice, self.parallel_tool_calls is not False
+        if not functions or choice == "none":
+            return None
+        if isinstance(choice, ToolChoice):
+            return Toolbox(functions, choice.forced, frozenset(choice.names), parallel and not choice.single)
+        return Toolbox(functions, choice == "required", parallel=parallel)
+
+    def check_tools(self) -> None:
+        """Raise `InvalidRequestError` for fields that do not fit together."""
+        names = [function.name for function in self.tool_functions]
+        if len(set(names)) != len(names):
+            raise InvalidRequestError("two have the same name; rename one", param="tools")
+        choice = self.choice
+        if choice not in (None, "none", "auto") and not names:
+            raise InvalidRequestError("needs tools; send some, or leave it out", param="tool_choice")
+        for name in choice.names if isinstance(choice, ToolChoice) else ():
+            if name not in names:
+                raise InvalidRequestError(
+                    f"there is no tool {short_repr(name)}; tools: {', '.join(names)[:200]}", param="tool_choice"
+                )
 
 
 class ToolFields(ToolRules):
-    """What a request may say about tools."""
+    """The fields of a chat that are about tools."""
 
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
 
-    def toolbox(self) -> Toolbox | None:
-        """The tools that the model may use in this answer."""
-        choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if not self.tools or choice == "none":
-            return None
-        if isinstance(choice, NamedChoice):
-            return Toolbox(self.tools, True, frozenset({choice.function.name}), parallel=False)
-        if isinstance(choice, AllowedChoice):
-            names = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
-            return Toolbox(self.tools, choice.allowed_tools.mode == "required", names, parallel)
-        return Toolbox(self.tools, choice == "required", parallel=parallel)
+    @property
+    def tool_functions(self) -> tuple[Function, ...]:
+        return tuple(tool.function for tool in self.tools or ())
 
-    def check_tools(self) -> None:
-        """Raise `InvalidRequestError` where these fields do not go together."""
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) != len(names):
-            raise InvalidRequestError("two have the same name; rename one", param="tools")
-        choice = self.tool_choice
-        if choice not in (None, "none", "auto") and not names:
-            raise InvalidRequestError("needs tools; give some, or leave it out", param="tool_choice")
-        chosen: tuple[NamedChoice, ...] = (choice,) if isinstance(choice, NamedChoice) else ()
-        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else chosen
-        for one in chosen:
-            if one.function.name not in names:
-                named = short_repr(one.function.name)
-                raise InvalidRequestError(
-                    f"there is no tool {named}; tools: {', '.join(names)[:200]}", param="tool_choice"
-                )
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
+        return self.tool_choice
 
 
-# ----------------------------------------------------------------------------------------------- constraints
+# ------------------------------------------------------------------------------------------------- constraints
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one request. `forced`: the answer must be calls; `allowed`: of these only, None of all."""
+    """The tools of one request. `forced`: the model must call; `allowed`: only these, None: all."""
 
-    tools: tuple[Tool, ...]
+    functions: tuple[Function, ...]
     forced: bool = False
     allowed: frozenset[str] | None = None
     parallel: bool = True
@@ -138,54 +183,84 @@ class Toolbox:
     @property
     def names(self) -> frozenset[str]:
         """The functions that may be called."""
-        return self.allowed if self.allowed is not None else frozenset(tool.function.name for tool in self.tools)
+        return self.allowed if self.allowed is not None else frozenset(function.name for function in self.functions)
 
-    def specs(self) -> list[dict[str, Any]]:
-        return [tool.spec() for tool in self.tools]
+    def specs(self) -> list[dict[str, object]]:
+        return [function.spec() for function in self.functions]
 
-    def structured(self, answer: StructuredOutput | None = None) -> StructuredOutput | None:
-        """What holds the text to this choice. `answer` is what holds a text without calls; None: it is free."""
-        tags = [self._tag(tool.function) for tool in self.tools if tool.function.name in self.names]
+    def structured(self, text: StructuredOutput | None = None) -> StructuredOutput | None:
+        """What enforces the choice. `text` constrains a text without calls; None: it is free."""
+        tags = [self._tag(function) for function in self.functions if function.name in self.names]
         only = {"tags": tags, "stop_after_first": not self.parallel}
         calls: dict[str, object] = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **only}
         if self.forced:
             return StructuredOutput(structural_tag=calls)
-        if answer is not None:
-            schema = answer.json_schema if answer.json_schema is not None else {"type": "object"}
+        if text is not None:
+            schema = text.json_schema if text.json_schema is not None else {"type": "object"}
             either = [{"type": "json_schema", "json_schema": schema}, calls]
             return StructuredOutput(structural_tag={"type": "or", "elements": either})
-        strict = any(tool.function.strict for tool in self.tools)
+        strict = any(function.strict for function in self.functions)
         if not strict and self.parallel and self.allowed is None:
             return None
         return StructuredOutput(structural_tag={"type": "triggered_tags", "triggers": [_OPEN], **only})
 
     def _tag(self, function: Function) -> dict[str, object]:
-        held = self.forced or bool(function.strict)
+        constrained = self.forced or bool(function.strict)
         content = {
             "type": "json_schema",
-            "json_schema": function.schema_of_arguments if held else {"type": "object"},
-            "max_whitespace_cnt": _MOST_WHITESPACE,
+            "json_schema": function.arguments_schema if constrained else {"type": "object"},
+            "max_whitespace_cnt": _MAX_WHITESPACE,
         }
         begin = f'{_OPEN}\n{{"name": "{function.name}", "arguments": '
         return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{_CLOSE}"}
 
 
-# --------------------------------------------------------------------------------------------------- answer
+# ------------------------------------------------------------------------------------------------------- calls
 
-Delta = dict[str, Any]
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A call begins with its id and name; the arguments of later deltas belong to the call of their index."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class Delta(TypedDict, total=False):
+    """A piece of text, or of calls."""
+
+    content: str
+    tool_calls: list[ToolCallDelta]
 
 
 @dataclass(slots=True)
 class _ObjectEnd:
-    """Finds where a JSON object ends in text that comes in pieces."""
+    """Finds where a JSON object ends in text that arrives in pieces."""
 
     depth: int = 0
     in_string: bool = False
     escaped: bool = False
 
     def find(self, text: str) -> int | None:
-        """The place behind the object's last character; None: it goes on."""
-        for place, character in enumerate(text):
+        """The index behind the object's last character; None: it goes on."""
+        for index, character in enumerate(text):
             if self.in_string:
                 if self.escaped:
                     self.escaped = False
@@ -200,15 +275,15 @@ class _ObjectEnd:
             elif character in "}]":
                 self.depth -= 1
                 if self.depth <= 0:
-                    return place + 1
+                    return index + 1
         return None
 
 
 @dataclass(slots=True)
 class CallReader:
-    """Reads the text of one answer as it comes: what is content and what is calls, as OpenAI's deltas.
+    """Parses the text of one choice as it arrives into content and calls, as OpenAI's deltas.
 
-    A call's arguments stream as they are written. A call that is cut off among them stays a call, with what there was.
+    A call's arguments stream as they are written. A call that ends in the middle of them stays a call, with those.
     """
 
     toolbox: Toolbox
@@ -220,55 +295,55 @@ class CallReader:
     def push(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
         self._held += text
-        made: list[Delta] = []
-        while (self._state or self._in_text)(made):
+        deltas: list[Delta] = []
+        while (self._state or self._in_text)(deltas):
             pass
-        return made
+        return deltas
 
     def end(self) -> list[Delta]:
-        """The deltas of what is left when the answer is over."""
+        """The deltas of what is left when the text is over."""
         held, self._held = self._held, ""
         if self._state == self._in_call:
-            # Some models end with the call, without closing it. A head without arguments is no call.
+            # Some models end without closing the call. A name without arguments is not a call.
             return [self._parsed(held) or {"content": f"{_OPEN}{held}"}]
         return [{"content": held}] if held and self._state is None else []
 
-    # Each state takes what it can from the held text and says whether another is to go on with the rest.
+    # Each state consumes what it can of the held text and returns whether another state can go on with the rest.
 
-    def _in_text(self, made: list[Delta]) -> bool:
+    def _in_text(self, deltas: list[Delta]) -> bool:
         before, opened, after = self._held.partition(_OPEN)
         keep = 0 if opened else _overlap(before, _OPEN)
         ready, self._held = before[: len(before) - keep], after if opened else before[len(before) - keep :]
         if ready and not (ready.isspace() and (opened or self.calls)):
-            made.append({"content": ready})
+            deltas.append({"content": ready})
         if opened:
             self._state = self._in_call
         return bool(opened)
 
-    def _in_call(self, made: list[Delta]) -> bool:
+    def _in_call(self, deltas: list[Delta]) -> bool:
         head = _HEAD.match(self._held)
         if head is not None and head[1] in self.toolbox.names:
-            made.append(self._call(head[1], ""))
+            deltas.append(self._call(head[1], ""))
             self._held = self._held[head.end() :]
             self._end_of_object, self._state = _ObjectEnd(), self._in_arguments
             return True
         inside, closed, rest = self._held.partition(_CLOSE)
         if not closed:
             return False
-        made.append(self._parsed(inside) or {"content": f"{_OPEN}{inside}{closed}"})
+        deltas.append(self._parsed(inside) or {"content": f"{_OPEN}{inside}{closed}"})
         self._held, self._state = rest, None
         return True
 
-    def _in_arguments(self, made: list[Delta]) -> bool:
+    def _in_arguments(self, deltas: list[Delta]) -> bool:
         end = self._end_of_object.find(self._held)
         piece, self._held = self._held[:end], self._held[end:] if end is not None else ""
         if piece:
-            made.append({"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece}}]})
+            deltas.append({"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece}}]})
         if end is not None:
             self._state = self._behind_arguments
         return end is not None
 
-    def _behind_arguments(self, _made: list[Delta]) -> bool:
+    def _behind_arguments(self, _deltas: list[Delta]) -> bool:
         _, closed, rest = self._held.partition(_CLOSE)
         if closed:
             self._held, self._state = rest, None
@@ -288,9 +363,13 @@ class CallReader:
 
     def _call(self, name: str, arguments: str) -> Delta:
         self.calls += 1
-        function = {"name": name, "arguments": arguments}
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return {"tool_calls": [{"index": self.calls - 1, "id": call_id, "type": "function", "function": function}]}
+        call: ToolCallDelta = {
+            "index": self.calls - 1,
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        return {"tool_calls": [call]}
 
 
 def _overlap(text: str, mark: str) -> int:
@@ -298,39 +377,18 @@ def _overlap(text: str, mark: str) -> int:
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def read_whole(text: str, toolbox: Toolbox) -> tuple[str | None, list[dict[str, Any]]]:
-    """The content and the calls of a whole answer."""
+def read_whole(text: str, toolbox: Toolbox) -> tuple[str | None, list[ToolCall]]:
+    """The content and the calls of a whole text."""
     reader = CallReader(toolbox)
-    content, calls = "", []
+    content = ""
+    calls: list[ToolCall] = []
     for delta in (*reader.push(text), *reader.end()):
         content += delta.get("content", "")
         for piece in delta.get("tool_calls", ()):
+            function = piece["function"]
             if "id" in piece:
-                calls.append({key: value for key, value in piece.items() if key != "index"})
+                called: CalledFunction = {"name": function["name"], "arguments": function["arguments"]}
+                calls.append({"id": piece["id"], "type": "function", "function": called})
             else:
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+                calls[-1]["function"]["arguments"] += function["arguments"]
     return (content.strip() or None) if calls else content, calls
-
-
-# --------------------------------------------------------------------------------------------------- errors
-
-
-Rename = Callable[[str], str] | Mapping[str, str]
-
-
-def as_known(error: OmniError, rename: Rename) -> OmniError:
-    """The error, with its field named as the client knows it."""
-    if isinstance(error, InvalidRequestError) and error.param is not None:
-        error.param = rename.get(error.param, error.param) if isinstance(rename, Mapping) else rename(error.param)
-    return error
-
-
-@asynccontextmanager
-async def renamed(running: AbstractAsyncContextManager[OutputStream], rename: Rename) -> AsyncIterator[OutputStream]:
-    """A running request whose errors name fields as the client knows them."""
-    try:
-        async with running as stream:
-            yield stream
-    except OmniError as error:
-        as_known(error, rename)
-        raise

@@ -16,7 +16,7 @@ from omnistage.core.family import AudioLimits
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
 from omnistage.core.validation import short_repr
-from omnistage.server.openai.audio.transcriber import check_hears
+from omnistage.server.openai.audio import capabilities
 from omnistage.server.openai.responses.tools import FlatTool
 from omnistage.server.openai.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
 from omnistage.server.realtime.audio import RATES, FormatName
@@ -275,4 +275,6 @@ def audio_input_limits(config: SessionConfig, model: ServedModel) -> AudioInputL
 
 
 def require_audio_input(model: ServedModel, param: str) -> None:
-    check_hears(model, param, "this model has no audio input; send text, or use a model that has")
+    capabilities.require_audio_input(
+        model.omni.processor, param, "this model has no audio input; send text, or use a model that has"
+    )

@@ -14,7 +14,7 @@ from omnistage.core.types import Modality
 from omnistage.media.audio import StreamResampler
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.http.errors import body_of
-from omnistage.server.openai.tools import CallReader
+from omnistage.server.openai.tools import CallReader, Delta
 from omnistage.server.realtime.audio import RATES, encode
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import SessionConfig
@@ -130,7 +130,7 @@ class ResponseBuilder:
         if isinstance(message.parts[0], Speech):
             message.parts[0].ms = self._samples_sent * 1000 // self._rate
 
-    def _add_parsed(self, deltas: Sequence[JsonObject]) -> None:
+    def _add_parsed(self, deltas: Sequence[Delta]) -> None:
         """Deltas of a chat message: text, the beginning of a call, or more of a call's arguments."""
         for delta in deltas:
             if "content" in delta:

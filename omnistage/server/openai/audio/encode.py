@@ -1,16 +1,19 @@
-"""Sound as clients ask for it, in bytes: whole, or piece by piece while it is made."""
+"""Audio files: whole, or piece by piece while the audio is generated."""
 
 from __future__ import annotations
 
 import io
 import struct
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.media.audio_output import AudioOutput, encode_wav
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
 
 CONTENT_TYPES = {
     "wav": "audio/wav",
@@ -22,9 +25,9 @@ CONTENT_TYPES = {
     "aac": "audio/aac",
 }
 _UNKNOWN = 0xFFFFFFFF
-"""The length in a WAV header whose writer does not know it yet."""
-_ANY_RATE = 48_000
-"""Hz, for encoders that do not take the model's own."""
+"""The length in a WAV header that is written before it is known."""
+_COMMON_RATE = 48_000
+"""Hz, for encoders that do not support the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class _Codec:
 _CODECS = {
     "flac": _Codec("flac", "flac", "s16"),
     "mp3": _Codec("libmp3lame", "mp3", "fltp", bit_rate=128_000),
-    # Ogg would gather a second of sound in each of its pages.
+    # Ogg would collect a second of audio in each of its pages.
     "opus": _Codec("libopus", "ogg", "flt", page_microseconds=100_000),
     "aac": _Codec("aac", "adts", "fltp"),
 }
@@ -51,13 +54,13 @@ def pcm16(samples: NDArray[np.float32]) -> bytes:
 
 
 def encode_audio(audio: AudioOutput, format: str) -> bytes:
-    """A whole sound in one of `CONTENT_TYPES`."""
+    """Whole audio in one of `CONTENT_TYPES`."""
     if format == "wav":
         return encode_wav(audio.samples, audio.sample_rate)
     if format not in ("flac", "mp3"):
-        writer = sound_writer(format, audio.sample_rate)
+        writer = audio_writer(format, audio.sample_rate)
         return writer.write(audio.samples) + writer.finish()
-    # Where the whole is known, the file's head can say how long it is.
+    # Of whole audio the file's header can say how long it is.
     import soundfile
 
     kind, subtype = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III")}[format]
@@ -71,18 +74,18 @@ def encode_audio(audio: AudioOutput, format: str) -> bytes:
 # --------------------------------------------------------------------------------------------- piece by piece
 
 
-class SoundWriter(Protocol):
-    """A file that grows with its sound. Not thread-safe."""
+class AudioWriter(Protocol):
+    """A file that grows with its audio. Not thread-safe."""
 
     def write(self, samples: NDArray[np.float32]) -> bytes:
-        """Add mono samples `[n]`; what the file has gained by them, which may be nothing yet."""
+        """Add mono samples `[n]`; returns the bytes that the file has gained, which may be none yet."""
 
     def finish(self) -> bytes:
         """The rest of the file."""
 
 
-def sound_writer(format: str, sample_rate: int) -> SoundWriter:
-    """A writer for one of `CONTENT_TYPES`. A file made so does not say how long it is."""
+def audio_writer(format: str, sample_rate: int) -> AudioWriter:
+    """A writer for one of `CONTENT_TYPES`. Its file does not say how long it is."""
     if format in ("pcm", "pcm16"):
         return _PcmWriter(b"")
     if format == "wav":
@@ -107,8 +110,8 @@ class _PcmWriter:
         return b""
 
 
-class _Growing:
-    """A file for PyAV that cannot seek: what has been taken out of it has been sent."""
+class _Unsent:
+    """A file for PyAV that cannot seek: what was taken out of it has been sent."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -124,21 +127,21 @@ class _Growing:
 
 
 class _CodecWriter:
-    """One encoder, open for the whole sound, and a container that lets go of every packet at once."""
+    """One encoder for the whole audio, and a container that passes on every packet at once."""
 
     def __init__(self, codec: _Codec, sample_rate: int) -> None:
         import av
 
         self._rate = sample_rate
-        self._whole_numbers = codec.sample_format == "s16"
-        self._file = _Growing()
+        self._integers = codec.sample_format == "s16"
+        self._file = _Unsent()
         options = {"flush_packets": "1"}
         if codec.page_microseconds is not None:
             options["page_duration"] = str(codec.page_microseconds)
         self._container = av.open(self._file, "w", format=codec.container, options=options)
-        taken = av.Codec(codec.name, "w").audio_rates
-        rate = sample_rate if taken is None or sample_rate in taken else _ANY_RATE
-        stream: Any = self._container.add_stream(codec.name, rate=rate)
+        rates = av.Codec(codec.name, "w").audio_rates
+        rate = sample_rate if rates is None or sample_rate in rates else _COMMON_RATE
+        stream = cast("AudioStream", self._container.add_stream(codec.name, rate=rate))
         stream.layout = "mono"
         stream.format = codec.sample_format
         if codec.bit_rate is not None:
@@ -150,9 +153,9 @@ class _CodecWriter:
 
         if not len(samples):
             return b""
-        # Whole numbers by our own rounding, so that what loses nothing is the same sound as the plain formats.
-        values = np.frombuffer(pcm16(samples), "<i2") if self._whole_numbers else np.clip(samples, -1.0, 1.0)
-        kind = "s16" if self._whole_numbers else "flt"
+        # Integers by our own rounding, so that lossless formats hold the same samples as the plain ones.
+        values = np.frombuffer(pcm16(samples), "<i2") if self._integers else np.clip(samples, -1.0, 1.0)
+        kind = "s16" if self._integers else "flt"
         frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(values)[None], format=kind, layout="mono")
         frame.sample_rate = self._rate
         self._container.mux(self._stream.encode(frame))

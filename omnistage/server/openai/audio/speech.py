@@ -1,14 +1,17 @@
-"""`/v1/audio/speech`: a text, spoken. Its bytes go out as it is made, in every format."""
+"""`/v1/audio/speech`: text to speech. The bytes are sent as they are generated, in every format."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from omnistage.core.errors import (
     DeadlineExceededError,
@@ -19,40 +22,66 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import SpeechReader
 from omnistage.core.types import FinishReason, Modality
-from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import body_of
-from omnistage.server.http.openapi import answers
+from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import event, stream_response
-from omnistage.server.openai.audio.encode import CONTENT_TYPES, SoundWriter, sound_writer
-from omnistage.server.openai.chat.response import usage_of
-from omnistage.server.openai.request_models import SpeechRequest
-from omnistage.server.openai.response_models import SpeechEvent
+from omnistage.server.openai.audio.encode import CONTENT_TYPES, AudioWriter, audio_writer
+from omnistage.server.openai.base import WireModel, only
+from omnistage.server.openai.request_models import Finite, Voice, voice_name
+from omnistage.server.openai.response_models import TokenCounts, speech_tokens
+from omnistage.server.openai.running import Running
 from omnistage.server.service import ServedModel
 
 router = APIRouter()
 _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
-_MOST_READ = 4096
-"""Characters, as with OpenAI. A chat model's own room bounds what it is asked to say."""
+_MAX_READ_CHARS = 4096
+"""As with OpenAI. A chat model is limited by its context instead."""
 _READ_ALOUD = "Say exactly this, and nothing else: "
-_SAID_NOTHING = "the model said nothing to this text; try another"
+_NO_SPEECH = "the model generated no speech for this text; try another"
 _NO_WORDS = (
-    "nothing in this text can be spoken: the voice speaks English words (Latin letters and digits) and leaves out "
-    "code, pictures and other scripts; send some words"
+    "nothing in this text can be spoken: the voice speaks English words (Latin letters and digits) and skips code, "
+    "pictures and other scripts; send some words"
 )
 
 
-@router.post("/v1/audio/speech", response_class=Response, responses=answers(events=SpeechEvent, files=_FILES))
+class SpeechRequest(WireModel):
+    """`POST /v1/audio/speech`."""
+
+    model: str
+    input: str = Field(min_length=1, max_length=100_000)
+    voice: Voice | None = None
+    response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] = "mp3"
+    stream_format: Literal["sse", "audio"] | None = Field(default=None, description="Events, or the file's bytes.")
+    instructions: str | None = None
+    # OpenAI's, of which only the value that changes nothing is accepted
+    speed: Annotated[Finite | None, only(1.0, why="`speed` must be 1.0; leave it out")] = Field(
+        default=None, json_schema_extra={"minimum": 1, "maximum": 1}
+    )
+    # Ours
+    seed: int | None = None
+    timeout: Finite | None = None
+
+
+class SpeechEvent(TypedDict):
+    """One event of streamed speech: `audio` is base64, the next piece of the file."""
+
+    type: Literal["speech.audio.delta", "speech.audio.done"]
+    audio: NotRequired[str]
+    usage: NotRequired[TokenCounts]
+
+
+@router.post("/v1/audio/speech", response_class=Response, responses=response_docs(events=SpeechEvent, files=_FILES))
 async def speech(body: SpeechRequest, request: Request) -> Response:
-    """Speak a text: as it is where the model can, else a chat model is asked to, and what it then says is its own."""
+    """Speak a text: as it is where the model can, else by a chat model that is asked to say it."""
     service = service_of(request)
     model = service.model(body.model)
     holder = caller(request)
     if Modality.AUDIO not in model.modalities:
-        raise UnsupportedModalityError("this model does not speak; use one that gives audio", param="model")
-    options = RequestOptions(["audio"], body.voice_name, 0, body.timeout)
+        raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
+    options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)
     running = service.run_request(holder, model, messages, model.with_seed(body.seed, {}), options)
     reads = isinstance(model.omni.processor, SpeechReader)
@@ -66,10 +95,12 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     processor = model.omni.processor
     if isinstance(processor, SpeechReader):
         if body.instructions:
-            raise InvalidRequestError("this model's voice takes none; leave it out", param="instructions")
-        if len(body.input) > _MOST_READ:
+            raise InvalidRequestError(
+                "`instructions` is not supported by this model; leave it out", param="instructions"
+            )
+        if len(body.input) > _MAX_READ_CHARS:
             raise LimitExceededError(
-                f"has {len(body.input)} characters, and at most {_MOST_READ} are read aloud at once; send it in parts",
+                f"has {len(body.input)} characters, over the limit of {_MAX_READ_CHARS}; send it in parts",
                 param="input",
             )
         return processor.read_aloud(body.input)
@@ -77,15 +108,13 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     return [{"role": "user", "content": f"{content}{body.input}"}]
 
 
-async def _spoken(
-    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
-) -> AsyncGenerator[bytes | OmniRequestOutput]:
-    """Pieces of the file as it grows, none of them empty, then the end. Raises for an end that is not the text's."""
-    writer: SoundWriter | None = None
+async def _pieces(running: Running, format: str, *, reads: bool) -> AsyncGenerator[bytes | OmniRequestOutput]:
+    """Pieces of the file as it grows, none of them empty, then the final output. Raises where it is incomplete."""
+    writer: AudioWriter | None = None
     async with running as stream:
         async for item in stream:
             if item.audio is not None:
-                writer = writer or sound_writer(format, item.audio.sample_rate)
+                writer = writer or audio_writer(format, item.audio.sample_rate)
                 samples = np.asarray(item.audio.samples, dtype=np.float32)
                 if data := await asyncio.to_thread(writer.write, samples):
                     yield data
@@ -93,49 +122,44 @@ async def _spoken(
                 continue
             if item.final.error is not None:
                 raise item.final.error
-            if item.final.finish_reason is FinishReason.DEADLINE:  # a sound cannot say that it is not whole
-                raise DeadlineExceededError("the time was over before all of it was said; allow more", param="timeout")
+            if item.final.finish_reason is FinishReason.DEADLINE:  # audio cannot say that it is incomplete
+                raise DeadlineExceededError(
+                    "the timeout passed before the speech was complete; allow more time", param="timeout"
+                )
             if writer is None:
-                raise InvalidRequestError(_NO_WORDS if reads else _SAID_NOTHING, param="input")
+                raise InvalidRequestError(_NO_WORDS if reads else _NO_SPEECH, param="input")
             if data := await asyncio.to_thread(writer.finish):
                 yield data
             yield item.final
 
 
-async def _file(
-    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
-) -> AsyncGenerator[bytes]:
-    """What fails midway breaks the answer off: bytes have no room to say it."""
-    async with aclosing(_spoken(running, format, reads=reads)) as pieces:
+async def _file(running: Running, format: str, *, reads: bool = False) -> AsyncGenerator[bytes]:
+    """An error in the middle breaks the response off: a file has no place for it."""
+    async with aclosing(_pieces(running, format, reads=reads)) as pieces:
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
 
 
-async def _events(
-    running: AbstractAsyncContextManager[OutputStream], format: str, *, reads: bool = False
-) -> AsyncGenerator[bytes]:
+async def _events(running: Running, format: str, *, reads: bool = False) -> AsyncGenerator[bytes]:
     begun = False
-    async with aclosing(_spoken(running, format, reads=reads)) as pieces:
+    async with aclosing(_pieces(running, format, reads=reads)) as pieces:
         try:
             async for piece in pieces:
+                data: SpeechEvent
                 if isinstance(piece, bytes):
-                    yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+                    data = {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
                 else:
-                    # A voice that reads needs no tokens: those of the stages on its way stand for nothing.
-                    usage = Usage() if reads else piece.usage
-                    yield event({"type": "speech.audio.done", "usage": _usage(usage)})
+                    # A voice that reads aloud uses no tokens: those of its other stages stand for nothing.
+                    data = {"type": "speech.audio.done", "usage": _usage(Usage() if reads else piece.usage)}
+                yield event(data)
                 begun = True
         except OmniError as error:
-            if not begun:  # it can still have its status
+            if not begun:  # it can still have its HTTP status
                 raise
             yield event(body_of(error))
 
 
-def _usage(usage: Usage) -> dict[str, int]:
-    counted = usage_of(usage)
-    return {
-        "input_tokens": counted["prompt_tokens"],
-        "output_tokens": counted["completion_tokens"],
-        "total_tokens": counted["total_tokens"],
-    }
+def _usage(usage: Usage) -> TokenCounts:
+    output = usage.completion_tokens + speech_tokens(usage)
+    return {"input_tokens": usage.prompt_tokens, "output_tokens": output, "total_tokens": usage.prompt_tokens + output}

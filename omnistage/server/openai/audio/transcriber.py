@@ -1,4 +1,4 @@
-"""A sound written down by a model's ears alone."""
+"""Transcription by a model's audio input alone, without its language model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, UnsupportedModalityError
-from omnistage.core.family import AudioLimits, OptionalInputs, Transcriber
-from omnistage.core.types import Modality
+from omnistage.core.errors import DeadlineExceededError, InvalidRequestError
+from omnistage.core.family import AudioLimits, Transcriber
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
@@ -22,64 +21,52 @@ from omnistage.server.service import ServedModel, Service
 if TYPE_CHECKING:
     from omnistage.media.context import Decoded
 
+TIMED_OUT = "the timeout passed before the transcription was complete; allow more time"
+
 
 @dataclass(frozen=True, slots=True)
-class Dictation:
+class Transcript:
     text: str
     seconds: float
-    """Of the sound."""
+    """Of the audio."""
 
 
-def check_hears(
-    model: ServedModel, param: str = "model", what: str = "this model does not hear; use one that takes audio"
-) -> None:
-    """Raise for a model that takes no sound: with what helps where it says so, else with `what`."""
-    processor = model.omni.processor
-    if Modality.AUDIO in processor.input_modalities:
-        return
-    if isinstance(processor, OptionalInputs):
-        what = processor.unsupported_reason(Modality.AUDIO)
-    raise UnsupportedModalityError(what, param=param)
+async def transcribe(
+    service: Service, holder: Holder, model: ServedModel, transcriber: Transcriber, data: bytes, timeout: float | None
+) -> Transcript:
+    """The text of an audio file. It counts as a request of the holder's while anything works on it.
 
-
-async def dictated(
-    service: Service, holder: Holder, model: ServedModel, ears: Transcriber, data: bytes, timeout: float | None
-) -> Dictation:
-    """What is said in a sound file. It counts as a request of the holder's for as long as anything works on it.
-
-    The content filter sees the sound, and its words twice: as what somebody tells the service, and as its answer.
+    The content filter sees the audio, and its text twice: as input of the client's, and as output of the service's.
     """
     if timeout is not None and timeout <= 0:
         raise InvalidRequestError("must be a number of seconds above 0", param="timeout")
     limits = _limits(model)
-    with contextlib.ExitStack() as held:
-        own = held.enter_context(service.run_without_stages(holder, model))
+    with contextlib.ExitStack() as resources:
+        request_filter = resources.enter_context(service.run_without_stages(holder, model))
 
         def inspect(media: Decoded) -> None:
-            if own is not None and isinstance(own.check_media(media), Refuse | Redact):
+            if request_filter is not None and isinstance(request_filter.check_media(media), Refuse | Redact):
                 raise ContentFilterError("the content filter refuses this; send another", param="file")
 
-        def work(over: threading.Event) -> Dictation:
+        def work(over: threading.Event) -> Transcript:
             with inspect_media(inspect):
-                clip = decode_audio(data, limits, ears.audio_sample_rate)
+                clip = decode_audio(data, limits, transcriber.audio_sample_rate)
                 notify_inspector(clip)
-            return Dictation(ears.transcribe(clip, over.is_set), clip.seconds)
+            return Transcript(transcriber.transcribe(clip, over.is_set), clip.seconds)
 
         try:
             async with asyncio.timeout(timeout):
-                made = await service.transcribe_workers.run(work, held)
+                transcript = await service.transcribe_workers.run(work, resources)
         except TimeoutError as error:
-            raise DeadlineExceededError(
-                "the time was over before all was written down; allow more", param="timeout"
-            ) from error
+            raise DeadlineExceededError(TIMED_OUT, param="timeout") from error
         except InvalidRequestError as error:
             error.param = "file"
             raise
-        return made if own is None else await _filtered(own, made)
+        return transcript if request_filter is None else await _filtered(request_filter, transcript)
 
 
 def _limits(model: ServedModel) -> MediaLimits:
-    """The model's, with sounds no longer than its ears take: a longer one is refused before it is decoded."""
+    """The model's limits, with clips no longer than it can transcribe: a longer one is refused before decoding."""
     limits, processor = model.omni.media_limits, model.omni.processor
     if not isinstance(processor, AudioLimits):
         return limits
@@ -87,11 +74,11 @@ def _limits(model: ServedModel) -> MediaLimits:
     return limits.model_copy(update={"max_audio_seconds": longest})
 
 
-async def _filtered(own: RequestFilter, made: Dictation) -> Dictation:
-    said = await own.check_prompt((PromptText(made.text, "user"),))
-    if isinstance(said, Refuse | Redact):
-        raise ContentFilterError("the content filter refuses what is said there; send another", param="file")
-    verdict = await own.check_output(AnswerText(held=made.text, ended=True))
+async def _filtered(request_filter: RequestFilter, transcript: Transcript) -> Transcript:
+    verdict = await request_filter.check_prompt((PromptText(transcript.text, "user"),))
+    if isinstance(verdict, Refuse | Redact):
+        raise ContentFilterError("the content filter refuses what is said in it; send another", param="file")
+    verdict = await request_filter.check_output(AnswerText(held=transcript.text, ended=True))
     if isinstance(verdict, Refuse):
         raise AnswerFilteredError("the content filter ended this transcription")
-    return Dictation(verdict.text, made.seconds) if isinstance(verdict, Redact) else made
+    return Transcript(verdict.text, transcript.seconds) if isinstance(verdict, Redact) else transcript

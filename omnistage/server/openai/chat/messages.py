@@ -1,64 +1,76 @@
-"""The form of chat messages for the OpenAPI document; `parse_messages` checks them, where their media are decoded."""
+"""The form of chat messages, for the OpenAPI document; `parse_messages` checks them, where their media are decoded."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal, NotRequired
 
-_TEXT = {"type": "string"}
-_URL: dict[str, Any] = {
-    "description": "A `data:` URL; others as far as the service allows them.",
-    "anyOf": [_TEXT, {"type": "object", "required": ["url"], "properties": {"url": _TEXT, "detail": _TEXT}}],
-}
-_COUNT = {"type": "integer", "minimum": 1}
+from annotated_types import Gt, MinLen
+from pydantic import AfterValidator, Field, SkipValidation
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
-
-def _part(kinds: list[str], required: str, **fields: Any) -> dict[str, Any]:
-    properties = {"type": {"enum": kinds}, **fields}
-    return {"type": "object", "required": ["type", required], "properties": properties}
+from omnistage.server.openai.tools import ToolCall
 
 
-MESSAGE_SCHEMAS: dict[str, Any] = {
-    "MessagePart": {
-        "description": "A piece of a message: text, a picture, a sound, a video.",
-        "anyOf": [
-            _part(["text", "input_text", "output_text"], "text", text=_TEXT),
-            _part(["image_url", "input_image"], "image_url", image_url=_URL),
-            _part(
-                ["input_audio"],
-                "input_audio",
-                input_audio={
-                    "type": "object",
-                    "required": ["data"],
-                    "properties": {"data": {**_TEXT, "description": "Base64."}, "format": _TEXT},
-                },
-            ),
-            _part(["audio_url"], "audio_url", audio_url=_URL),
-            _part(
-                ["video_url"],
-                "video_url",
-                video_url=_URL,
-                fps={"type": "number", "exclusiveMinimum": 0},
-                min_frames=_COUNT,
-                max_frames={**_COUNT, "minimum": 2},
-            ),
-        ],
-    },
-    "Message": {
-        "description": "One message of a conversation.",
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    {**_TEXT, "minLength": 1},
-                    {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/MessagePart"}},
-                    {"type": "null", "description": "Of an assistant only."},
-                ]
-            },
-            "name": _TEXT,
-            "tool_call_id": _TEXT,
-            "tool_calls": {"type": "array", "items": {"$ref": "#/components/schemas/ToolCall"}},
-        },
-    },
-}
+class UrlObject(TypedDict):
+    url: str
+    detail: NotRequired[str]
+
+
+MediaUrl = Annotated[str | UrlObject, Field(description="A `data:` URL; others as far as the service allows them.")]
+
+
+class TextPart(TypedDict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    type: Literal["image_url", "input_image"]
+    image_url: MediaUrl
+
+
+class AudioData(TypedDict):
+    data: Annotated[str, Field(description="Base64.")]
+    format: NotRequired[str]
+
+
+class AudioPart(TypedDict):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
+class AudioUrlPart(TypedDict):
+    type: Literal["audio_url"]
+    audio_url: MediaUrl
+
+
+class VideoPart(TypedDict):
+    type: Literal["video_url"]
+    video_url: MediaUrl
+    fps: NotRequired[Annotated[float, Gt(0)]]
+    min_frames: NotRequired[Annotated[int, Field(ge=1)]]
+    max_frames: NotRequired[Annotated[int, Field(ge=2)]]
+
+
+MessagePart = TextPart | ImagePart | AudioPart | AudioUrlPart | VideoPart
+
+
+class Message(TypedDict):
+    """One message of a conversation; only an assistant's may have no content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: NotRequired[Annotated[str, MinLen(1)] | Annotated[list[MessagePart], MinLen(1)] | None]
+    name: NotRequired[str]
+    tool_call_id: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+def _is_object(value: object) -> object:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "must be an object")
+    return value
+
+
+UncheckedMessage = Annotated[Message, SkipValidation, AfterValidator(_is_object)]
+UncheckedMessages = Annotated[tuple[UncheckedMessage, ...], Field(json_schema_extra={"minItems": 1})]

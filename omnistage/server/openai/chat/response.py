@@ -1,232 +1,311 @@
-"""What a chat gives in OpenAI's form: the whole answer, or the events of a stream."""
+"""What a chat returns in OpenAI's form: a whole completion, or the chunks of a stream."""
 
 from __future__ import annotations
 
 import base64
-import json
-import secrets
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Literal, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from omnistage import __version__
-from omnistage.core.types import FinishReason, Modality, TokenLogprob, TokenLogprobs
-from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
-from omnistage.server.http.errors import body_of
+from omnistage.core.types import TokenLogprob, TokenLogprobs
+from omnistage.media.image_output import ImageOutput
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.server.http.errors import ErrorBody, body_of
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
 from omnistage.server.openai.chat.request import ChatRequest
-from omnistage.server.openai.tools import CallReader, as_known, read_whole
+from omnistage.server.openai.response_models import Finish, Padded, TokenUsage, finish_of, pad, usage_of
+from omnistage.server.openai.running import rename_param
+from omnistage.server.openai.tools import CallReader, Delta, ToolCall, ToolCallDelta, read_whole
 
-_FINISH = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.DEADLINE: "length",
-    FinishReason.CONTENT_FILTER: "content_filter",
-}
 _FINGERPRINT = f"omnistage_{__version__}"
-_EVEN = 64
-"""Characters: with obfuscation every event's length is a multiple of this."""
 
 Keep = Callable[[str, str], int]
 """Keeps a spoken answer's transcript under its id; until when."""
 
-
-def finish_of(reason: FinishReason | None) -> str | None:
-    return None if reason is None else _FINISH.get(reason, "stop")
+# -------------------------------------------------------------------------------------------------------- models
 
 
-def spoken_tokens(usage: Usage) -> int:
-    """The tokens of speech: those of all stages but the words and the steps of a picture, where anything was spoken."""
-    if not usage.audio_seconds:
-        return 0
-    return sum(usage.stage_tokens.values()) - usage.completion_tokens - usage.steps
+class Logprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage, with what we count besides. As there, the tokens of speech count as completion tokens."""
-    spoken = spoken_tokens(usage)
-    media = {kind: usage.prompt_media.get(kind, 0) for kind in (Modality.AUDIO, Modality.IMAGE, Modality.VIDEO)}
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens + spoken,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens + spoken,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "text_tokens": usage.prompt_tokens - sum(media.values()),
-            **{f"{kind}_tokens": count for kind, count in media.items()},
-        },
-        "completion_tokens_details": {
-            "text_tokens": usage.completion_tokens,
-            "audio_tokens": spoken,
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-            "audio_seconds": usage.audio_seconds,
-            "images": usage.images,
-            "video_seconds": usage.video_seconds,
-            "denoising_steps": usage.steps,
-            "stage_tokens": usage.stage_tokens,
-        },
-    }
+class TokenChoice(Logprob):
+    top_logprobs: list[Logprob]
 
 
-def obfuscated(made: dict[str, Any]) -> dict[str, Any]:
-    """An event, padded: its length no longer tells the length of what it carries."""
-    bare = {**made, "obfuscation": ""}
-    missing = -len(json.dumps(bare, ensure_ascii=False, separators=(",", ":"))) % _EVEN
-    return {**bare, "obfuscation": secrets.token_hex(_EVEN)[:missing]}
+class Logprobs(TypedDict):
+    content: list[TokenChoice]
+    refusal: None
 
 
-def _head(answer_id: str, body: ChatRequest, kind: str, created: int) -> dict[str, Any]:
-    head = {"id": answer_id, "object": kind, "created": created, "model": body.model}
-    tier = {"service_tier": "default"} if body.service_tier is not None else {}
-    return {**head, **tier, "system_fingerprint": _FINGERPRINT}
+class Audio(TypedDict):
+    """`data` is base64 of a file."""
+
+    id: str
+    data: str
+    expires_at: int
+    transcript: str
+    sample_rate: int
 
 
-def _audio_id(answer_id: str) -> str:
-    return f"audio-{answer_id.removeprefix('chatcmpl-')}"
+class AudioDelta(TypedDict):
+    """`data` is base64 of pcm16."""
+
+    id: str
+    data: NotRequired[str]
+    sample_rate: NotRequired[int]
+    transcript: NotRequired[str]
+    expires_at: NotRequired[int]
 
 
-def _logprobs(entries: tuple[TokenLogprobs, ...] | list[TokenLogprobs]) -> dict[str, Any]:
-    def one(token: TokenLogprob) -> dict[str, Any]:
-        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}
+class ImageUrl(TypedDict):
+    url: str
 
-    content = [{**one(entry.chosen), "top_logprobs": [one(token) for token in entry.top]} for entry in entries]
+
+class ImageContent(TypedDict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    preview: NotRequired[bool]
+
+
+class Steps(TypedDict):
+    step: int
+    steps: int
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    annotations: list[object]
+    audio: NotRequired[Audio]
+    images: NotRequired[list[ImageContent]]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: Logprobs | None
+    finish_reason: Finish | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    service_tier: NotRequired[Literal["default"]]
+
+
+class ChatDelta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    audio: AudioDelta
+    images: list[ImageContent]
+    tool_calls: list[ToolCallDelta]
+    progress: Steps
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: Logprobs | None
+    finish_reason: Finish | None
+
+
+class ChatChunk(Padded):
+    """One event of a streamed chat; the last event is the text `[DONE]`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[TokenUsage | None]
+    service_tier: NotRequired[Literal["default"]]
+
+
+# -------------------------------------------------------------------------------------------------------- whole
+
+
+def _completion_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id.removeprefix('req-')}"
+
+
+def _audio_id(request_id: str) -> str:
+    return f"audio-{request_id.removeprefix('req-')}"
+
+
+def _logprob(token: TokenLogprob) -> Logprob:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}
+
+
+def _logprobs(entries: Sequence[TokenLogprobs]) -> Logprobs:
+    content: list[TokenChoice] = [
+        {**_logprob(entry.chosen), "top_logprobs": [_logprob(token) for token in entry.top]} for entry in entries
+    ]
     return {"content": content, "refusal": None}
 
 
-def _data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+def _image(image: ImageOutput) -> ImageContent:
+    data = base64.b64encode(image.to_bytes("png")).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
-# ------------------------------------------------------------------------------------------------------ whole
-
-
-def whole(answer_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep) -> dict[str, Any]:
-    """The answer to a request that did not ask for a stream."""
-    answers = final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]
-    return {
-        **_head(answer_id, body, "chat.completion", int(time.time())),
-        "choices": [_choice(answer, answer_id, body, final, keep) for answer in answers],
+def completion(request_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep) -> ChatCompletion:
+    """The response to a request that did not ask for a stream."""
+    whole: ChatCompletion = {
+        "id": _completion_id(request_id),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.model,
+        "system_fingerprint": _FINGERPRINT,
+        "choices": [_choice(output, request_id, body, final, keep) for output in _outputs(final)],
         "usage": usage_of(final.usage),
     }
+    if body.service_tier is not None:
+        whole["service_tier"] = "default"
+    return whole
+
+
+def _outputs(final: OmniRequestOutput) -> list[CompletionOutput]:
+    """There is always a choice: one without text may carry audio or images."""
+    return final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]
 
 
 def _choice(
-    answer: CompletionOutput, answer_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep
-) -> dict[str, Any]:
-    content = answer.text if final.outputs else None
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    output: CompletionOutput, request_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep
+) -> ChatChoice:
+    message: ChatMessage = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+    finish = finish_of(output.finish_reason)
     if final.audio is not None:
         format = body.audio.format if body.audio is not None else "wav"
+        audio_id = _audio_id(request_id)
         message["audio"] = {
-            "id": _audio_id(answer_id),
+            "id": audio_id,
             "data": base64.b64encode(encode_audio(final.audio, format)).decode(),
-            "expires_at": keep(_audio_id(answer_id), answer.text),
-            "transcript": answer.text,
+            "expires_at": keep(audio_id, output.text),
+            "transcript": output.text,
             "sample_rate": final.audio.sample_rate,
         }
-        message["content"] = None
+    elif final.outputs:
+        message["content"] = output.text
     if final.images:
-        message["images"] = [
-            {"type": "image_url", "image_url": {"url": _data_url(picture.to_bytes("png"))}} for picture in final.images
-        ]
-    finish = finish_of(answer.finish_reason)
+        message["images"] = [_image(image) for image in final.images]
     if (toolbox := body.toolbox()) is not None:
-        message["content"], calls = read_whole(answer.text, toolbox)
+        message["content"], calls = read_whole(output.text, toolbox)
         if calls:
             message["tool_calls"] = calls
             finish = "tool_calls" if finish == "stop" else finish
-    logprobs = _logprobs(answer.logprobs) if body.logprobs else None
-    return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    logprobs = _logprobs(output.logprobs) if body.logprobs else None
+    return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
 
-# ----------------------------------------------------------------------------------------------------- stream
+# ------------------------------------------------------------------------------------------------------- stream
+
+
+def _parsed(delta: Delta) -> ChatDelta:
+    return {"content": delta["content"]} if "content" in delta else {"tool_calls": delta["tool_calls"]}
 
 
 class StreamWriter:
-    """The events of one streamed answer. Every choice begins with its role and ends with its reason."""
+    """The events of one streamed chat. Every choice begins with its role and ends with its finish reason."""
 
-    def __init__(self, answer_id: str, body: ChatRequest, keep: Keep) -> None:
+    def __init__(self, request_id: str, body: ChatRequest, keep: Keep) -> None:
         self._body = body
-        self._audio_id = _audio_id(answer_id)
-        self._head = _head(answer_id, body, "chat.completion.chunk", int(time.time()))
+        self._audio_id = _audio_id(request_id)
+        self._head: ChatChunk = {
+            "id": _completion_id(request_id),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": [],
+        }
+        if body.service_tier is not None:
+            self._head["service_tier"] = "default"
         self._keep = keep
         self._begun: set[int] = set()
+        self._speaks = body.speaks
         self._toolbox = body.toolbox()
         self._readers: dict[int, CallReader] = {}
+        options = body.stream_options
+        self._with_usage = options is not None and options.include_usage
+        self._padded = options is not None and bool(options.include_obfuscation)
 
-    def events(self, item: OutputChunk) -> list[dict[str, Any]]:
+    def events(self, item: OutputChunk) -> Sequence[ChatChunk | ErrorBody]:
         if item.final is not None:
             return self._last(item.final)
-        made: list[dict[str, Any]] = []
         # Where one piece of text makes several deltas, the first carries its tokens.
         logprobs = _logprobs(item.logprobs) if self._body.logprobs and item.logprobs else None
-        for delta in self._deltas(item):
-            made += self._begin(item.index)
-            made.append(self._event(item.index, delta, logprobs=logprobs))
+        deltas = self._deltas(item)
+        if not deltas and logprobs is not None:
+            deltas = [{}]  # text that is held back: part of a character, of a stop string, of a call
+        chunks = [] if not deltas or item.index in self._begun else [self._first(item.index)]
+        for delta in deltas:
+            chunks.append(self._chunk(item.index, delta, logprobs))
             logprobs = None
-        return made
+        return chunks
 
-    def _deltas(self, item: OutputChunk) -> list[dict[str, Any]]:
-        if item.text and self._toolbox is not None:
-            made = self._readers.setdefault(item.index, CallReader(self._toolbox)).push(item.text)
-        else:
-            made = self._plain(item)
-        # Text that is held back leaves its tokens behind otherwise: part of a character, of a stop string, of a call.
-        return made or ([{}] if self._body.logprobs and item.logprobs else [])
-
-    def _plain(self, item: OutputChunk) -> list[dict[str, Any]]:
+    def _deltas(self, item: OutputChunk) -> list[ChatDelta]:
         if item.text:
-            spoken = {"audio": {"id": self._audio_id, "transcript": item.text}}
-            return [spoken if self._body.speaks else {"content": item.text}]
+            if self._toolbox is not None:
+                reader = self._readers.setdefault(item.index, CallReader(self._toolbox))
+                return [_parsed(delta) for delta in reader.push(item.text)]
+            if self._speaks:
+                return [{"audio": {"id": self._audio_id, "transcript": item.text}}]
+            return [{"content": item.text}]
         if item.audio is not None:
             data = base64.b64encode(pcm16(np.asarray(item.audio.samples, dtype=np.float32))).decode()
             return [{"audio": {"id": self._audio_id, "data": data, "sample_rate": item.audio.sample_rate}}]
         if item.image is not None:
-            from omnistage.media.image_output import ImageOutput
-
-            url = _data_url(ImageOutput(item.image.pixels).to_bytes("png"))
-            return [{"images": [{"type": "image_url", "image_url": {"url": url}, "preview": item.image.preview}]}]
+            return [{"images": [{**_image(ImageOutput(item.image.pixels)), "preview": item.image.preview}]}]
         if item.progress is not None:
             return [{"progress": {"step": item.progress.step, "steps": item.progress.steps}}]
         return []
 
-    def _begin(self, index: int) -> list[dict[str, Any]]:
-        if index in self._begun:
-            return []
+    def _first(self, index: int) -> ChatChunk:
         self._begun.add(index)
-        return [
-            self._event(index, {"role": "assistant", "content": None if self._body.speaks else "", "refusal": None})
-        ]
+        return self._chunk(index, {"role": "assistant", "content": None if self._speaks else "", "refusal": None})
 
-    def _last(self, final: OmniRequestOutput) -> list[dict[str, Any]]:
+    def _last(self, final: OmniRequestOutput) -> Sequence[ChatChunk | ErrorBody]:
         if final.error is not None:
-            return [body_of(as_known(final.error, self._body.error_paths()))]
-        made: list[dict[str, Any]] = []
-        for answer in final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]:
-            made += self._begin(answer.index)
-            finish = finish_of(answer.finish_reason)
-            if (reader := self._readers.get(answer.index)) is not None:
-                made += [self._event(answer.index, delta) for delta in reader.end()]
+            return [body_of(rename_param(final.error, self._body.error_paths()))]
+        chunks: list[ChatChunk] = []
+        for output in _outputs(final):
+            if output.index not in self._begun:
+                chunks.append(self._first(output.index))
+            finish = finish_of(output.finish_reason)
+            if (reader := self._readers.get(output.index)) is not None:
+                chunks += [self._chunk(output.index, _parsed(delta)) for delta in reader.end()]
                 finish = "tool_calls" if reader.calls and finish == "stop" else finish
             if final.audio is not None:
-                expires = self._keep(self._audio_id, answer.text)
-                made.append(self._event(answer.index, {"audio": {"id": self._audio_id, "expires_at": expires}}))
-            made.append(self._event(answer.index, {}, finish=finish))
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            made.append({**self._head, "choices": [], "usage": usage_of(final.usage)})
-        return made
+                expires = self._keep(self._audio_id, output.text)
+                chunks.append(self._chunk(output.index, {"audio": {"id": self._audio_id, "expires_at": expires}}))
+            chunks.append(self._chunk(output.index, {}, finish=finish))
+        if self._with_usage:
+            chunks.append({**self._head, "usage": usage_of(final.usage)})
+        return chunks
 
-    def _event(
-        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        made = {**self._head, "choices": [choice]}
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            made["usage"] = None
-        return obfuscated(made) if options is not None and options.include_obfuscation else made
+    def _chunk(
+        self, index: int, delta: ChatDelta, logprobs: Logprobs | None = None, *, finish: Finish | None = None
+    ) -> ChatChunk:
+        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        chunk: ChatChunk = {**self._head, "choices": [choice]}
+        if self._with_usage:
+            chunk["usage"] = None
+        if self._padded:
+            pad(chunk)
+        return chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -11,22 +11,19 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.openapi import answers
-from omnistage.server.http.sse import event, stream_response
+from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
-from omnistage.server.openai.chat.response import StreamWriter, finish_of, usage_of, whole
-from omnistage.server.openai.response_models import ChatChunk, ChatCompletion
-from omnistage.server.openai.tools import renamed
-from omnistage.server.service import ServedModel, final_output
-
-__all__ = ["finish_of", "router", "usage_of"]
+from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
+from omnistage.server.openai.running import final_output, renaming
+from omnistage.server.service import ServedModel
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, events=ChatChunk))
+@router.post("/v1/chat/completions", response_model=None, responses=response_docs(ChatCompletion, events=ChatChunk))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation."""
+    """Continue a conversation."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
     body.check()
@@ -40,61 +37,56 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         toolbox.specs() if toolbox is not None else (),
     )
     messages = service.spoken.recalled(holder.name, body.messages)
-    running = renamed(service.run_request(holder, model, messages, _params(body, model), options), body.error_paths())
+    running = renaming(service.run_request(holder, model, messages, _params(body, model), options), body.error_paths())
 
     def keep(audio_id: str, transcript: str) -> int:
         return service.spoken.keep(holder.name, audio_id, transcript)
 
-    if body.stream:
+    if not body.stream:
+        final = await final_output(running)
+        return JSONResponse(completion(final.request_id, body, final, keep))
 
-        async def items() -> AsyncIterator[bytes]:
-            async with running as stream:
-                writer = StreamWriter(_answer_id(stream.request_id), body, keep)
-                async for item in stream:
-                    for data in writer.events(item):
-                        yield event(data)
-                yield event("[DONE]")
+    async def events() -> AsyncGenerator[bytes]:
+        async with running as stream:
+            writer = StreamWriter(stream.request_id, body, keep)
+            async for item in stream:
+                for chunk in writer.events(item):
+                    yield event(chunk)
+            yield DONE
 
-        return await stream_response(items())
-    async with running as stream:
-        final = await final_output(stream)
-        if final.error is not None:
-            raise final.error
-    return JSONResponse(whole(_answer_id(stream.request_id), body, final, keep))
-
-
-def _answer_id(request_id: str) -> str:
-    return f"chatcmpl-{request_id.removeprefix('req-')}"
+    return await stream_response(events())
 
 
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:
-    """What to ask the model for. Speech comes with its transcript; a model without words draws without them."""
-    if body.modalities is None and "text" not in model.modalities and "video" in model.modalities:
-        raise UnsupportedModalityError(NO_VIDEOS, param="model")
-    asked: list[str] = list(body.modalities or ())
-    if "audio" in asked and "text" not in asked and "text" in model.modalities:
-        return ["text", *asked]
-    if "text" in asked and len(asked) > 1 and "text" not in model.modalities:
-        return [modality for modality in asked if modality != "text"]
-    return asked if body.modalities is not None else None
+    """What to request of the model: speech comes with its transcript, and a model without text draws without it."""
+    if body.modalities is None:
+        if "text" not in model.modalities and "video" in model.modalities:
+            raise UnsupportedModalityError(NO_VIDEOS, param="model")
+        return None
+    modalities: list[str] = list(body.modalities)
+    if "audio" in modalities and "text" not in modalities and "text" in model.modalities:
+        return ["text", *modalities]
+    if "text" in modalities and len(modalities) > 1 and "text" not in model.modalities:
+        return [modality for modality in modalities if modality != "text"]
+    return modalities
 
 
 def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
     """What the request sets, each on the first stage that takes it; the seed on all."""
-    chosen: dict[str, StageParams] = {}
+    params: dict[str, StageParams] = {}
     sampling = body.sampling()
     if sampling is not None:
         stage = model.stage_for_params(SamplingParams)
         if stage is None:
             of_text = {*SamplingParams.model_fields, "max_completion_tokens", "response_format", "tools"}
-            given = body.model_dump(include=of_text, exclude_none=True)
-            raise InvalidRequestError("this model draws and samples no text; leave it out", param=next(iter(given)))
-        chosen[stage] = sampling
+            sent = body.model_dump(include=of_text, exclude_none=True)
+            raise InvalidRequestError("this model draws and samples no text; leave it out", param=next(iter(sent)))
+        params[stage] = sampling
     if body.drawing is not None:
         stage = model.stage_for_params(DiffusionParams)
         if stage is None:
             raise InvalidRequestError("this model does not draw; leave it out", param="drawing")
-        chosen[stage] = body.drawing
+        params[stage] = body.drawing
     if body.tools and "text" not in model.modalities:
-        raise InvalidRequestError("this model gives no text and calls no tools; leave them out", param="tools")
-    return model.with_seed(body.seed, chosen)
+        raise InvalidRequestError("this model has no text output and calls no tools; leave them out", param="tools")
+    return model.with_seed(body.seed, params)

@@ -1,21 +1,19 @@
-"""Spoken answers that a later message may name by their id instead of repeating them.
+"""Transcripts of spoken answers, which a later message may refer to by id instead of repeating them.
 
-A model of ours reads its own earlier turns as text, so the transcript is all that is kept, for a while and
-up to a bound.
+The models read their own earlier turns as text, so the transcript is all that is kept, for a while and up to a limit.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-_SECONDS = 3600.0
-_MOST = 1000
+_KEEP_SECONDS = 3600.0
+_MAX_KEPT = 1000
 
 
 class SpokenAnswers:
-    """Transcripts by key holder and id, the oldest going first. For one thread."""
+    """Transcripts by key holder and id; the oldest are dropped first. For one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -23,18 +21,18 @@ class SpokenAnswers:
 
     def keep(self, holder: str, audio_id: str, transcript: str) -> int:
         """Keep a transcript; until when, in Unix seconds."""
-        expires = self._clock() + _SECONDS
+        expires = self._clock() + _KEEP_SECONDS
         self._kept[holder, audio_id] = (expires, transcript)
-        while len(self._kept) > _MOST:
+        while len(self._kept) > _MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         return int(expires)
 
-    def recalled(self, holder: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """`messages` with what is kept of spoken answers as their text; what is not kept stays, to be refused."""
-        return [self._recalled(holder, message) for message in messages]
+    def recalled(self, holder: str, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+        """`messages` with kept transcripts as their text; unknown ids stay, to be refused."""
+        return [self._recalled(holder, message) if "audio" in message else message for message in messages]
 
-    def _recalled(self, holder: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        audio = message.get("audio")
+    def _recalled(self, holder: str, message: Mapping[str, object]) -> Mapping[str, object]:
+        audio = message["audio"]
         audio_id = audio.get("id") if isinstance(audio, Mapping) else None
         if message.get("role") != "assistant" or not isinstance(audio_id, str):
             return message

@@ -1,4 +1,4 @@
-"""Video jobs: what was asked and how it ended in SQLite, the videos beside it as files, the running ones as tasks."""
+"""Video jobs: requests and results in SQLite, videos beside it as files, running jobs as tasks."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ CREATE TABLE IF NOT EXISTS jobs (
 )
 """
 _COLUMNS = "id, owner, model, prompt, size, seconds, created_at, status, completed_at, error_code, error_message, bytes"
-_INTERRUPTED = "the service stopped before the video was done; ask again"
+_INTERRUPTED = "the service stopped before the video was complete; send the request again"
 _OPEN = "status IN ('queued', 'in_progress')"
 
 
 class JobInterruptedError(OmniError):
-    """The service stopped before the job was done."""
+    """The service stopped before the job was complete."""
 
     status = 503
     code = "interrupted"
@@ -63,7 +63,7 @@ class JobInterruptedError(OmniError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One video that was asked for."""
+    """One requested video."""
 
     id: str
     owner: str
@@ -78,7 +78,7 @@ class Job:
     error_message: str | None = None
     bytes: int = 0
     progress: int = 0
-    """Percent. Not kept: it is 100 once the job is completed, and an interrupted job does not go on."""
+    """Percent. Not stored: it is 100 once the job is completed, and an interrupted job does not continue."""
 
 
 def new_job(owner: str, model: str, prompt: str, size: str, seconds: str) -> Job:
@@ -88,8 +88,8 @@ def new_job(owner: str, model: str, prompt: str, size: str, seconds: str) -> Job
 class JobStore:
     """Jobs in a folder: `jobs.sqlite` and a file `ID.mp4` for each that is completed. Thread-safe; it blocks.
 
-    Only one process may have it open. Opening it marks jobs as failed that were interrupted, and the oldest jobs
-    that are over are dropped, with their files, where there are too many or they are too large together.
+    Only one process may have it open. Opening it marks interrupted jobs as failed. The oldest finished jobs are
+    dropped, with their files, where there are too many or they are too large together.
     """
 
     def __init__(self, folder: Path, *, max_jobs: int = DEFAULT_MAX_JOBS, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
@@ -107,7 +107,7 @@ class JobStore:
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self._folder / "jobs.sqlite", timeout=1.0, check_same_thread=False, isolation_level=None)
-        # A second service would take the jobs of the first for interrupted ones.
+        # A second service would mark the jobs of the first as interrupted.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")
         db.execute(_SCHEMA)
@@ -140,7 +140,7 @@ class JobStore:
             self._db.close()
 
     def path(self, job_id: str) -> Path:
-        """Where a completed job's video is. The id must be one of ours: it came out of the database."""
+        """Where a completed job's video is. The id must come out of the database."""
         return self._folder / f"{job_id}.mp4"
 
     def add(self, job: Job) -> None:
@@ -156,16 +156,16 @@ class JobStore:
         return None if row is None else Job(*row)
 
     def page(self, owner: str, after: str | None, limit: int, *, newest_first: bool) -> list[Job]:
-        """Up to `limit` jobs of an owner, from behind the job `after` on."""
+        """Up to `limit` jobs of an owner, those after the job `after`."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         behind = f"AND seq {sign} (SELECT seq FROM jobs WHERE id = ? AND owner = ?)" if after is not None else ""
         query = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? {behind} ORDER BY seq {order} LIMIT ?"
-        given = (owner, limit) if after is None else (owner, after, owner, limit)
+        values = (owner, limit) if after is None else (owner, after, owner, limit)
         with self._lock:
-            return [Job(*row) for row in self._db.execute(query, given)]
+            return [Job(*row) for row in self._db.execute(query, values)]
 
     def complete(self, job_id: str, data: bytes, seconds: str, size: str) -> None:
-        """Keep the video, then say so: a job that is completed has its file. Raises if it alone is over the bound."""
+        """Write the video, then the status: a completed job has its file. Raises if it alone is over the limit."""
         if len(data) > self._max_bytes:
             raise LimitExceededError(f"the video has {len(data)} bytes, over the limit of {self._max_bytes}")
         with self._lock:
@@ -179,11 +179,11 @@ class JobStore:
             )
 
     def fail(self, job_id: str, error: OmniError) -> None:
-        told = body_of(error)["error"]
+        detail = body_of(error)["error"]
         with self._lock:
             self._db.execute(
                 "UPDATE jobs SET status = 'failed', error_code = ?, error_message = ?, completed_at = ? WHERE id = ?",
-                (told["code"], told["message"], int(time.time()), job_id),
+                (detail["code"], detail["message"], int(time.time()), job_id),
             )
 
     def delete(self, job_id: str) -> None:
@@ -194,16 +194,18 @@ class JobStore:
         jobs, total = self._db.execute("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM jobs").fetchone()
         if jobs + count <= self._max_jobs and total + size <= self._max_bytes:
             return
-        # Running jobs are bounded by what the engine takes, and stay.
-        for job_id, own in self._db.execute(f"SELECT id, bytes FROM jobs WHERE NOT {_OPEN} ORDER BY seq").fetchall():
+        # Running jobs are limited by the engine's queue, and stay.
+        for job_id, size_of_job in self._db.execute(
+            f"SELECT id, bytes FROM jobs WHERE NOT {_OPEN} ORDER BY seq"
+        ).fetchall():
             if jobs + count <= self._max_jobs and total + size <= self._max_bytes:
                 return
-            if jobs + count > self._max_jobs or own:
+            if jobs + count > self._max_jobs or size_of_job:
                 self._drop(job_id)
-                jobs, total = jobs - 1, total - own
+                jobs, total = jobs - 1, total - size_of_job
 
     def _drop(self, job_id: str) -> None:
-        # The row first: a file without a row is cleared away at the next start, a row without its file is a lie.
+        # The row first: a file without a row is deleted at the next start, a completed row must have its file.
         self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         self.path(job_id).unlink(missing_ok=True)
 
@@ -213,7 +215,7 @@ class _Running:
     reading: asyncio.Task[OmniRequestOutput]
     """Cancelling it ends the job's request."""
     whole: asyncio.Task[None]
-    """Never cancelled: what is done is written, and how the job ended."""
+    """Never cancelled: it writes the result and how the job ended."""
     progress: Progress | None = None
 
 
@@ -226,43 +228,43 @@ class VideoJobs:
         self._closed = False
 
     async def start(self, job: Job, stream: OutputStream, stack: contextlib.AsyncExitStack) -> None:
-        """Keep a job and read its admitted request in a task. `stack`, which ends the request, passes to the task."""
+        """Store a job and read its admitted request in a task. `stack`, which ends the request, passes to the task."""
         adding = asyncio.ensure_future(asyncio.to_thread(self._store.add, job))
         reading = asyncio.ensure_future(self._read(job, stream))
         whole = asyncio.ensure_future(self._run(job, adding, reading, stack.pop_all()))
         self._running[job.id] = _Running(reading, whole)
         whole.add_done_callback(lambda _: self._running.pop(job.id, None))
-        # A client that leaves now has its job all the same: it is in the store, or will be.
+        # A client that leaves now keeps its job: it is in the store, or will be.
         await asyncio.shield(adding)
 
     async def get(self, job_id: str, owner: str) -> Job | None:
         self._check_open()
-        found = await asyncio.to_thread(self._store.get, job_id, owner)
-        return None if found is None else self._current(found)
+        job = await asyncio.to_thread(self._store.get, job_id, owner)
+        return None if job is None else self._current(job)
 
     async def page(self, owner: str, after: str | None, limit: int, *, newest_first: bool) -> list[Job]:
         self._check_open()
-        read = self._store.page
-        found = await asyncio.to_thread(read, owner, after, limit, newest_first=newest_first)
-        return [self._current(job) for job in found]
+        page = self._store.page
+        jobs = await asyncio.to_thread(page, owner, after, limit, newest_first=newest_first)
+        return [self._current(job) for job in jobs]
 
     def path(self, job: Job) -> Path:
         return self._store.path(job.id)
 
     async def delete(self, job: Job) -> None:
-        """Forget a job and its video; if it runs, end it first."""
+        """Delete a job and its video; a running one is aborted first."""
         await self._end([self._running[job.id]] if job.id in self._running else [])
         await asyncio.to_thread(self._store.delete, job.id)
 
     async def close(self) -> None:
-        """End what still runs, as interrupted, and release the database."""
+        """Abort running jobs as interrupted, and release the database."""
         self._closed = True
         await self._end(list(self._running.values()))
         await asyncio.to_thread(self._store.close)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ShutdownError("the service is stopping; ask again once it is back")
+            raise ShutdownError("the service is stopping; try again once it is back")
 
     @staticmethod
     async def _end(running: Sequence[_Running]) -> None:
@@ -277,9 +279,9 @@ class VideoJobs:
         running = self._running.get(job.id)
         if job.status == "failed" or running is None or running.progress is None:
             return job
-        done = running.progress
+        progress = running.progress
         # The last percent is the encoding.
-        return replace(job, status="in_progress", progress=min(99, 100 * done.step // max(1, done.steps)))
+        return replace(job, status="in_progress", progress=min(99, 100 * progress.step // max(1, progress.steps)))
 
     async def _run(
         self,
@@ -317,8 +319,8 @@ class VideoJobs:
             raise final.error
         if final.video is None:
             if final.finish_reason is FinishReason.DEADLINE:
-                raise DeadlineExceededError("the deadline passed before the video was done")
-            raise JobInterruptedError("the request was ended before the video was done; ask again")
-        # The engine's name of the model may be a path of this machine.
+                raise DeadlineExceededError("the timeout passed before the video was complete; allow more time")
+            raise JobInterruptedError("the request ended before the video was complete; send it again")
+        # The engine's name of the model may be a path on this machine.
         video = replace(final.video, metadata={**final.video.metadata, "model": job.model})
         self._store.complete(job.id, video.to_bytes("mp4"), f"{video.seconds:g}", f"{video.width}x{video.height}")

@@ -1,4 +1,4 @@
-"""`/v1/videos`: jobs that make videos. They outlive their request, and the service where it has a state folder."""
+"""`/v1/videos`: jobs that generate videos. They outlive their request, and the service if it has a state folder."""
 
 from __future__ import annotations
 
@@ -6,38 +6,47 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
-from omnistage.core.errors import InvalidRequestError, OmniError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import Modality
-from omnistage.core.validation import invalid_params, short_repr
+from omnistage.core.validation import first_problem, short_repr
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import NotFoundError, RangeError, announced, response_of
-from omnistage.server.http.openapi import answers
+from omnistage.server.http.errors import (
+    FIELD_WORDS,
+    NOT_JSON,
+    ErrorBody,
+    NotFoundError,
+    RangeError,
+    body_kind,
+    response_of,
+)
+from omnistage.server.http.openapi import Json, response_docs
 from omnistage.server.observe.audit import CURRENT_RECORD
-from omnistage.server.openai.images import renamed
-from omnistage.server.openai.request_models import Finite, Size, WireModel
-from omnistage.server.openai.response_models import DeletedVideo, ErrorBody, Video, VideoList
-from omnistage.server.openai.videos.jobs import Job, new_job
+from omnistage.server.openai.base import WireModel
+from omnistage.server.openai.request_models import Finite, Size, diffusion_params
+from omnistage.server.openai.running import renaming
+from omnistage.server.openai.videos.jobs import Job, Status, new_job
 from omnistage.server.service import ServedModel
 
 router = APIRouter()
 
 _FIELDS = {"image": "input_reference", "images": "input_reference", "width": "size", "height": "size"}
-_DRAWING = ("steps", "guidance", "true_cfg", "negative_prompt", "seed", "scheduler", "num_frames", "fps")
-# A video's autoencoder takes the first frame by itself and then groups of four.
+"""Fields as the engines name them, and as clients know them."""
 _FRAME_GROUP = 4
+"""A video's autoencoder takes the first frame by itself and then groups of four."""
 _DEFAULT_FPS = 16.0
-_POLL_AFTER_MS = "500"
+_POLL_HEADERS = {"openai-poll-after-ms": "500"}
 
 
 class ImageReference(WireModel):
@@ -64,25 +73,58 @@ class VideoRequest(WireModel):
     priority: int = 0
     timeout: Finite | None = None
 
-    def drawing(self, native_fps: float) -> DiffusionParams:
-        values: dict[str, object] = {name: getattr(self, name) for name in _DRAWING}
-        if self.seconds is not None:
-            if self.num_frames is not None:
-                raise InvalidRequestError("give seconds or num_frames, not both", param="seconds")
-            groups = round(self.seconds * (self.fps or native_fps) / _FRAME_GROUP)
-            values["num_frames"] = groups * _FRAME_GROUP + 1
-        if self.size not in (None, "auto"):
-            width, _, height = str(self.size).partition("x")
-            values |= {"width": int(width), "height": int(height)}
-        return DiffusionParams.parse({name: value for name, value in values.items() if value is not None})
+    def diffusion_params(self, native_fps: float) -> DiffusionParams:
+        if self.seconds is None:
+            return diffusion_params(self, self.size)
+        if self.num_frames is not None:
+            raise InvalidRequestError("send seconds or num_frames, not both", param="seconds")
+        groups = round(self.seconds * (self.fps or native_fps) / _FRAME_GROUP)
+        return diffusion_params(self, self.size, num_frames=groups * _FRAME_GROUP + 1)
 
 
-def _schema(picture: dict[str, Any]) -> dict[str, Any]:
-    """The body's schema in one piece: a reference into itself would point nowhere inside the OpenAPI document."""
-    made = VideoRequest.model_json_schema()
-    made.pop("$defs", None)
-    made["properties"]["input_reference"] = picture
-    return {"schema": made}
+class VideoError(TypedDict):
+    code: str
+    message: str
+
+
+class Video(TypedDict):
+    """A video job."""
+
+    id: str
+    object: Literal["video"]
+    model: str
+    status: Status
+    progress: int
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None
+    prompt: str
+    size: str
+    seconds: str
+    remixed_from_video_id: str | None
+    error: VideoError | None
+
+
+class VideoList(TypedDict):
+    object: Literal["list"]
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedVideo(TypedDict):
+    id: str
+    object: Literal["video.deleted"]
+    deleted: Literal[True]
+
+
+def _schema(image: Json) -> Json:
+    """The body's schema without references: one into itself would point nowhere inside the OpenAPI document."""
+    schema = VideoRequest.model_json_schema()
+    schema.pop("$defs", None)
+    schema["properties"]["input_reference"] = image
+    return {"schema": schema}
 
 
 _BODY = {
@@ -94,69 +136,70 @@ _BODY = {
         },
     }
 }
-
-
-_MP4 = answers(files=("video/mp4",))
+_MP4 = response_docs(files=("video/mp4",))
 _CONTENT = {
     **_MP4,
     206: {**_MP4[200], "description": "The part that the header Range asks for."},
     416: {"model": ErrorBody, "description": "The file has no such part."},
 }
 
+# ------------------------------------------------------------------------------------------------------- routes
 
-@router.post("/v1/videos", response_model=None, responses=answers(Video), openapi_extra=_BODY)
+
+@router.post("/v1/videos", response_model=None, responses=response_docs(Video), openapi_extra=_BODY)
 async def create_video(request: Request) -> Response:
-    """Begin a video. What is wrong with the request is said now; the rest is found by asking for the job."""
+    """Start a job. An invalid request is refused now; later failures are in the job."""
     service = service_of(request)
     holder = caller(request)
-    body, picture = await _parsed(request)
+    body, image = await _parsed(request)
     model = service.model(body.model)
-    if Modality.VIDEO not in model.modalities:
-        raise UnsupportedModalityError("this model makes no videos; use one that does", param="model")
+    stage = model.stage_for_params(DiffusionParams)
+    if Modality.VIDEO not in model.modalities or stage is None:
+        raise UnsupportedModalityError("this model has no video output; use one that has", param="model")
     prompt: dict[str, object] = {"prompt": body.prompt}
-    if picture is not None:
-        prompt["images"] = [picture]
-    try:
-        options = RequestOptions(["video"], None, body.priority, body.timeout)
-        async with AsyncExitStack() as stack:
-            params = _params(body, model)
-            with _own_record():
-                stream = await stack.enter_async_context(service.run_request(holder, model, prompt, params, options))
-            job = new_job(_owner(holder), model.name, body.prompt, body.size or "auto", _seconds(body))
-            await service.jobs.start(job, stream, stack)
-    except OmniError as error:
-        raise renamed(error, _FIELDS) from error
-    return JSONResponse(_described(job), headers={"openai-poll-after-ms": _POLL_AFTER_MS})
+    if image is not None:
+        prompt["images"] = [image]
+    params: dict[str, StageParams] = {stage: body.diffusion_params(_native_fps(model))}
+    options = RequestOptions(["video"], None, body.priority, body.timeout)
+    async with AsyncExitStack() as stack:
+        with _own_record():
+            running = renaming(service.run_request(holder, model, prompt, params, options), _FIELDS)
+            stream = await stack.enter_async_context(running)
+        # What is known before the video exists; then the job has its own length.
+        seconds = f"{body.seconds:g}" if body.seconds is not None else "auto"
+        job = new_job(_owner(holder), model.name, body.prompt, body.size or "auto", seconds)
+        await service.jobs.start(job, stream, stack)
+    return JSONResponse(_video(job), headers=_POLL_HEADERS)
 
 
-@router.get("/v1/videos", responses=answers(VideoList))
+@router.get("/v1/videos")
 async def list_videos(
     request: Request,
     after: Annotated[str | None, Query(max_length=100)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
+) -> VideoList:
     """This key's jobs, page by page."""
     owner = _owner(caller(request))
     jobs = service_of(request).jobs
     if after is not None and await jobs.get(after, owner) is None:
-        raise InvalidRequestError(f"there is no video {short_repr(after)} to go on behind", param="after")
-    found = await jobs.page(owner, after, limit + 1, newest_first=order == "desc")
-    shown = found[:limit]
+        raise InvalidRequestError(f"there is no video {short_repr(after)} to continue after", param="after")
+    page = await jobs.page(owner, after, limit + 1, newest_first=order == "desc")
+    shown = page[:limit]
     return {
         "object": "list",
-        "data": [_described(job) for job in shown],
+        "data": [_video(job) for job in shown],
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
-        "has_more": len(found) > limit,
+        "has_more": len(page) > limit,
     }
 
 
-@router.get("/v1/videos/{video_id}", response_model=None, responses=answers(Video))
+@router.get("/v1/videos/{video_id}", response_model=None, responses=response_docs(Video))
 async def get_video(video_id: str, request: Request) -> Response:
-    """How far a job is."""
+    """A job's status and progress."""
     job = await _job(video_id, request)
-    return JSONResponse(_described(job), headers={"openai-poll-after-ms": _POLL_AFTER_MS})
+    return JSONResponse(_video(job), headers=_POLL_HEADERS)
 
 
 @router.get("/v1/videos/{video_id}/content", response_class=FileResponse, responses=_CONTENT)
@@ -175,9 +218,9 @@ async def get_content(video_id: str, request: Request, variant: Literal["video"]
     return _VideoFile(path, media_type="video/mp4", stat_result=stat, filename=f"{job.id}.mp4", headers=headers)
 
 
-@router.delete("/v1/videos/{video_id}", responses=answers(DeletedVideo))
-async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
-    """Forget a job and its video; one that runs ends."""
+@router.delete("/v1/videos/{video_id}")
+async def delete_video(video_id: str, request: Request) -> DeletedVideo:
+    """Delete a job and its video; a running one is aborted."""
     job = await _job(video_id, request)
     await service_of(request).jobs.delete(job)
     return {"id": job.id, "object": "video.deleted", "deleted": True}
@@ -187,23 +230,23 @@ async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
 
 
 class _VideoFile(FileResponse):
-    """Starlette's, but that a wrong Range is refused in OpenAI's form."""
+    """Starlette's, with an invalid Range refused in OpenAI's form."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal: JSONResponse | None = None
 
-        async def passed_on(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal refusal
             if message["type"] == "http.response.start" and message["status"] in (400, 416):
-                wrong = RangeError if message["status"] == 416 else InvalidRequestError
-                refusal = response_of(wrong("the header Range names no part of this file; correct it", param="Range"))
+                kind = RangeError if message["status"] == 416 else InvalidRequestError
+                refusal = response_of(kind("the header Range names no part of this file; correct it", param="Range"))
                 refusal.headers.update(
                     {k: v for k, v in Headers(raw=message["headers"]).items() if k == "content-range"}
                 )
             if refusal is None:
                 await send(message)
 
-        await super().__call__(scope, receive, passed_on)
+        await super().__call__(scope, receive, forward)
         if refusal is not None:
             await refusal(scope, receive, send)
 
@@ -222,75 +265,69 @@ async def _job(video_id: str, request: Request) -> Job:
     owner = _owner(caller(request))
     job = await service_of(request).jobs.get(video_id, owner)
     if job is None:
-        raise NotFoundError(f"there is no video {short_repr(video_id)}, or no more", param="video_id")
+        raise NotFoundError(f"there is no video {short_repr(video_id)}, or it was deleted", param="video_id")
     return job
 
 
 def _owner(holder: Holder) -> str:
-    """The same for a key after a restart, whatever its place in the list; and nothing of the key itself."""
+    """The same for a key after a restart, whatever its position in the list; it reveals nothing of the key."""
     return hashlib.sha256(holder.digest or holder.name.encode()).hexdigest()
 
 
-def _params(body: VideoRequest, model: ServedModel) -> dict[str, StageParams]:
-    stage = model.stage_for_params(DiffusionParams)
-    if stage is None:
-        raise UnsupportedModalityError("this model makes no videos; use one that does", param="model")
-    return {stage: body.drawing(_native_fps(model))}
-
-
 def _native_fps(model: ServedModel) -> float:
-    """The frame rate that the model was made for: its decoder's, or that of a stage that does everything."""
+    """The model's frame rate: its decoder's, or that of a stage that does everything."""
     for stage in model.omni.orchestrator.stages.values():
-        made_by = getattr(stage, "decoder", None) or getattr(stage, "component", None)
-        rate = getattr(made_by, "fps", None)
+        component = getattr(stage, "decoder", None) or getattr(stage, "component", None)
+        rate = getattr(component, "fps", None)
         if isinstance(rate, float | int):
             return float(rate)
     return _DEFAULT_FPS
 
 
-def _seconds(body: VideoRequest) -> str:
-    """What is known before the video is there; the job says its own length then."""
-    return f"{body.seconds:g}" if body.seconds is not None else "auto"
-
-
 async def _parsed(request: Request) -> tuple[VideoRequest, bytes | str | None]:
-    """The body, and the picture to begin with."""
-    values: Any
-    picture: bytes | str | None = None
-    kind = announced(request.headers.get("content-type"))
+    """The body, and the image to begin with."""
+    kind = body_kind(request.headers.get("content-type"))
     if kind is None:
         raise InvalidRequestError(
             "the body is sent neither as JSON nor as a form; send Content-Type: application/json or multipart/form-data"
         )
-    if kind == "json":
-        try:
-            values = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError("the body is not valid JSON; check it") from error
-        if not isinstance(values, dict):
-            raise InvalidRequestError("the body must be a JSON object; send one with model and prompt")
-    else:
-        async with request.form(max_files=1, max_fields=50) as form:
-            values = {name: value for name, value in form.multi_items() if isinstance(value, str)}
-            for name, value in form.multi_items():
-                if isinstance(value, UploadFile):
-                    if name != "input_reference":
-                        raise InvalidRequestError("there is no such file; send input_reference", param=name[:80])
-                    picture = await value.read()
-        url = values.pop("input_reference[image_url]", None)
-        if url is not None:
-            values["input_reference"] = {"image_url": url}
+    values, image = await _json(request) if kind == "json" else await _form(request)
     try:
         body = VideoRequest.model_validate(values)
     except ValidationError as error:
-        raise invalid_params(error) from error
-    if body.input_reference is not None:
-        picture = body.input_reference.image_url
-    return body, picture
+        raise first_problem(error, values, words=FIELD_WORDS).error() from error
+    return body, image if body.input_reference is None else body.input_reference.image_url
 
 
-def _described(job: Job) -> dict[str, Any]:
-    error = None
+async def _json(request: Request) -> tuple[dict[str, object], None]:
+    try:
+        values = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(NOT_JSON) from error
+    if not isinstance(values, dict):
+        raise InvalidRequestError("the body must be a JSON object; send one with model and prompt")
+    return values, None
+
+
+async def _form(request: Request) -> tuple[dict[str, object], bytes | None]:
+    image: bytes | None = None
+    values: dict[str, object] = {}
+    async with request.form(max_files=1, max_fields=50) as form:
+        for name, value in form.multi_items():
+            if not isinstance(value, UploadFile):
+                values[name] = value
+            elif name == "input_reference":
+                image = await value.read()
+            else:
+                raise InvalidRequestError("there is no such file; send input_reference", param=name[:80])
+    url = values.pop("input_reference[image_url]", None)
+    if url is not None:
+        values["input_reference"] = {"image_url": url}
+    return values, image
+
+
+def _video(job: Job) -> Video:
+    error: VideoError | None = None
     if job.error_code is not None:
         error = {"code": job.error_code, "message": job.error_message or ""}
     return {
