@@ -236,7 +236,7 @@ def test_a_text_that_is_read_aloud_is_bounded_before_any_work(client: openai.Ope
     with pytest.raises(openai.APIStatusError) as refused:
         client.audio.speech.create(model="starter", input="So " * 1366, voice="heart")
     assert (refused.value.status_code, refused.value.body["param"]) == (413, "input")  # type: ignore[index]
-    assert "at most 4096" in refused.value.message
+    assert "limit of 4096" in refused.value.message
 
 
 def test_a_text_that_is_read_aloud_takes_no_tokens(server: Running) -> None:

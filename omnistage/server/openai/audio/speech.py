@@ -42,8 +42,8 @@ _MAX_READ_CHARS = 4096
 _READ_ALOUD = "Say exactly this, and nothing else: "
 _NO_SPEECH = "the model generated no speech for this text; try another"
 _NO_WORDS = (
-    "nothing in this text can be spoken: the voice speaks English words (Latin letters and digits) and skips code, "
-    "pictures and other scripts; send some words"
+    "nothing in this text can be spoken: the voice speaks English words (Latin letters and digits) and leaves out "
+    "code, pictures and other scripts; send some words"
 )
 
 
