@@ -95,7 +95,7 @@ def expected(folders: dict[str, Path]) -> Expected:
         seeds = {name: {"seed": 3} for name in ("thinker", "talker", "token2wav")}
         spoken = omni.chat(said, seeds, modalities=["audio"], progress=False)
         assert spoken.audio is not None
-        asked = [{"type": "audio", "audio": SOUND}, {"type": "text", "text": transcriptions._ASK}]
+        asked = [{"type": "audio", "audio": SOUND}, {"type": "text", "text": transcriptions._INSTRUCTION}]
         written = omni.chat([{"role": "user", "content": asked}], {"thinker": {"temperature": 0}}, progress=False)
     with Omni(folders["draw"], **options("draw")) as omni:
         size = DiffusionParams(width=32, height=32, steps=2, seed=5)
