@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import pickle
 import random
@@ -28,9 +30,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
+
+import hypothesis
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PRELOADED = (
+    "torch",
+    "transformers",
+    "numpy",
+    "hypothesis",
+    "pydantic",
+    "PIL.Image",
+    "soundfile",
+    "av",
+    "httpx",
+    "rich",
+)
 PRIVATE = ("omnistage", "tests", "conftest", "test_")
 """Modules that are imported anew in each fork, because the mutant may be one of them or be imported by them."""
 
@@ -97,6 +114,8 @@ class Mutant:
     what: str
     node: int
     choice: int
+    in_function: bool
+    """Whether it can be exchanged without a new import."""
 
 
 def changes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[str, Change]]:
@@ -155,18 +174,21 @@ class _Nodes:
     def __init__(self, tree: ast.Module, skip: Sequence[str]) -> None:
         self._skip = skip
         self.found: list[tuple[ast.AST, ast.AST | None]] = []
-        self._visit(tree, None)
+        self.in_function: list[bool] = []
+        self._visit(tree, None, False)
 
-    def _visit(self, node: ast.AST, parent: ast.AST | None) -> None:
+    def _visit(self, node: ast.AST, parent: ast.AST | None, inside: bool) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in self._skip:
             return
         self.found.append((node, parent))
+        self.in_function.append(inside)
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list", "type_params"):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and not self._ignored(child, node):
-                    self._visit(child, node)
+                    self._visit(child, node, inside)
 
     @staticmethod
     def _ignored(child: ast.AST, parent: ast.AST) -> bool:
@@ -181,12 +203,14 @@ class _Nodes:
 
 def mutants_of(source: str, skip: Sequence[str]) -> list[Mutant]:
     found = []
-    for number, (node, parent) in enumerate(_Nodes(ast.parse(source), skip).found):
+    nodes = _Nodes(ast.parse(source), skip)
+    for number, (node, parent) in enumerate(nodes.found):
+        inside = nodes.in_function[number]
         line = getattr(node, "lineno", 0)
         names = [name for name, _ in changes(node, parent)]
-        found += [Mutant(line, name, number, choice) for choice, name in enumerate(names)]
+        found += [Mutant(line, name, number, choice, inside) for choice, name in enumerate(names)]
         if isinstance(node, ast.stmt) and _deletable(node):
-            found.append(Mutant(line, f"deleted: {ast.unparse(node)[:60]}", number, -1))
+            found.append(Mutant(line, f"deleted: {ast.unparse(node)[:60]}", number, -1, inside))
     return found
 
 
@@ -213,6 +237,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Imports a mutant in the place of its module."""
+
     def __init__(self, module: str, path: Path, tree: ast.Module) -> None:
         self._module, self._path = module, path
         self._code = compile(tree, str(path), "exec")
@@ -225,64 +251,170 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, self._path, loader=loader)
 
 
-def run_tests(tests: Sequence[str], finder: _Finder | None) -> int:
-    import hypothesis
-    import pytest
+def exchange(live: object, mutant: object) -> None:
+    """Give every function of a module or class the code of its mutant, so that all who imported it run that."""
+    for name, new in list(vars(mutant).items()):
+        old = vars(live).get(name)
+        old, new = (getattr(part, "__func__", part) for part in (old, new))
+        if isinstance(old, property) and isinstance(new, property):
+            old, new = old.fget, new.fget
+        old, new = inspect.unwrap(old) if callable(old) else old, inspect.unwrap(new) if callable(new) else new
+        if isinstance(old, FunctionType) and isinstance(new, FunctionType):
+            if old.__module__ == new.__module__ and len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
+                old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+        elif isinstance(old, type) and isinstance(new, type) and old.__module__ == new.__module__ and old is not new:
+            exchange(old, new)
 
-    sink = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    if finder is not None:
-        sys.meta_path.insert(0, finder)
-    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, phases=phases)
-    hypothesis.settings.load_profile("mutation")
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests]))
+
+def apply(target: Target, tree: ast.Module) -> None:
+    live = sys.modules[target.module]
+    fresh = ModuleType(target.module)
+    fresh.__file__ = live.__file__
+    sys.modules[target.module] = fresh  # dataclasses look their module up
+    try:
+        exec(compile(tree, str(live.__file__), "exec"), vars(fresh))
+    finally:
+        sys.modules[target.module] = live
+    exchange(live, fresh)
 
 
-def forked(tests: Sequence[str], finder: _Finder | None, limit: float) -> tuple[int | None, list[str]]:
-    """The tests' exit status in a fork, None after `limit` seconds; and the modules that were imported."""
+def in_fork(work: Callable[[], int], limit: float) -> int | None:
+    """What `work` gives in a forked process; None after `limit` seconds, 70 where the process died."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(read)
         status = 70
         try:
-            os.setpgid(0, 0)
-            status = run_tests(tests, finder)
-            with os.fdopen(write, "wb") as pipe:
-                pickle.dump((status, sorted(sys.modules)), pipe)
+            os.close(read)
+            status = work()
+            os.write(write, bytes([status]))
         finally:
             os._exit(status)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         ready, _, _ = select.select([pipe], [], [], limit)
-        data = pipe.read() if ready else b""
+        data = pipe.read(1) if ready else b""
     if not ready:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    status, modules = pickle.loads(data) if data else (None if not ready else 70, [])
-    return status, modules
+    return None if not ready else data[0] if data else 70
 
 
-def preload(modules: Sequence[str]) -> None:
+class _Collected:
+    """A pytest plugin: instead of running the tests it hands them to `use`, as a function that runs them."""
+
+    def __init__(self, use: Callable[[Callable[[], int]], None]) -> None:
+        self._use = use
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        def run() -> int:
+            for place, item in enumerate(session.items):
+                following = session.items[place + 1] if place + 1 < len(session.items) else None
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.testsfailed:
+                    return 1
+            return 0
+
+        self._use(run)
+        return True
+
+
+def pytest_main(tests: Sequence[str], plugins: Sequence[object] = ()) -> int:
+    """Run pytest without a word, and without chance or shrinking in property tests."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, phases=phases)
+    hypothesis.settings.load_profile("mutation")
+    off = [part for name in ("cacheprovider", "xdist", "cov", "schemathesis") for part in ("-p", f"no:{name}")]
+    return int(pytest.main(["-x", "-q", *off, "--no-header", *tests], plugins=list(plugins)))
+
+
+class Run:
+    """One module's mutants against its tests."""
+
+    def __init__(self, target: Target, chosen: Sequence[Mutant], source: str, path: Path) -> None:
+        self.target, self.source, self.path = target, source, path
+        self.inner = [mutant for mutant in chosen if mutant.in_function]
+        self.outer = [mutant for mutant in chosen if not mutant.in_function]
+        self.survivors: list[Mutant] = []
+        self.out = os.dup(1)
+
+    def say(self, text: str) -> None:
+        os.write(self.out, f"{text}\n".encode())
+
+    def _note(self, mutant: Mutant, status: int | None) -> None:
+        if status == 0:
+            self.survivors.append(mutant)
+            self.say(f"  survived  {self.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
+
+    def _tree(self, mutant: Mutant) -> ast.Module:
+        return mutated(self.source, mutant, self.target.skip)
+
+    def functions(self, run: Callable[[], int]) -> None:
+        """Mutants within functions, each in a fork of the process that has collected the tests."""
+        begun = time.perf_counter()
+        if in_fork(run, 900) != 0:
+            raise SystemExit(f"{self.target.module}: its tests fail without a mutant")
+        usual = time.perf_counter() - begun
+        self.say(f"{self.target.module}: {len(self.inner)} mutants in functions, tests take {usual:.1f} s")
+
+        def mutated_run(mutant: Mutant) -> int:
+            apply(self.target, self._tree(mutant))
+            return run()
+
+        for mutant in self.inner:
+            self._note(mutant, in_fork(lambda one=mutant: mutated_run(one), 20 + 5 * usual))  # type: ignore[misc]
+        if in_fork(run, 900) != 0:  # or whatever changed under our feet seems to have killed them
+            raise SystemExit(f"{self.target.module}: its tests no longer pass without a mutant")
+
+    def all(self) -> list[Mutant]:
+        """Mutants of constants and class bodies need a new import, so each has a pytest of its own."""
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            status = pytest_main(self.target.tests, [_Collected(self.functions)])
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump((status, self.survivors), pipe)
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            data = pipe.read()
+        os.waitpid(child, 0)
+        if not data:
+            raise SystemExit(1)
+        self.survivors = pickle.loads(data)[1]
+        self.say(f"  {len(self.outer)} mutants outside functions")
+        for mutant in self.outer:
+            finder = _Finder(self.target.module, self.path, self._tree(mutant))
+
+            def fresh(finder: _Finder = finder) -> int:
+                sys.meta_path.insert(0, finder)
+                return pytest_main(self.target.tests)
+
+            self._note(mutant, in_fork(fresh, 300))
+        if self.outer and in_fork(lambda: pytest_main(self.target.tests), 900) != 0:
+            raise SystemExit(f"{self.target.module}: its tests no longer pass without a mutant")
+        return self.survivors
+
+
+def preload() -> None:
     """Import what does not change, once: each fork then starts with it."""
     from omnistage.compat import prepare_torchvision
 
     prepare_torchvision(required=False)
-    for name in modules:
-        if not name.startswith((*PRIVATE, "_", "pytest_cov")):
-            try:
-                importlib.import_module(name)
-            except Exception:  # what cannot be imported by itself is imported by the tests
-                continue
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for name in [name for name in sys.modules if name.startswith(PRIVATE)]:
         del sys.modules[name]
     gc.collect()
     gc.freeze()
 
 
-def score(target: Target, sample: int | None, seed: int, only: str | None) -> tuple[int, int, list[Mutant]]:
+def score(target: Target, sample: int | None, seed: int, only: str | None) -> tuple[int, int]:
     path = ROOT / (target.module.replace(".", "/") + ".py")
     source = path.read_text(encoding="utf-8")
     chosen = mutants_of(source, target.skip)
@@ -291,28 +423,11 @@ def score(target: Target, sample: int | None, seed: int, only: str | None) -> tu
         chosen = sorted(random.Random(seed).sample(chosen, sample), key=lambda mutant: (mutant.line, mutant.node))
     if only is not None:
         chosen = [mutant for mutant in chosen if str(mutant.line) in only.split(",")]
-    status, modules = forked(target.tests, None, 600)
-    if status != 0:
-        raise SystemExit(f"{target.module}: its tests fail without a mutant (exit status {status})")
-    preload(modules)
     begun = time.perf_counter()
-    forked(target.tests, None, 600)
-    usual = time.perf_counter() - begun
-    print(f"{target.module}: {len(chosen)} of {total} mutants, tests take {usual:.1f} s", flush=True)
-    survivors = []
-    for number, mutant in enumerate(chosen):
-        finder = _Finder(target.module, path, mutated(source, mutant, target.skip))
-        status, _ = forked(target.tests, finder, 10 + 4 * usual)
-        if status == 0:
-            survivors.append(mutant)
-            print(f"  survived  {path.relative_to(ROOT)}:{mutant.line}: {mutant.what}", flush=True)
-        if number % 50 == 49 or number == len(chosen) - 1:
-            print(f"  {number + 1} run, {time.perf_counter() - begun:.0f} s", flush=True)
-            if forked(target.tests, None, 600)[0] != 0:  # or everything since the last look seems to be killed
-                raise SystemExit(f"{target.module}: its tests no longer pass without a mutant")
-    killed = len(chosen) - len(survivors)
-    print(f"  {killed}/{len(chosen)} = {killed / max(len(chosen), 1):.1%}", flush=True)
-    return killed, len(chosen), survivors
+    killed = len(chosen) - len(Run(target, chosen, source, path).all())
+    share = killed / max(len(chosen), 1)
+    print(f"  {killed}/{len(chosen)} of {total} = {share:.1%}, {time.perf_counter() - begun:.0f} s", flush=True)
+    return killed, len(chosen)
 
 
 def main() -> None:
@@ -325,6 +440,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only count the mutants")
     given = parser.parse_args()
     os.chdir(ROOT)
+    preload()
     names = list(TARGETS) if "all" in given.targets else given.targets
     for name in names:
         killed = ran = 0
@@ -335,8 +451,8 @@ def main() -> None:
                 source = (ROOT / (target.module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
                 print(target.module, len(mutants_of(source, target.skip)))
                 continue
-            one, all_of_it, _ = score(target, given.sample, given.seed, given.lines)
-            killed, ran = killed + one, ran + all_of_it
+            one, chosen = score(target, given.sample, given.seed, given.lines)
+            killed, ran = killed + one, ran + chosen
         if ran:
             print(f"{name}: {killed}/{ran} = {killed / ran:.1%}", flush=True)
     gc.unfreeze()  # or triton complains of what is left at the end

@@ -189,6 +189,16 @@ def test_keys_given_on_the_command_line_have_eight_characters_at_least() -> None
         load_keys(["seven77"], None)
 
 
+def test_no_line_has_the_name_of_a_tokens_holder_or_of_a_listed_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keys\[0\]\.name.*web tokens"):
+        keyring_of(tmp_path, "{name: 'jwt:ann', key: plain-key-1}")
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n- {name: key-1, key: plain-key-1}\n")
+    with pytest.raises(ConfigError, match=r"keys\[0\]\.name.*rename"):  # they would see each other's requests
+        load_keys(["from-option"], file)
+    assert named(load_keys([], file), "plain-key-1") == "key-1"
+
+
 def test_a_key_may_hold_what_is_no_text() -> None:
     assert digest_of("\udc80key") != digest_of("key")
 
