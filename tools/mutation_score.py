@@ -72,10 +72,12 @@ TARGETS = {
     ),
     "keys": (Target("omnistage.server.access.keys", ("tests/unit/test_keyring.py",)),),
     "limits": (
-        Target("omnistage.media.limits", ("tests/unit/test_media_limits.py", "tests/unit/test_media_source.py")),
-        Target("omnistage.media.image", ("tests/unit/test_media_image.py",)),
-        Target("omnistage.media.audio", ("tests/unit/test_media_audio.py",)),
-        Target("omnistage.media.source", ("tests/unit/test_media_source.py",)),
+        Target("omnistage.media.limits", ("tests/unit/test_media_limits.py",)),
+        Target(
+            "omnistage.media.source",
+            ("tests/unit/test_media_limits.py", "tests/unit/test_media_source.py"),
+        ),
+        Target("omnistage.media.image", ("tests/unit/test_media_limits.py", "tests/unit/test_media_image.py")),
     ),
 }
 

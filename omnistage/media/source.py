@@ -79,7 +79,7 @@ def _check_base64_length(text: str, start: int, limits: MediaLimits) -> None:
     length = len(text) - start - sum(text.count(chr(blank), start) for blank in _WHITESPACE) - 3 * escaped_blanks
     # An escape is three characters for one; text that is all escapes is a third of its length.
     length = max(length - 2 * (escapes - escaped_blanks), length // 3)
-    padding = 2 if escapes else text[-64:].rstrip()[-2:].count("=")
+    padding = 2 if escapes else "".join(text[-64:].split())[-2:].count("=")
     check_size(length // 4 * 3 - padding, limits)
 
 
