@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -157,8 +158,12 @@ class ObservabilityOptions:
     audit_log: Path | None = option(None, "Append one JSON line per request: who, what, outcome.", metavar="FILE")
     otel_endpoint: str | None = option(None, "Send OpenTelemetry spans to this collector.", metavar="URL")
 
-    def tracing(self) -> Tracing | None:
-        """Spans where the option or OpenTelemetry's own variables ask for them; without either nothing is imported."""
+    def start(self) -> Tracing | None:
+        """Open the audit log; tracing where the option or OpenTelemetry's variables set it."""
+        if self.audit_log is not None:
+            from omnistage.server.observe.audit import log_to
+
+            log_to(self.audit_log)
         if self.otel_endpoint is None and not otel_in_environment():
             return None
         try:
@@ -201,29 +206,14 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
     from omnistage.server.moderation.filters import make_filter
-    from omnistage.server.observe.audit import log_to
     from omnistage.server.service import Service
 
     overrides = overrides_by_model(settings.overrides, list(folders))
-    media_overrides = media.overrides()
+    overrides = {name: [*entries, *media.overrides()] for name, entries in overrides.items()}
     keyring = access.keyring()
     content_filter = None if access.content_filter is None else make_filter(access.content_filter)
-    if observability.audit_log is not None:
-        log_to(observability.audit_log)
-    tracing = observability.tracing()
+    tracing = observability.start()
     service = Service(keyring=keyring, state=options.state, content_filter=content_filter, tracing=tracing)
-
-    def load(target: Service) -> None:
-        from omnistage.omni import AsyncOmni
-
-        for name, folder in folders.items():
-            err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
-            entries = (*overrides[name], *media_overrides)
-            omni = AsyncOmni(
-                folder, config=settings.config, overrides=entries, device=settings.device, dtype=settings.dtype
-            )
-            target.add(name, omni)
-
     app = create_app(
         service,
         max_body_bytes=options.max_body_mib * 2**20,
@@ -231,10 +221,7 @@ def serve(
         cors=access.cors,
         local_names=access.local_names(options.host, authenticated=keyring.required),
     )
-
-    def notify(line: str, style: str) -> None:
-        err().print(line, style=style, markup=False)
-
+    load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
     try:
         run(
             app,
@@ -243,11 +230,27 @@ def serve(
             host=options.host,
             port=options.port,
             drain_seconds=options.drain_seconds,
-            notify=notify,
+            notify=_notify,
         )
     finally:
         if tracing is not None:
             tracing.close()
+
+
+def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[str]], settings: ModelOptions) -> None:
+    from omnistage.omni import AsyncOmni
+
+    for name, folder in folders.items():
+        err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
+        entries = overrides[name]
+        omni = AsyncOmni(
+            folder, config=settings.config, overrides=entries, device=settings.device, dtype=settings.dtype
+        )
+        service.add(name, omni)
+
+
+def _notify(line: str, style: str) -> None:
+    err().print(line, style=style, markup=False)
 
 
 def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[str]]:
