@@ -325,7 +325,7 @@ def test_files_are_dropped_refused_and_removed(page: Page, watched: Watched) -> 
     dropped(page, "cat.png", "image/png", "not read")
     expect(page.locator("#notice")).to_contain_text("this model takes text")
     dropped(page, "large.txt", "text/plain", "x" * 300_000)
-    expect(page.locator("#notice")).to_contain_text("text files may have")
+    expect(page.locator("#notice")).to_contain_text("text files are limited to")
     expect(page.locator(".attachment")).to_have_count(0)
     dropped(page, "notes.txt", "text/plain", "remember the milk")
     dropped(page, "more.md", "", "and the bread")

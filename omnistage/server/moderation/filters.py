@@ -92,46 +92,33 @@ class AnswerText:
         return "".join(reversed(tail))
 
 
-class RequestFilter(Protocol):
-    """The filter of one request. Its methods are called one at a time."""
+class RequestFilter:
+    """The filter of one request: a base that lets everything through. Its methods are called one at a time."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
         """Check all text of the prompt before it runs. `Redact` counts as `Refuse`."""
-        ...
+        return Pass()
 
     def check_media(self, media: Decoded) -> Verdict:
         """Check an image, audio clip or video of the prompt, in a worker thread."""
-        ...
+        return Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
         """Check a generated text whenever it has grown, and once more at its end."""
-        ...
+        return Pass()
 
     async def check_made(self, made: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
         """Check generated audio, an image (previews too) or a video before it is sent. `Redact` counts as `Refuse`."""
-        ...
+        return Pass()
+
+
+PassingFilter = RequestFilter
 
 
 class ContentFilter(Protocol):
     """One object for the service, which opens a filter for each request."""
 
     def open(self, context: FilterContext) -> RequestFilter: ...
-
-
-class PassingFilter:
-    """Lets everything through: a base for filters that override some checks."""
-
-    async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
-        return Pass()
-
-    def check_media(self, media: Decoded) -> Verdict:
-        return Pass()
-
-    async def check_output(self, answer: AnswerText) -> Verdict:
-        return Pass()
-
-    async def check_made(self, made: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
-        return Pass()
 
 
 FilterFactory = Callable[[str | None], ContentFilter]

@@ -50,7 +50,7 @@ function state(name, text) {
 
 let connecting = false;
 
-/** Wait until the service is ready, then show its models. */
+/** Wait until the service is ready, then list its models. */
 async function connect() {
   if (connecting) return;
   connecting = true;
@@ -63,10 +63,10 @@ async function connect() {
     models = await loadModels();
     showModels(models);
     state("ready", "Ready");
-    notice(models.length === 0 ? "There is no model that this key may use." : "");
+    notice(models.length === 0 ? "This key may not use any model." : "");
     if (models.length > 0) choose();
   } catch (error) {
-    state("bad", error instanceof ApiError && error.status === 401 ? "Needs a key" : "No connection");
+    state("bad", error instanceof ApiError && error.status === 401 ? "API key required" : "No connection");
     if (!(error instanceof ApiError)) setTimeout(connect, RETRY);
   } finally {
     connecting = false;
@@ -129,34 +129,34 @@ function send() {
 
 async function answer(request, chosen, draft) {
   const control = begin();
-  const conversation = history; // the one it belongs to, even if another has begun when it ends
-  const traced = request.kind !== "video"; // a job that outlives its request has no trace
-  const made = new Answer(chosen, traced ? (one) => one.trace && timeline.show(one.trace) : null);
+  const conversation = history; // even if another has been started when this one ends
+  const traced = request.kind !== "video"; // a job has no trace
+  const view = new Answer(chosen, traced ? (one) => one.trace && timeline.show(one.trace) : null);
   const tag = `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("")}`;
-  const watching = follow(tag, made, request);
+  const watching = follow(tag, view, request);
   player?.stop();
-  player = new Player((one) => showSpeech(one, made, running !== control));
-  const own = player;
+  player = new Player((one) => showSpeech(one, view, running !== control));
+  const speech = player;
   let failure = null;
   try {
     for await (const event of run(request, { signal: control.signal, tag })) {
-      if (event.type === "audio") own.push(event.data, event.rate);
-      made.take(event);
+      if (event.type === "audio") speech.push(event.data, event.rate);
+      view.take(event);
     }
   } catch (error) {
     if (!control.signal.aborted) failure = error;
   }
   end(control);
-  if (own.received > 0) showSpeech(own, made, true);
-  made.finish(control.signal.aborted ? "stopped" : "done", failure && told(failure));
-  if (chosen.chats && (made.text || failure === null)) {
-    conversation.push(userMessage(draft.text, draft.attachments), { role: "assistant", content: made.text });
+  if (speech.received > 0) showSpeech(speech, view, true);
+  view.finish(control.signal.aborted ? "stopped" : "done", failure && displayed(failure));
+  if (chosen.chats && (view.text || failure === null)) {
+    conversation.push(userMessage(draft.text, draft.attachments), { role: "assistant", content: view.text });
   }
   if (failure) watching.abort();
-  if (failure && !made.text && conversation === history) putBack(draft);
+  if (failure && !view.text && conversation === history) putBack(draft);
 }
 
-/** What could not be sent is there to be sent again, unless something else has been begun meanwhile. */
+/** Restore a failed draft, unless another has been started. */
 function putBack({ text, attachments: items }) {
   if ($("prompt").value !== "" || attachments.items.length > 0) return;
   $("prompt").value = text;
@@ -164,23 +164,23 @@ function putBack({ text, attachments: items }) {
   attachments.put(items);
 }
 
-const told = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
+const displayed = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
 
-/** Draw the request's stages as they run; what it looked like stays with the answer. */
-function follow(tag, made, request) {
+/** Show the request's stages as they run; the answer keeps the last state. */
+function follow(tag, view, request) {
   const control = new AbortController();
   watched = control;
   timeline.begin();
   if (request.kind === "video") {
-    timeline.end("A video is a job of its own; its progress is in the conversation.");
+    timeline.end("A video runs as a job; its progress is in the conversation.");
     return control;
   }
-  const seen = (trace) => {
+  const onTrace = (trace) => {
     if (watched !== control) return; // the next request has the timeline now
     timeline.update(trace);
-    made.trace = timeline.snapshot;
+    view.trace = timeline.snapshot;
   };
-  watchTrace(tag, control.signal, seen).catch(() => watched === control && timeline.end());
+  watchTrace(tag, control.signal, onTrace).catch(() => watched === control && timeline.end());
   return control;
 }
 
@@ -212,7 +212,7 @@ function stopAll() {
   microphone.discard();
 }
 
-function showSpeech(one, made, over) {
+function showSpeech(one, view, over) {
   $("speech-card").hidden = false;
   const meter = $("speech-meter").dataset;
   Object.assign(meter, { received: one.received, scheduled: one.scheduled, underruns: one.underruns, rate: one.rate });
@@ -220,7 +220,7 @@ function showSpeech(one, made, over) {
   $("speech-seconds").textContent = seconds(one.seconds);
   $("speech-gaps").textContent = String(one.underruns);
   $("speech-state").textContent = one.playing ? "playing" : "";
-  made.showSpeech(one, over);
+  view.showSpeech(one, over);
 }
 
 function newChat() {

@@ -1,10 +1,10 @@
-// What goes along with a message: pictures, sounds, videos and text files, from the button, the clipboard or a drop.
+// Attachments of a message: images, audio, videos and text files, from the button, the clipboard or a drop.
 
 import { toBase64 } from "./api.js";
 import { $, announce, bytes, el, icon, iconButton } from "./dom.js";
 
-const LARGEST_TEXT = 200_000; // bytes; more would fill a model's context by itself
-const SOUND_FORMATS = ["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm"];
+const MAX_TEXT_BYTES = 200_000; // bytes; more would fill a model's context by itself
+const AUDIO_FORMATS = ["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm"];
 const TEXT_NAMES = /\.(txt|md|csv|tsv|json|ya?ml|toml|xml|html|css|js|ts|py|rs|go|c|h|cpp|java|sh|log)$/i;
 
 /** A file's bytes inside a request. As JSON it is what the service takes; in snippets it is the file's name. */
@@ -18,7 +18,7 @@ export class FileData {
   }
 }
 
-/** What a file is to a model, "text" for what is read as text; null for what no model takes. */
+/** A file's modality, "text" for text files; null for other types. */
 function kindOf(file) {
   const head = file.type.split("/")[0];
   if (["image", "audio", "video"].includes(head)) return head;
@@ -31,7 +31,7 @@ export function partOf({ kind, file, text, base64 }) {
   if (kind === "image") return { type: "image_url", image_url: { url: new FileData(file.name, file.type, base64, true) } };
   if (kind === "video") return { type: "video_url", video_url: { url: new FileData(file.name, file.type, base64, true) } };
   const ending = file.name.split(".").pop().toLowerCase();
-  const known = SOUND_FORMATS.includes(ending) ? { format: ending } : {};
+  const known = AUDIO_FORMATS.includes(ending) ? { format: ending } : {};
   return { type: "input_audio", input_audio: { data: new FileData(file.name, file.type, base64, false), ...known } };
 }
 
@@ -44,7 +44,7 @@ export function preview({ kind, file, url }) {
 }
 
 export class Attachments {
-  /** `refuse(message)` tells the user why a file was not taken. */
+  /** `refuse(message)` shows why a file was not attached. */
   constructor(refuse) {
     this.refuse = refuse;
     this.items = [];
@@ -53,7 +53,7 @@ export class Attachments {
     this.limit = 64 * 2 ** 20;
   }
 
-  /** The model's input modalities. What is attached already stays: the service says what it cannot use. */
+  /** The model's input modalities. Existing attachments stay: the service refuses what the model cannot use. */
   accept(modalities) {
     this.accepted = new Set([...modalities, "text"]);
     const types = [...this.accepted].map((kind) => `${kind}/*`);
@@ -77,11 +77,11 @@ export class Attachments {
     }
     // base64 is a third longer, and the rest of the body needs some room too.
     if ((this.size + file.size) * 1.34 + 65_536 > this.limit) {
-      this.refuse(`${name} was not attached: requests may have ${bytes(this.limit)}, and files grow by a third.`);
+      this.refuse(`${name} was not attached: requests are limited to ${bytes(this.limit)}, and files grow by a third.`);
       return;
     }
-    if (kind === "text" && file.size > LARGEST_TEXT) {
-      this.refuse(`${name} was not attached: text files may have ${bytes(LARGEST_TEXT)}.`);
+    if (kind === "text" && file.size > MAX_TEXT_BYTES) {
+      this.refuse(`${name} was not attached: text files are limited to ${bytes(MAX_TEXT_BYTES)}.`);
       return;
     }
     const { round } = this;

@@ -1,11 +1,11 @@
-// The conversation as it is seen: what was asked, and answers that grow while they arrive.
+// The conversation: questions, and answers that grow while they arrive.
 
 import { preview } from "./attachments.js";
 import { $, announce, copyText, count, el, icon, iconButton, seconds } from "./dom.js";
 import { rendered } from "./render.js";
 
 const NEAR_END = 80; // pixels from the bottom within which the view follows the answer
-const REASONS = { length: "token limit reached", tool_calls: "wants a tool", content_filter: "filtered" };
+const REASONS = { length: "token limit reached", tool_calls: "tool call", content_filter: "filtered" };
 
 function follow(change) {
   const view = $("scroll");
@@ -18,13 +18,13 @@ export function showQuestion(text, attachments) {
   const body = el("div", { class: "bubble" });
   for (const item of attachments) body.append(el("figure", { class: "media", data: { kind: item.kind } }, preview(item)));
   if (text) body.append(...rendered(text));
-  const said = el("li", { class: "message user" }, el("h3", { class: "unseen" }, "You"), body);
-  follow(() => $("messages").append(said));
+  const message = el("li", { class: "message user" }, el("h3", { class: "unseen" }, "You"), body);
+  follow(() => $("messages").append(message));
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
 export class Answer {
-  /** `showTimeline(answer)` brings this answer's trace back to the panel; null where there is none. */
+  /** `showTimeline(answer)` shows this answer's trace in the panel; null where there is none. */
   constructor(model, showTimeline) {
     this.text = "";
     this.began = performance.now();
@@ -58,7 +58,7 @@ export class Answer {
   addText(text) {
     this.firstText ??= performance.now() - this.began;
     this.text += text;
-    // Drawn once a frame at most, however fast tokens come.
+    // At most once a frame, however fast tokens arrive.
     this.drawing ??= requestAnimationFrame(() => this.drawText());
   }
 
@@ -108,7 +108,7 @@ export class Answer {
     this.gallery.hidden = false;
   }
 
-  /** What is heard now: a note while it plays, then controls to hear and keep it. */
+  /** The speech: its state while it plays, then controls to replay and save it. */
   showSpeech(player, over) {
     this.speech.hidden = false;
     if (this.speech.childElementCount === 0) {
@@ -133,7 +133,7 @@ export class Answer {
     follow(() => this.speech.append(el("div", { class: "replay" }, this.replay, save)));
   }
 
-  /** The end, however it came: "done", "stopped" or an error. */
+  /** The end: "done", "stopped" or an error. */
   finish(how, error = null) {
     if (this.drawing) cancelAnimationFrame(this.drawing);
     this.drawText();
@@ -151,7 +151,7 @@ export class Answer {
     if (!error) announce(how === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
   }
 
-  /** What a screen reader says when the answer is there. */
+  /** The announcement for screen readers when the answer is complete. */
   spoken() {
     const pictures = this.pictures.size ? `${this.pictures.size} pictures. ` : "";
     return `${pictures}${this.text}`.slice(0, 1000) || "done";

@@ -1,27 +1,27 @@
-// Small helpers for elements, icons and numbers that people read.
+// Helpers for elements, icons and formatted numbers.
 
 export const $ = (id) => document.getElementById(id);
 
 /** An element with properties and children; text goes in as text, never as markup. */
 export function el(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
-    if (name === "class") made.className = value;
-    else if (name === "data") Object.assign(made.dataset, value);
-    else if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
-    else made[name] = value;
+    if (name === "class") element.className = value;
+    else if (name === "data") Object.assign(element.dataset, value);
+    else if (name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export function svg(tag, attributes = {}, ...children) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 
 export function icon(name) {
@@ -30,10 +30,10 @@ export function icon(name) {
 
 /** A button that shows an icon and is read by its name. */
 export function iconButton(name, label, action, more = "") {
-  const made = el("button", { type: "button", class: `tool small ${more}`, title: label }, icon(name));
-  made.append(el("span", { class: "unseen" }, label));
-  made.addEventListener("click", action);
-  return made;
+  const button = el("button", { type: "button", class: `tool small ${more}`, title: label }, icon(name));
+  button.append(el("span", { class: "unseen" }, label));
+  button.addEventListener("click", action);
+  return button;
 }
 
 export const seconds = (value) =>
@@ -52,7 +52,7 @@ export function bytes(value) {
   return `${size < 10 && unit > 0 ? size.toFixed(1) : Math.round(size)} ${units[unit]}`;
 }
 
-/** Say something to people who listen to the page instead of looking at it. */
+/** Announce something to users of screen readers. */
 export function announce(text) {
   $("announce").textContent = text;
 }

@@ -1,4 +1,4 @@
-// Queue, batches and memory of the service, asked for now and then: often while something runs.
+// Queue, batches and memory of the service, polled: more often while a request runs.
 
 import { ApiError, getJson } from "./api.js";
 import { $, bytes, count, el } from "./dom.js";
@@ -24,7 +24,7 @@ export class Gauges {
     this.wake();
   }
 
-  /** Look again at once, and as often as suits from then on. */
+  /** Poll now, and at the right interval from then on. */
   wake(busy = this.busy) {
     this.busy = busy;
     clearTimeout(this.timer);
@@ -38,7 +38,7 @@ export class Gauges {
       this.draw(stats);
       this.onState(true);
     } catch (error) {
-      if (error instanceof ApiError) return; // it was told what is wrong, and asks again when it is woken
+      if (error instanceof ApiError) return; // shown elsewhere; polling resumes when woken
       this.onState(false);
     }
     clearTimeout(this.timer);
@@ -48,7 +48,7 @@ export class Gauges {
   draw({ models, memory }) {
     const model = models[this.model.id];
     if (model === undefined) return;
-    $("gauges-total").textContent = `${count(model.admitted)} taken`;
+    $("gauges-total").textContent = `${count(model.admitted)} admitted`;
     this.meter("queue", "In flight", model.inflight, model.max_inflight, `${model.inflight} of ${model.max_inflight}`);
     for (const [name, stage] of Object.entries(model.stages)) this.stage(name, stage);
     if (memory.process !== null) {
@@ -72,7 +72,7 @@ export class Gauges {
   }
 
   /** A bar with a name and its value in words; drawn once, then only moved. */
-  meter(id, label, value, most, words) {
+  meter(id, label, value, max, words) {
     let gauge = this.meters.get(id);
     if (gauge === undefined) {
       const fill = el("i");
@@ -82,12 +82,12 @@ export class Gauges {
       this.meters.set(id, gauge);
       $("gauges").append(el("div", { class: "gauge", data: { gauge: id } }, el("span", { class: "gauge-name" }, label), text, bar));
     }
-    const share = most > 0 ? Math.min(1, value / most) : 0;
+    const share = max > 0 ? Math.min(1, value / max) : 0;
     gauge.text.textContent = words;
     gauge.fill.style.width = `${value > 0 ? Math.max(share * 100, 1.5) : 0}%`;
     gauge.bar.classList.toggle("high", share > 0.85);
     gauge.bar.setAttribute("aria-valuenow", value);
-    gauge.bar.setAttribute("aria-valuemax", most);
+    gauge.bar.setAttribute("aria-valuemax", max);
     gauge.bar.setAttribute("aria-valuetext", words);
   }
 }

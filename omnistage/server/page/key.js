@@ -1,4 +1,4 @@
-// The API key: asked for when the service wants one, kept in this tab only.
+// The API key: requested when the service requires one, kept in this tab only.
 
 import { $ } from "./dom.js";
 
@@ -7,10 +7,10 @@ const listeners = [];
 
 export const key = () => sessionStorage.getItem(PLACE);
 
-/** Called with nothing once a key was given. */
+/** Called once a key was entered. */
 export const onKey = (listener) => listeners.push(listener);
 
-/** The service has refused: drop what we had and ask. */
+/** The key was refused: drop it and ask for another. */
 export function forgetKey(why) {
   const had = key() !== null;
   sessionStorage.removeItem(PLACE);
@@ -23,10 +23,10 @@ function show(problem) {
   $("key-problem").hidden = problem === "";
 }
 
-/** Whether a browser can send it at all: what a header cannot carry would look like a lost connection. */
-function sendable(given) {
+/** Whether a header can carry it: otherwise the request would look like a lost connection. */
+function sendable(value) {
   try {
-    new Headers({ Authorization: `Bearer ${given}` });
+    new Headers({ Authorization: `Bearer ${value}` });
     return true;
   } catch {
     return false;
@@ -46,14 +46,14 @@ export function setUpKey() {
   $("key-cancel").addEventListener("click", () => $("key-dialog").close());
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const given = $("key").value.trim();
-    if (!given) return;
-    if (!sendable(given)) {
+    const value = $("key").value.trim();
+    if (!value) return;
+    if (!sendable(value)) {
       show("This key has a character that cannot be sent. Copy it again.");
       $("key").focus();
       return;
     }
-    sessionStorage.setItem(PLACE, given);
+    sessionStorage.setItem(PLACE, value);
     $("key-dialog").close();
     for (const listener of listeners) listener();
   });

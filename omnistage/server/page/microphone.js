@@ -1,11 +1,11 @@
-// The microphone's button: press to begin, press again to attach what was said. What is dropped meanwhile is not attached.
+// The microphone's button: press to start, press again to attach the recording. A discarded recording is not attached.
 
 import { $, announce } from "./dom.js";
 import { Recorder, microphoneProblem } from "./recorder.js";
 
 const QUIET = 0.02; // a level that is more than noise is above it
 
-/** Sets the button up; `discard()` of the result drops a recording that is being made. */
+/** Sets the button up; `discard()` of the result drops the current recording. */
 export function setUpMicrophone(attachments, notice) {
   let recorder = null;
   let busy = false;
@@ -19,32 +19,32 @@ export function setUpMicrophone(attachments, notice) {
 
   const begin = async () => {
     const levels = [];
-    const own = new Recorder(
+    const current = new Recorder(
       (level, elapsed) => {
-        if (recorder !== own) return;
+        if (recorder !== current) return;
         levels.push(level);
         drawLevels(levels);
         $("recording").dataset.heard = String(levels.some((one) => one > QUIET));
         $("record-time").textContent = `${elapsed.toFixed(1)} s`;
       },
-      () => recorder === own && toggle(),
+      () => recorder === current && toggle(),
     );
-    recorder = own;
+    recorder = current;
     try {
-      await own.start();
-      if (recorder === own) show(true);
-      else own.close(); // dropped while the browser was asking
+      await current.start();
+      if (recorder === current) show(true);
+      else current.close(); // discarded while the browser showed its prompt
     } catch (error) {
-      if (recorder !== own) return;
+      if (recorder !== current) return;
       recorder = null;
       notice(microphoneProblem(error));
     }
   };
 
   const finish = async () => {
-    const own = recorder;
-    const wav = await own.stop();
-    if (recorder !== own) return;
+    const current = recorder;
+    const wav = await current.stop();
+    if (recorder !== current) return;
     recorder = null;
     show(false);
     if (wav === null) {
@@ -56,7 +56,7 @@ export function setUpMicrophone(attachments, notice) {
   };
 
   const toggle = async () => {
-    if (busy) return; // a browser that is still asking is not asked again
+    if (busy) return; // the browser still shows its prompt
     busy = true;
     notice();
     try {

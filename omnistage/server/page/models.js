@@ -1,4 +1,4 @@
-// The models that this key may use, what they take and give, and the choice among them.
+// The models that this key may use, their inputs and outputs, and the selection.
 
 import { getJson } from "./api.js";
 import { $, el } from "./dom.js";
@@ -41,7 +41,7 @@ export function showModels(models) {
   if (models.some(({ id }) => id === before)) $("model").value = before;
 }
 
-/** One switch for each modality that can be left out; text stays where a model writes. */
+/** One switch per optional modality; text output is always on. */
 export function showOutputs(model) {
   const chips = model.output.map((kind) => {
     const fixed = kind === "text" || model.output.length === 1;
@@ -57,7 +57,7 @@ export function showVoice() {
   $("voice-label").hidden = !outputs().includes("audio") || $("voice").options.length === 0;
 }
 
-/** The modalities that are asked for. */
+/** The requested modalities. */
 export const outputs = () =>
   [...$("outputs").querySelectorAll("input")].filter(({ checked }) => checked).map(({ name }) => name);
 
@@ -75,21 +75,21 @@ const EXAMPLES = {
   video: [["image", "Waves rolling onto a quiet beach"]],
 };
 
-/** Prompts to begin with, for what this model can do; actions are "attach" and "record". */
+/** Example prompts for this model; actions are "attach" and "record". */
 export function examplesFor(model) {
-  const found = model.output.flatMap((kind) => EXAMPLES[kind] ?? []).map(([icon, text]) => ({ icon, text }));
+  const examples = model.output.flatMap((kind) => EXAMPLES[kind] ?? []).map(([icon, text]) => ({ icon, text }));
   if (model.chats && model.input.includes("image")) {
-    found.push({ icon: "image", text: "What do you see in this picture?", action: "attach" });
+    examples.push({ icon: "image", text: "What do you see in this picture?", action: "attach" });
   }
-  if (model.chats && model.input.includes("audio")) found.push({ icon: "mic", text: "Ask with your voice", action: "record" });
-  return found.slice(0, 4);
+  if (model.chats && model.input.includes("audio")) examples.push({ icon: "mic", text: "Ask with your voice", action: "record" });
+  return examples.slice(0, 4);
 }
 
 const TAKES = { text: "text", image: "pictures", audio: "sound", video: "video" };
 const GIVES = { text: "text", audio: "speech", image: "pictures", video: "video" };
 const together = new Intl.ListFormat("en", { type: "conjunction" });
 
-/** What a model takes and gives, in a sentence. */
+/** A model's inputs and outputs, in a sentence. */
 export function describe(model) {
   const words = (names, kinds) => together.format(Object.keys(names).filter((kind) => kinds.includes(kind)).map((kind) => names[kind]));
   return `${model.id} takes ${words(TAKES, model.input)}, and answers with ${words(GIVES, model.output)}.`;

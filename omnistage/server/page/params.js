@@ -1,4 +1,4 @@
-// The parameters that apply to a model's kind. What is left empty is not sent: the service's own default holds.
+// The parameters for a model's modalities. Empty fields are not sent: the service's defaults apply.
 
 import { $, el } from "./dom.js";
 
@@ -7,7 +7,7 @@ const number = (name, label, hint, range) => ({ name, label, hint, type: "number
 const SAMPLING = [
   number("temperature", "Temperature", "0 always takes the likeliest token", { min: 0, max: 2, step: 0.05 }),
   number("top_p", "Top p", "share of likely tokens kept", { min: 0.01, max: 1, step: 0.01 }),
-  number("max_tokens", "Most tokens", "", { min: 1, max: 1_000_000, step: 1 }),
+  number("max_tokens", "Max tokens", "", { min: 1, max: 1_000_000, step: 1 }),
   number("seed", "Seed", "same seed, same answer", { min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 }),
 ];
 const SYSTEM = { name: "system", label: "System prompt", hint: "", type: "textarea" };
@@ -17,17 +17,17 @@ const DRAWING = [
   number("guidance", "Guidance", "how closely to follow", { min: 0, max: 100, step: 0.1 }),
   number("seed", "Seed", "same seed, same picture", { min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 }),
   number("n", "Pictures", "", { min: 1, max: 16, step: 1 }),
-  { name: "negative_prompt", label: "Negative prompt", hint: "what to keep away from", type: "textarea" },
+  { name: "negative_prompt", label: "Negative prompt", hint: "what to avoid", type: "textarea" },
 ];
 const WHOLE = new Set(["max_tokens", "seed", "steps", "n"]);
 
 export class Params {
   constructor() {
-    this.kept = new Map(); // by name, so that they survive a change of model
-    $("params").addEventListener("input", ({ target }) => this.kept.set(target.name, target.value));
+    this.entered = new Map(); // by name, so that they survive a change of model
+    $("params").addEventListener("input", ({ target }) => this.entered.set(target.name, target.value));
     $("params").addEventListener("submit", (event) => event.preventDefault());
     $("reset-params").addEventListener("click", () => {
-      this.kept.clear();
+      this.entered.clear();
       if (this.model) this.show(this.model);
     });
   }
@@ -46,7 +46,7 @@ export class Params {
 
   field({ name, label, hint, type, ...range }) {
     const id = `param-${name}`;
-    const value = this.kept.get(name) ?? "";
+    const value = this.entered.get(name) ?? "";
     const shared = { id, name, value, placeholder: this.placeholder(name) };
     const input =
       type === "textarea"
@@ -62,21 +62,21 @@ export class Params {
     if (name === "size" && drawing.width) return `${drawing.width}x${drawing.height}`;
     const known = this.model.chats ? sampling[name] ?? drawing[name] : drawing[name];
     if (known !== undefined) return String(known);
-    return name === "seed" ? "random" : name === "negative_prompt" || name === "system" ? "none" : "model’s own";
+    return name === "seed" ? "random" : name === "negative_prompt" || name === "system" ? "none" : "model’s default";
   }
 
-  /** Whether everything can be sent; what cannot is shown where it stands. */
+  /** Whether all fields are valid; the browser marks those that are not. */
   valid() {
     return $("params").reportValidity();
   }
 
-  /** What was filled in, as numbers where they are numbers. */
+  /** The filled fields, numbers as numbers. */
   values() {
-    const given = {};
+    const values = {};
     for (const { name, type } of this.fields) {
-      const text = (this.kept.get(name) ?? "").trim();
-      if (text !== "") given[name] = type === "number" ? (WHOLE.has(name) ? Math.round(Number(text)) : Number(text)) : text;
+      const text = (this.entered.get(name) ?? "").trim();
+      if (text !== "") values[name] = type === "number" ? (WHOLE.has(name) ? Math.round(Number(text)) : Number(text)) : text;
     }
-    return given;
+    return values;
   }
 }

@@ -1,17 +1,17 @@
-// Gapless speech: pieces are scheduled end to end on the audio clock, in whole frames, a little ahead of time.
+// Gapless speech: chunks are scheduled end to end on the audio clock, in whole frames, slightly ahead.
 
 import { toFloat, wavFile } from "./wav.js";
 
-const LEAD = 0.15; // seconds of sound held back at first, so that a late piece is not heard
-const MOST_LEAD = 0.6;
+const LEAD = 0.15; // seconds of audio buffered at first, so that a late chunk leaves no gap
+const MAX_LEAD = 0.6;
 const USUAL_RATE = 24_000;
 
 let context = null;
 
-/** Called where the user has just pressed something: browsers let sound begin only from there. */
+/** Called from a user gesture: browsers allow audio only from there. */
 export function unlockAudio(rate = USUAL_RATE) {
   if (context === null || context.state === "closed") {
-    // At the model's own rate pieces meet sample by sample; at another each would be resampled on its own.
+    // At the model's rate chunks join sample by sample; at another each would be resampled separately.
     context = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
   }
   if (context.state === "suspended") context.resume().catch(() => {});
@@ -22,9 +22,9 @@ export class Player {
   constructor(changed) {
     this.changed = changed;
     this.rate = 0;
-    this.received = 0; // samples that came
-    this.scheduled = 0; // samples that were given a time
-    this.underruns = 0; // pieces that came too late to join on
+    this.received = 0; // samples received
+    this.scheduled = 0; // samples scheduled
+    this.underruns = 0; // chunks that arrived too late
     this.playing = false;
     this.pieces = [];
     this.sources = new Set();
@@ -53,7 +53,7 @@ export class Player {
     if (this.frame <= now) {
       if (this.scheduled > 0) {
         this.underruns += 1;
-        this.lead = Math.min(this.lead * 2, MOST_LEAD);
+        this.lead = Math.min(this.lead * 2, MAX_LEAD);
       }
       this.frame = now + Math.round(this.lead * clock);
     }

@@ -1,18 +1,18 @@
-// The microphone: samples through an audio worklet, made into a WAV file of 16 kHz, which is what models hear.
+// The microphone: samples through an audio worklet, resampled to a WAV file of 16 kHz, the rate of audio models.
 
 import { address } from "./api.js";
 import { toPcm16, wavFile } from "./wav.js";
 
 const RATE = 16_000;
-const LONGEST = 600; // seconds
+const MAX_SECONDS = 600; // seconds
 
-/** Why a microphone could not be opened, in words for the person in front of it. */
+/** Why a microphone could not be opened, as a message for the user. */
 export function microphoneProblem(error) {
   switch (error?.name) {
     case "NotAllowedError":
       return "The microphone is blocked. Allow it for this page in the browser's address bar.";
     case "NotFoundError":
-      return "No microphone was found. Connect one, or attach a sound file.";
+      return "No microphone was found. Connect one, or attach an audio file.";
     case "NotReadableError":
       return "The microphone is in use by another program.";
     default:
@@ -31,7 +31,7 @@ export class Recorder {
 
   async start() {
     if (!window.isSecureContext || !navigator.mediaDevices) {
-      throw new Error("Browsers open the microphone only over https or on localhost. Attach a sound file instead.");
+      throw new Error("Browsers open the microphone only over https or on localhost. Attach an audio file instead.");
     }
     this.stream = await navigator.mediaDevices.getUserMedia({
       audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true },
@@ -60,10 +60,10 @@ export class Recorder {
     for (const sample of block) sum += sample * sample;
     const elapsed = this.length / this.rate;
     this.onLevel(Math.min(1, Math.sqrt(sum / block.length) * 4), elapsed);
-    if (elapsed >= LONGEST) this.onFull();
+    if (elapsed >= MAX_SECONDS) this.onFull();
   }
 
-  /** The recording as a WAV file, or null where nothing was heard at all. */
+  /** The recording as a WAV file, or null for an empty one. */
   async stop() {
     const last = new Promise((resolve) => (this.finish = resolve));
     this.node.port.postMessage("stop");
@@ -87,7 +87,7 @@ export class Recorder {
     return (await offline.startRendering()).getChannelData(0);
   }
 
-  /** Let go of the microphone at once; who waits in `stop` is let go too. */
+  /** Release the microphone; a pending `stop` returns. */
   close() {
     for (const track of this.stream?.getTracks() ?? []) track.stop();
     this.context?.close();

@@ -1,21 +1,21 @@
-// A model's text as elements: paragraphs, code blocks and code in lines. Nothing of it is ever read as markup.
+// A text as elements: paragraphs, code blocks and inline code. It is never parsed as markup.
 
 import { el } from "./dom.js";
 
-/** Elements for a text that may still be growing: a code block that is not closed yet is one already. */
+/** Elements for a text that may still grow: an unclosed code block counts as one. */
 export function rendered(text) {
-  const made = [];
+  const elements = [];
   const pieces = text.split(/^```[^\n]*(?:\n|$)/m);
   pieces.forEach((piece, index) => {
     if (index % 2 === 1) {
-      made.push(el("pre", { tabIndex: 0 }, el("code", {}, piece.replace(/\n$/, ""))));
+      elements.push(el("pre", { tabIndex: 0 }, el("code", {}, piece.replace(/\n$/, ""))));
       return;
     }
     for (const paragraph of piece.split(/\n{2,}/)) {
-      if (paragraph.trim() !== "") made.push(el("p", {}, ...inline(paragraph.trim())));
+      if (paragraph.trim() !== "") elements.push(el("p", {}, ...inline(paragraph.trim())));
     }
   });
-  return made;
+  return elements;
 }
 
 function inline(text) {

@@ -1,10 +1,10 @@
-// What the page sends: the draft, the conversation and the parameters made into one request of the API.
+// What the page sends: the draft, the conversation and the parameters as one request of the API.
 
 import { FileData, partOf } from "./attachments.js";
 
 const PARTIAL_IMAGES = 3;
 
-/** A user's message: plain text where it is nothing else, which reads best in snippets. */
+/** A user's message: plain text where there are no attachments, which reads best in snippets. */
 export function userMessage(text, attachments) {
   if (attachments.length === 0) return { role: "user", content: text };
   const parts = attachments.map(partOf);

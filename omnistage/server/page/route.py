@@ -1,9 +1,8 @@
-"""The page at `/`: a chat that shows what the service can do. Plain files of this package, nothing from elsewhere."""
+"""The web page at `/`: a chat with live views. Static files of this package."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
@@ -20,7 +19,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Answers of models are shown on this page: whatever they say, it runs no script but its own and sends nothing away.
+# The page shows output of models: it may run no scripts but its own and reach no other host.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -41,46 +40,35 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
-    # Asked for again each time and answered with 304: an upgrade is seen at once.
+    # Revalidated each time (304): an upgrade takes effect at once.
     "Cache-Control": "no-cache",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    data: bytes
-    kind: str
-    etag: str
-
-
 @cache
-def _files() -> dict[str, _File]:
-    """Every file of the page by its name, read once: there is no path from a client's text to the disk."""
-    found = {}
-    for entry in files("omnistage.server.page").iterdir():
-        kind = _TYPES.get(PurePath(entry.name).suffix)
-        if kind is not None:
-            data = entry.read_bytes()
-            found[entry.name] = _File(data, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
-    return found
+def _files() -> dict[str, bytes]:
+    """Every file of the page by name, read once: no client text becomes a path."""
+    entries = files("omnistage.server.page").iterdir()
+    return {entry.name: entry.read_bytes() for entry in entries if PurePath(entry.name).suffix in _TYPES}
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page(request: Request) -> Response:
-    return _answer("index.html", request)
+    return _response("index.html", request)
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"])
 async def page_file(name: str, request: Request) -> Response:
-    return _answer(name, request)
+    return _response(name, request)
 
 
-def _answer(name: str, request: Request) -> Response:
-    found = _files().get(name)
-    if found is None:
+def _response(name: str, request: Request) -> Response:
+    data = _files().get(name)
+    if data is None:
         raise NotFoundError("the page has no such file")
-    headers = {**_HEADERS, "ETag": found.etag}
+    etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "ETag": etag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if found.etag in known:
+    if etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(found.data, media_type=found.kind, headers=headers)
+    return Response(data, media_type=_TYPES[PurePath(name).suffix], headers=headers)

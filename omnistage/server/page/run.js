@@ -3,7 +3,7 @@
 
 import { ApiError, call, errorOf, events, fromBase64, getJson } from "./api.js";
 
-const POLL = 500; // milliseconds between two looks at a video job
+const POLL = 500; // milliseconds between two polls of a video job
 
 /** Run a request; leaving the loop or aborting `signal` ends it in the service too. */
 export function run(request, { signal, tag }) {
@@ -24,7 +24,7 @@ async function* runChat(request, signal, tag) {
     yield* deltas(choice.delta);
     if (choice.finish_reason) yield { type: "finish", reason: choice.finish_reason };
   }
-  throw new ApiError(0, "The answer broke off.");
+  throw new ApiError(0, "The response ended early. Try again.");
 }
 
 function* deltas({ content, audio, images, progress }) {
@@ -59,7 +59,7 @@ function formOf({ body, files }) {
   return form;
 }
 
-/** Videos are jobs: they go on without us, so stopping one means to delete it. */
+/** Videos are jobs: they continue without the page, so stopping one deletes it. */
 async function* runVideo(request, signal, tag) {
   let job = await (await call(request.path, { json: request.body, signal, tag })).json();
   const place = `${request.path}/${encodeURIComponent(job.id)}`;
@@ -73,7 +73,7 @@ async function* runVideo(request, signal, tag) {
     if (signal.aborted) await call(place, { method: "DELETE" }).catch(() => {});
     throw error;
   }
-  if (job.status !== "completed") throw new ApiError(500, job.error?.message || "The video could not be made.");
+  if (job.status !== "completed") throw new ApiError(500, job.error?.message || "The video could not be generated.");
   const content = await call(`${place}/content`, { signal });
   yield { type: "video", url: URL.createObjectURL(await content.blob()), name: `${job.id}.mp4` };
   yield { type: "finish", reason: "stop" };

@@ -30,8 +30,8 @@ export function pythonOf(request) {
   if (reads || decodes) lines.push("import base64");
   if (withKey) lines.push("import os");
   lines.push("from openai import OpenAI", "");
-  const given = withKey ? `os.environ["${KEY}"]` : '"none"';
-  lines.push(`client = OpenAI(base_url=${JSON.stringify(address("v1"))}, api_key=${given})`, "");
+  const apiKey = withKey ? `os.environ["${KEY}"]` : '"none"';
+  lines.push(`client = OpenAI(base_url=${JSON.stringify(address("v1"))}, api_key=${apiKey})`, "");
   if (reads) lines.push(...helpers(body));
   lines.push(`${kind === "video" ? "video" : "stream"} = client.${CALL[kind]}(`);
   const [known, extra] = split(body, KNOWN[kind]);

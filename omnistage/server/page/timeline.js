@@ -1,4 +1,4 @@
-// The live timeline: one lane a stage, drawn while the request runs. Times are seconds since the request came in.
+// The live timeline: one lane a stage, updated while the request runs. Times are seconds since the request arrived.
 
 import { $, el, seconds, svg } from "./dom.js";
 
@@ -12,18 +12,18 @@ const STEPS = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600
 export class Timeline {
   constructor() {
     this.trace = null;
-    this.ticks = new Map(); // a stage's chunks: when each was seen
+    this.ticks = new Map(); // a stage's chunks: when each arrived
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
     new ResizeObserver(() => this.draw()).observe($("timeline"));
   }
 
-  /** A request begins: its lanes are not known yet. */
+  /** A request starts: its lanes are not known yet. */
   begin() {
     this.trace = null;
     this.ticks = new Map();
     $("timeline").replaceChildren();
     $("timeline-total").textContent = "";
-    $("timeline-note").textContent = "Waiting for the request to be taken.";
+    $("timeline-note").textContent = "Waiting for the request to be admitted.";
     $("timeline-table").hidden = true;
   }
 
@@ -41,7 +41,7 @@ export class Timeline {
     if (trace.finished === null && !this.running) this.animate();
   }
 
-  /** Bring back what an earlier request looked like. */
+  /** Show the timeline of an earlier request. */
   show({ trace, ticks }) {
     this.ticks = ticks;
     this.update(trace);
@@ -63,7 +63,7 @@ export class Timeline {
     requestAnimationFrame(() => this.animate());
   }
 
-  /** Where the request's clock stands: it goes on between two snapshots. */
+  /** The request's clock, which goes on between two snapshots. */
   now() {
     if (this.trace.finished !== null) return this.trace.finished;
     return this.trace.now + (this.calm.matches ? 0 : (performance.now() - this.received) / 1000);
@@ -113,17 +113,17 @@ export class Timeline {
     return lane;
   }
 
-  /** The lanes in words. */
+  /** The lanes as text, for screen readers. */
   summary() {
-    const said = Object.values(this.trace.stages).map((stage) => {
+    const lanes = Object.values(this.trace.stages).map((stage) => {
       if (stage.started === null) return `${stage.stage} ${stage.submitted === null ? "has not begun" : "is queued"}`;
       const end = ended(stage, this.trace);
       return `${stage.stage} from ${seconds(stage.started)} ${end === null ? "until now" : `to ${seconds(end)}`}`;
     });
-    return `Stages of the request: ${said.join("; ")}.`;
+    return `Stages of the request: ${lanes.join("; ")}.`;
   }
 
-  /** The point of a pipeline: a stage that began before the one in front of it had ended. */
+  /** A stage that started before the one before it ended. */
   overlap() {
     const stages = Object.values(this.trace.stages).filter(({ started }) => started !== null);
     for (let i = stages.length - 1; i > 0; i -= 1) {
@@ -142,7 +142,7 @@ export class Timeline {
       return el("tr", {}, el("th", { scope: "row" }, stage.stage), ...values);
     });
     const head = el("thead", {}, el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title))));
-    const caption = el("caption", { class: "unseen" }, "Times of the request’s stages since it came in");
+    const caption = el("caption", { class: "unseen" }, "Times of the request’s stages since it arrived");
     const table = el("table", {}, caption, head, el("tbody", {}, ...rows));
     $("timeline-table").querySelector("div").replaceChildren(table);
     $("timeline-table").hidden = false;
@@ -168,13 +168,13 @@ function mark(kind, at, y) {
 
 function axis(span, x, height) {
   const step = STEPS.find((size) => span / size <= 5) ?? span / 4;
-  const made = [];
+  const marks = [];
   for (let time = 0; time <= span * 1.0001; time += step) {
     const at = x(time);
-    made.push(svg("line", { class: "grid", x1: at, x2: at, y1: 0, y2: height - AXIS + 4 }));
+    marks.push(svg("line", { class: "grid", x1: at, x2: at, y1: 0, y2: height - AXIS + 4 }));
     const anchor = time === 0 ? "start" : at > x(span) - 24 ? "end" : "middle";
     const label = time === 0 ? "0" : seconds(time).replace(/\.0+ /, " ").replace(/(\.\d)0 /, "$1 ");
-    made.push(svg("text", { class: "time", x: at, y: height - 4, "text-anchor": anchor }, label));
+    marks.push(svg("text", { class: "time", x: at, y: height - 4, "text-anchor": anchor }, label));
   }
-  return made;
+  return marks;
 }

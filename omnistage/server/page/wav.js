@@ -1,18 +1,18 @@
-// Sound as 16-bit samples and as WAV files.
+// Audio as 16-bit samples and as WAV files.
 
 /** Float samples between -1 and 1 as signed 16-bit. */
 export function toPcm16(samples) {
-  const made = new Int16Array(samples.length);
-  for (let i = 0; i < samples.length; i += 1) made[i] = Math.max(-1, Math.min(1, samples[i])) * 32767;
-  return made;
+  const result = new Int16Array(samples.length);
+  for (let i = 0; i < samples.length; i += 1) result[i] = Math.max(-1, Math.min(1, samples[i])) * 32767;
+  return result;
 }
 
 /** Signed 16-bit little-endian bytes as float samples. */
 export function toFloat(data) {
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
-  const made = new Float32Array(data.byteLength >> 1);
-  for (let i = 0; i < made.length; i += 1) made[i] = view.getInt16(2 * i, true) / 32768;
-  return made;
+  const result = new Float32Array(data.byteLength >> 1);
+  for (let i = 0; i < result.length; i += 1) result[i] = view.getInt16(2 * i, true) / 32768;
+  return result;
 }
 
 /** A WAV file of one channel; `pieces` are byte arrays of 16-bit little-endian samples. */
