@@ -58,7 +58,8 @@ def starter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(example: str, *args: object, cwd: Path) -> str:
     """Standard output of an example that must succeed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join((str(ROOT), str(ROOT / "starter")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
