@@ -8,7 +8,7 @@ the loopback network.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
@@ -30,28 +30,29 @@ def is_loopback(host: str) -> bool:
 
 
 class HostMiddleware:
-    """ASGI middleware: refuses requests whose `Host` is neither a loopback address nor one of `allowed_hosts`."""
+    """ASGI middleware: refuses requests whose `Host` is neither a loopback address nor one of `allowed_hosts`.
+
+    It returns the application's awaitable itself: no chunk of a response passes through here.
+    """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str] = ()) -> None:
         self._app = app
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         header = HTTPConnection(scope).headers.get("host", "").lower()
         # `name:8000` and `[::1]:8000` without the port.
         name, colon, port = header.rpartition(":")
         host = name if colon and port.isdecimal() and not name.endswith(":") else header
         if is_loopback(host) or host in self._allowed_hosts:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         error = PermissionDeniedError(
             f"the host {short_repr(header)} is not allowed: without API keys only localhost is; "
             "start the server with --allow-host NAME, or with keys"
         )
-        await deny(error, scope, receive, send)
+        return deny(error, scope, receive, send)
 
 
 def origin_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:

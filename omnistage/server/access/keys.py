@@ -114,18 +114,16 @@ class Holder:
         finally:
             counts[activity] -= 1
 
-    def take_token(self, now: float) -> None:
-        """Start one request at the holder's rate. Raises where the rate does not allow it yet."""
-        if self.rate is None:
-            return
+    def take_token(self, rate: float, now: float) -> None:
+        """Start one request at a rate. Raises where the rate does not allow it yet."""
         # A minute's requests at once, and at least one: a rate below one a minute still allows requests.
-        use, burst = self.use, max(self.rate, 1.0)
-        gained = burst if use.refilled_at is None else (now - use.refilled_at) * self.rate / 60
+        use, burst = self.use, max(rate, 1.0)
+        gained = burst if use.refilled_at is None else (now - use.refilled_at) * rate / 60
         use.tokens, use.refilled_at = min(burst, use.tokens + gained), now
         if use.tokens < 1:
-            wait = (1 - use.tokens) * 60 / self.rate
+            wait = (1 - use.tokens) * 60 / rate
             raise RateLimitError(
-                f"this key may start {self.rate:g} requests a minute; try again in {wait:.1f} s", retry_after=wait
+                f"this key may start {rate:g} requests a minute; try again in {wait:.1f} s", retry_after=wait
             )
         use.tokens -= 1
 
@@ -189,7 +187,8 @@ class Keyring:
         if holder.models is not None and model not in holder.models:
             raise PermissionDeniedError(f"this key may not use {model!r}", param="model")
         with holder.count("requests"):
-            holder.take_token(self._clock())
+            if holder.rate is not None:
+                holder.take_token(holder.rate, self._clock())
             yield
 
 

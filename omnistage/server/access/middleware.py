@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,7 +20,8 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 class AccessMiddleware:
     """ASGI middleware: a key for everything under `/v1/`, 503 for new work while the service loads or drains.
 
-    Without keys, pages of other origins than `origins` and the service's own may only read.
+    Without keys, pages of other origins than `origins` and the service's own may only read. It returns the
+    application's awaitable itself: no chunk of a response passes through here.
     """
 
     def __init__(self, app: ASGIApp, service: Service, origins: Sequence[str] = ()) -> None:
@@ -28,11 +29,10 @@ class AccessMiddleware:
         self._service = service
         self._origins = origins
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # The path as the router matches it: no spelling passes one of the two and not the other.
         if scope["type"] != "http" or not str(scope["path"]).startswith(_PROTECTED_PREFIX):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         headers, method, keyring = Headers(scope=scope), scope["method"], self._service.keyring
         origin = headers.get("origin")
         try:
@@ -46,7 +46,6 @@ class AccessMiddleware:
             if method == "POST":
                 self._service.check_ready()
         except OmniError as error:
-            await response_of(error)(scope, receive, send)
-            return
+            return response_of(error)(scope, receive, send)
         scope.setdefault("state", {})["holder"] = holder
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
