@@ -176,14 +176,14 @@ def check_quantisation(config: PreTrainedConfig) -> bool:
     return True
 
 
-def check_repeats(config: Mapping[str, Any], num_tensors: int, where: str = "config.json") -> None:
+def check_repeats(config: Mapping[str, object], num_tensors: int, where: str = "config.json") -> None:
     """Refuse a config that asks for far more layers than there are weights, before one of them is made."""
     for key, value in nested_settings(config):
         if _REPEATS.search(key) and isinstance(value, int) and value > max(num_tensors, _MANY_REPEATS):
             raise CheckpointError(f"{where} asks for {key}={value}, but the checkpoint has {num_tensors} tensors")
 
 
-def nested_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def nested_settings(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Every setting of a config and of those inside it, by its own name."""
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -312,7 +312,3 @@ def end_token_ids(*configs: object) -> tuple[int, ...]:
                 raise CheckpointError(f"the checkpoint's eos_token_id is {value!r}; it must be one or more token ids")
             return ids
     return ()
-
-
-def module_device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device

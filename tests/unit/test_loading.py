@@ -18,7 +18,6 @@ from omnistage.models.loading import (
     end_token_ids,
     kv_shape,
     load_model,
-    module_device,
     read_auto_config,
     read_generation_config,
 )
@@ -199,7 +198,7 @@ def test_a_model_takes_its_weights_frozen_and_in_the_asked_precision(
     assert torch.equal(model.lm_head.weight, weights["lm_head.weight"].double())
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
-    assert module_device(model) == CPU
+    assert model.device == CPU
 
 
 def test_a_missing_weight_is_named(config: transformers.LlamaConfig, weights: dict[str, torch.Tensor]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from omnistage.core.family import AnyProcessor, Bridge, ComponentFactory, Family, LoadContext
 
@@ -29,7 +30,7 @@ def drawing_family(
     `components` are those beyond the encoder, the denoiser and the decoder. `name` is one of ours, never a user's.
     """
 
-    def part(module: str) -> Any:
+    def part(module: str) -> ModuleType:
         return import_module(f"omnistage.models.{name}.{module}")
 
     def factory(role: str) -> ComponentFactory:

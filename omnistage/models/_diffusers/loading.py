@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,15 +25,17 @@ from omnistage.hf import transformers
 from omnistage.models.loading import check_repeats, check_size, nested_settings
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModelMixin
+    from transformers import PreTrainedModel
 
+_T = TypeVar("_T")
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
 _ESSENTIAL = frozenset({"vae", "transformer", "scheduler", "text_encoder", "tokenizer"})
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def diffusers() -> Any:
+def diffusers() -> ModuleType:
     """The diffusers package. Raises `MissingDependencyError` where it is not installed."""
     try:
         # Tables that are made on import must have values, even if it happens while a stand-in is made.
@@ -43,7 +46,8 @@ def diffusers() -> Any:
         raise MissingDependencyError("diffusers is needed for pictures: pip install 'omnistage[diffusion]'") from error
     # Its pipelines print the prompts that they shorten; what users write stays out of logs.
     logging.getLogger("diffusers.pipelines").setLevel(logging.ERROR)
-    return package
+    module: ModuleType = package
+    return module
 
 
 class Parts:
@@ -100,7 +104,7 @@ class Parts:
         options = {"local_files_only": True} | ({"trust_remote_code": False} if _is_transformers(cls) else {})
         return _guarded(folder, lambda: cls.from_pretrained(folder, **options))
 
-    def load_model(self, name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    def load_model(self, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """A part with weights, for inference."""
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, nn.Module):
@@ -109,7 +113,7 @@ class Parts:
             )
         check_weights(folder)
         self._check_sizes(name, cls, folder)
-        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+        options: dict[str, object] = {"local_files_only": True, "use_safetensors": True}
         options["dtype"] = dtype
         if not _is_transformers(cls):
             options["low_cpu_mem_usage"] = True  # missing weights are then an error, not noise
@@ -121,7 +125,7 @@ class Parts:
         model.requires_grad_(False)
         return model.to(device)
 
-    def stand_in(self, name: str) -> Any:
+    def stand_in(self, name: str) -> ModelMixin:
         """A part's module with its config and no weights: pipelines read sizes from it."""
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, diffusers().ModelMixin):
@@ -131,11 +135,11 @@ class Parts:
         check_config(folder)
         return self._skeleton(cls, folder)
 
-    def _skeleton(self, cls: Any, folder: Path) -> Any:
+    def _skeleton(self, cls: type[ModelMixin], folder: Path) -> ModelMixin:
         with torch.device("meta"):
             return _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
 
-    def _check_sizes(self, name: str, cls: Any, folder: Path) -> None:
+    def _check_sizes(self, name: str, cls: type[nn.Module], folder: Path) -> None:
         """Refuse a configuration that its weights cannot fill, before memory is taken for it."""
         check_config(folder)
         # transformers makes its models without memory; diffusers allocates each parameter, if only for a moment.
@@ -151,7 +155,7 @@ class Parts:
 
     def pipeline(
         self,
-        pipeline_class: type[Any],
+        pipeline_class: type[DiffusionPipeline],
         models: Collection[str],
         others: Collection[str],
         stand_ins: Collection[str],
@@ -164,7 +168,7 @@ class Parts:
         `models` are loaded with weights, `others` (tokenizers, processors, the scheduler) without, `stand_ins` on
         no device. Its helpers that take a `device` can be used; its `__call__` cannot.
         """
-        parts: dict[str, Any] = {}
+        parts: dict[str, object] = {}
         self._check_essential((*models, *others, *stand_ins))
         names = [n for n in (*models, *others, *stand_ins) if self.has(n)]
         for done, name in enumerate(names):
@@ -182,7 +186,7 @@ class Parts:
         return pipeline_class(**(components | extra))
 
 
-def _places(pipeline_class: type[Any]) -> list[str]:
+def _places(pipeline_class: type[DiffusionPipeline]) -> list[str]:
     """The components that a pipeline class takes."""
     parameters = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
     # What has a default that is not None is a setting (`is_distilled`, `text_encoder_out_layers`), not a part.
@@ -245,16 +249,18 @@ def _shapes(folder: Path) -> list[Sequence[int]]:
     return shapes
 
 
-def _is_transformers(cls: type[Any]) -> bool:
+def _is_transformers(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "transformers"
 
 
-def _loaded_with_info(cls: type[Any], folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _loaded_with_info(
+    cls: type[PreTrainedModel | ModelMixin], folder: Path, options: Mapping[str, object]
+) -> tuple[nn.Module, Mapping[str, Sequence[str]]]:
     result = _guarded(folder, lambda: cls.from_pretrained(folder, output_loading_info=True, **options))
     return result if isinstance(result, tuple) else (result, {})
 
 
-def _guarded(folder: Path, load: Callable[[], Any]) -> Any:
+def _guarded(folder: Path, load: Callable[[], _T]) -> _T:
     try:
         return load()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ from omnistage.engines.diffusion.whole import OnStep, WholePipeline
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+_Tensors = dict[str, torch.Tensor]
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "width": ("width",),
     "height": ("height",),
@@ -54,7 +58,7 @@ _MAX_REASON_CHARS = 300
 class Pipeline(WholePipeline):
     """One pipeline object of diffusers."""
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe = pipe
         self.takes, self.needs = _signature(type(pipe))
 
@@ -78,7 +82,7 @@ class Pipeline(WholePipeline):
             arguments["output_type"] = "pil"
         done = 0
 
-        def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        def on_step_end(pipe: DiffusionPipeline, _step: int, _time: object, tensors: _Tensors) -> _Tensors:
             nonlocal done
             done += 1
             on_step(done, _steps(pipe, params))
@@ -105,9 +109,9 @@ class Pipeline(WholePipeline):
 
     # --------------------------------------------------------------------------------------------- pieces
 
-    def _arguments(self, payload: DiffusionInput, params: DiffusionParams) -> dict[str, Any]:
+    def _arguments(self, payload: DiffusionInput, params: DiffusionParams) -> dict[str, object]:
         """What the request sets, by diffusers' names. A pipeline that takes no prompt draws without looking at it."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         for field, names in _ARGUMENTS.items():
             value = getattr(params, field)
             if value is None:
@@ -146,9 +150,9 @@ class Pipeline(WholePipeline):
             f"{short_repr(text)} is no class of this model; give a class's number or name", param="prompt"
         )
 
-    def _scheduler(self, name: str | None) -> Any:
+    def _scheduler(self, name: str | None) -> SchedulerMixin:
         """The pipeline's scheduler, or another class that can take its place."""
-        stock: Any = getattr(self.pipe, "scheduler", None)
+        stock: SchedulerMixin = getattr(self.pipe, "scheduler", None)
         if name is None or type(stock).__name__ == name:
             return stock
         known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
@@ -161,7 +165,7 @@ class Pipeline(WholePipeline):
         return known[name].from_config(stock.config)
 
 
-def _signature(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
+def _signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[str]]:
     """What a pipeline can be called with, and what it cannot be called without."""
     parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -173,7 +177,7 @@ def _signature(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(p.name for p in parameters), needed
 
 
-def _steps(pipe: Any, params: DiffusionParams) -> int:
+def _steps(pipe: DiffusionPipeline, params: DiffusionParams) -> int:
     """Steps of the call that runs: pipelines note them, as an input picture's strength makes them fewer."""
     count = getattr(pipe, "num_timesteps", None)
     return count if isinstance(count, int) else params.steps or 1
@@ -182,7 +186,7 @@ def _steps(pipe: Any, params: DiffusionParams) -> int:
 # --------------------------------------------------------------------------------------------------- pixels
 
 
-def pixels_of(output: Any) -> np.ndarray:
+def pixels_of(output: object) -> np.ndarray:
     """The one picture or video in a pipeline's output."""
     frames, images = getattr(output, "frames", None), getattr(output, "images", None)
     if frames is not None and len(frames):
@@ -192,7 +196,7 @@ def pixels_of(output: Any) -> np.ndarray:
     raise StageError(f"the pipeline gave {type(output).__name__}, in which there is neither a picture nor a video")
 
 
-def _picture(value: Any) -> np.ndarray:
+def _picture(value: Image.Image | np.ndarray | torch.Tensor) -> np.ndarray:
     """`uint8 [h, w, 3]` of a Pillow image, or of an array or tensor in 0..1."""
     if isinstance(value, Image.Image):
         return np.asarray(value.convert("RGB"))
@@ -213,7 +217,7 @@ def load(context: LoadContext) -> Pipeline:
     parts = Parts(context.model.folder)
     cls = _pipeline_class(parts)
     models = _checked_parts(parts)
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, nn.Module] = {}
     for done, name in enumerate(models):
         if context.progress is not None:
             context.progress(name, done / len(models))
@@ -234,7 +238,7 @@ def load(context: LoadContext) -> Pipeline:
     return Pipeline(pipe)
 
 
-def _pipeline_class(parts: Parts) -> Any:
+def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
     name, package = parts.pipeline_class, diffusers()
     cls = getattr(package, name, None) if not name.startswith("_") else None
     if not isinstance(cls, type) or not issubclass(cls, package.DiffusionPipeline):
@@ -268,7 +272,7 @@ def _checked_parts(parts: Parts) -> list[str]:
     return models
 
 
-def _of_a_pipeline(library: str, cls: object) -> Any:
+def _of_a_pipeline(library: str, cls: object) -> type | None:
     """A class that is part of one pipeline's own module in diffusers, like Stable Diffusion's safety checker."""
     module = getattr(diffusers().pipelines, library, None) if library.isidentifier() else None
     if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,20 +118,23 @@ class Denoiser(DiffusersDenoiser):
             scheduler.set_begin_index(0)
         packed = private_api.flux_pack(latents)[0]
         context = self._positions(condition, high, wide, dtype)
-        context["guidance"] = self._guidance(condition, params)
-        return Lane(packed, scheduler, timesteps, condition, params, len(context["ids"]), context=context)
+        tokens = len(context["ids"])
+        guidance = self._guidance(condition, params)
+        return Lane(packed, scheduler, timesteps, condition, params, tokens, context={**context, "guidance": guidance})
 
-    def _positions(self, condition: Condition, high: int, wide: int, dtype: torch.dtype) -> dict[str, Any]:
+    def _positions(
+        self, condition: Condition, high: int, wide: int, dtype: torch.dtype
+    ) -> dict[str, Tensor | tuple[int, ...]]:
         """Position ids of a lane's patches, and the grids that they stand for: equal grids have equal ids."""
         ids = private_api.flux_position_ids(high, wide, self.device, dtype)
-        grids: tuple[int, ...] = (high, wide)
-        context: dict[str, Any] = {}
-        if "reference" in condition.shared:
-            reference_ids = condition.shared["reference_ids"]
-            grids += tuple(int(last) for last in reference_ids[-1].tolist())
-            ids = torch.cat([ids, reference_ids.to(self.device, dtype)])
-            context["reference"] = condition.shared["reference"].to(self.device, dtype)
-        return {**context, "ids": ids, "grids": grids}
+        if "reference" not in condition.shared:
+            return {"ids": ids, "grids": (high, wide)}
+        reference_ids = condition.shared["reference_ids"]
+        return {
+            "reference": condition.shared["reference"].to(self.device, dtype),
+            "ids": torch.cat([ids, reference_ids.to(self.device, dtype)]),
+            "grids": (high, wide, *(int(last) for last in reference_ids[-1].tolist())),
+        }
 
     def _guidance(self, condition: Condition, params: DiffusionParams) -> Tensor | None:
         """The input of a guidance-distilled transformer; None for one that takes none."""

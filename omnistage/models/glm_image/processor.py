@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from omnistage.models.chat_template import template_refusal
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, check_params, fitted_size, target_grids, target_size
 from omnistage.models.prompts import PromptTokenizer
 
+if TYPE_CHECKING:
+    from transformers import GlmImageProcessor
+
 _PROBE = "A cup of tea that says 'Good morning', 100%"
 
 
@@ -28,7 +31,7 @@ class GlmImageInputProcessor:
 
     input_modalities = frozenset({Modality.TEXT, Modality.IMAGE})
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: GlmImageProcessor) -> None:
         self._processor = processor
         self._prompts = PromptTokenizer(processor.tokenizer)
         self._lock = threading.Lock()

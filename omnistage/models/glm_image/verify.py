@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from omnistage.models._diffusers.verify import Case, Drawn, Recorder, drive, loa
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import CELL
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
+
+if TYPE_CHECKING:
+    from transformers import BatchFeature
 
 _WORDS = ("a red bicycle", "two 'OPEN' signs", 'a shop called "第三"', "fog over water", "「春」 on paper", "an owl")
 
@@ -135,9 +138,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         prepare_torchvision()
-        self.pipe: Any = diffusers().GlmImagePipeline.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        )
+        self.pipe = diffusers().GlmImagePipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         self.pipe.set_progress_bar_config(disable=True)
 
     @torch.inference_mode()
@@ -161,8 +162,10 @@ class Reference:
             tokens.tolist(), DiffusionInput(request.prompt, request.images, tokens=tuple(picture), context=context)
         )
 
-    def _inputs(self, request: Request) -> Any:
-        content: list[dict[str, Any]] = [{"type": "image", "image": Image.fromarray(image)} for image in request.images]
+    def _inputs(self, request: Request) -> BatchFeature:
+        content: list[dict[str, object]] = [
+            {"type": "image", "image": Image.fromarray(image)} for image in request.images
+        ]
         content.append({"type": "text", "text": request.prompt})
         size = {"target_h": request.params.height, "target_w": request.params.width}
         return self.pipe.processor.apply_chat_template(
@@ -178,7 +181,7 @@ class Reference:
         """The picture of a case's tokens."""
         payload, params = case.payload, case.params
         rows, columns = payload.context["grid"].tolist()
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if payload.images:
             grids = payload.context["source_grids"]
             split = torch.split(payload.context["source_tokens"], grids.prod(-1).tolist())

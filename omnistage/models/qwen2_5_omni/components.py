@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -102,7 +102,7 @@ class Talker(DecoderComponent):
         prepared = _with_positions(model, payload, text_ids)
         return replace(prepared, token_ids=ids, embeds=embeds)
 
-    def _speaker(self, info: RequestInfo) -> Mapping[str, Any]:
+    def _speaker(self, info: RequestInfo) -> Mapping[str, torch.Tensor | int]:
         name = info.voice or first_voice(self._speakers)
         if name not in self._speakers:
             raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._speakers)}", param="voice")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,7 @@ from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
 
 if TYPE_CHECKING:
-    from transformers import Qwen2_5OmniConfig
+    from transformers import PreTrainedConfig, Qwen2_5OmniConfig
 
 _EMBEDDINGS = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
@@ -67,7 +67,7 @@ def read_speakers(folder: Path, config: Qwen2_5OmniConfig | None = None) -> Spea
     return speakers
 
 
-def _check_voice(name: str, parts: Mapping[str, Any], config: Qwen2_5OmniConfig | None) -> None:
+def _check_voice(name: str, parts: Mapping[str, object], config: Qwen2_5OmniConfig | None) -> None:
     dit = None if config is None else config.token2wav_config.dit_config
     begin = parts.get("bos_token")
     if not isinstance(begin, int) or isinstance(begin, bool) or begin < 0:
@@ -105,7 +105,7 @@ def load_thinker(context: LoadContext) -> Thinker:
     return Thinker(model, load_tokenizer(folder))
 
 
-def end_of(config: Any) -> object:
+def end_of(config: PreTrainedConfig) -> object:
     return config.eos_token_id if config.eos_token_id is not None else config.text_config.eos_token_id
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from omnistage.media.hashing import content_key
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import BatchFeature, Qwen2_5OmniConfig, Qwen2_5OmniProcessor
+
 _AUDIO_RATE = 16_000
 _MIN_SECONDS = 0.03
 """The model would hear nothing of less, and its positions cannot be counted beside pictures."""
@@ -29,7 +33,7 @@ _MIN_SECONDS = 0.03
 class _Media:
     """A chat's media in the order in which the template names them."""
 
-    images: list[Any] = field(default_factory=list)
+    images: list[Image.Image] = field(default_factory=list)
     audios: list[np.ndarray] = field(default_factory=list)
     videos: list[np.ndarray] = field(default_factory=list)
     fps: list[float] = field(default_factory=list)
@@ -45,7 +49,7 @@ class Qwen25OmniProcessor:
 
     input_modalities = frozenset({Modality.TEXT, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO})
 
-    def __init__(self, processor: Any, config: Any, voices: Sequence[str]) -> None:
+    def __init__(self, processor: Qwen2_5OmniProcessor, config: Qwen2_5OmniConfig, voices: Sequence[str]) -> None:
         self._processor = processor
         self._prompts = PromptTokenizer(processor.tokenizer)
         self._thinker = config.thinker_config
@@ -127,9 +131,9 @@ class Qwen25OmniProcessor:
         spans, context = self._spans(ids, media, features)
         return ARInput(ids, media=tuple(spans), context=context)
 
-    def _features(self, rendered: str, media: _Media) -> Any:
+    def _features(self, rendered: str, media: _Media) -> BatchFeature:
         """Pixels, mel frames and grids of all items, as the reference computes them."""
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if media.audios:
             # The extractor would cut a longer clip in silence.
             max_samples = int(self._processor.feature_extractor.n_samples)
@@ -159,7 +163,7 @@ class Qwen25OmniProcessor:
             raise MediaError(f"a sound is shorter than {shortest}; send a longer one", param="messages")
         return features
 
-    def _expand(self, rendered: str, media: _Media, features: Any) -> str:
+    def _expand(self, rendered: str, media: _Media, features: BatchFeature) -> str:
         """Placeholders repeated to each item's length, with each video's own frame rate."""
         lengths = iter(_audio_lengths(features).tolist()) if media.audios else iter([])
         images = iter(features["image_grid_thw"]) if media.images else iter([])
@@ -179,7 +183,7 @@ class Qwen25OmniProcessor:
         return str(expanded[0])
 
     def _spans(
-        self, ids: tuple[int, ...], media: _Media, features: Any
+        self, ids: tuple[int, ...], media: _Media, features: BatchFeature
     ) -> tuple[list[MediaSpan], dict[str, torch.Tensor]]:
         tokens = torch.tensor(ids)
         context: dict[str, torch.Tensor] = {"use_audio_in_video": torch.tensor(media.use_audio_in_video)}
@@ -207,7 +211,9 @@ class Qwen25OmniProcessor:
             spans.extend(self._audio_spans(tokens, features, context))
         return spans, context
 
-    def _audio_spans(self, tokens: torch.Tensor, features: Any, context: dict[str, torch.Tensor]) -> list[MediaSpan]:
+    def _audio_spans(
+        self, tokens: torch.Tensor, features: BatchFeature, context: dict[str, torch.Tensor]
+    ) -> list[MediaSpan]:
         masks, mels = features["feature_attention_mask"], features["input_features"]
         context["audio_seqlens"] = masks.sum(-1)
         lengths = _audio_lengths(features)
@@ -260,7 +266,7 @@ def _speech(samples: np.ndarray, rate: int) -> np.ndarray:
     return samples
 
 
-def _audio_lengths(features: Any) -> torch.Tensor:
+def _audio_lengths(features: BatchFeature) -> torch.Tensor:
     """Rows that each clip fills in the prompt: two strides of two, as in the model's own rule."""
     frames: torch.Tensor = features["feature_attention_mask"].sum(-1)
     after_cnn = (frames - 1) // 2 + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -15,6 +15,10 @@ import torch
 from omnistage.compat import prepare_torchvision
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
 from omnistage.hf import transformers
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import BatchFeature
 
 Noise = Callable[[int], torch.Tensor]
 """Initial noise `[1, frames, mel]` of token2wav by its number of mel frames."""
@@ -40,10 +44,10 @@ class Reference:
         self.model.talker.register_forward_pre_hook(_keep_mask, with_kwargs=True)
         self.processor = transformers.Qwen2_5OmniProcessor.from_pretrained(folder, local_files_only=True)
 
-    def inputs(self, messages: Sequence[ChatMessage]) -> tuple[Any, bool]:
+    def inputs(self, messages: Sequence[ChatMessage]) -> tuple[BatchFeature, bool]:
         """The stock processor's tensors for a chat, and whether videos bring their sound."""
-        turns: list[dict[str, Any]] = []
-        images: list[Any] = []
+        turns: list[dict[str, object]] = []
+        images: list[Image.Image] = []
         audios: list[np.ndarray] = []
         videos: list[np.ndarray] = []
         fps, with_audio = 2.0, False
@@ -67,7 +71,7 @@ class Reference:
                     content.append({"type": "video", "video": ""})
             turns.append({"role": message.role, "content": content})
         text = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if images:
             options["images"] = images
         if audios:
@@ -92,7 +96,7 @@ class Reference:
         length = features["input_ids"].shape[1]
         # Without the prefix the pixels would also go to the talker, which refuses them.
         inputs = {f"thinker_{k}" if k.startswith("pixel_values") else k: v for k, v in features.items()}
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "use_audio_in_video": with_audio,
             "thinker_max_new_tokens": max_tokens,
             "thinker_do_sample": False,

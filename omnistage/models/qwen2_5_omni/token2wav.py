@@ -338,7 +338,15 @@ class Token2Wav(CodecComponent):
         )
 
 
-def _velocity(dit: Any, x: Tensor, t: Tensor, codes: Tensor, cond: Tensor, reference: Tensor, scale: Tensor) -> Tensor:
+def _velocity(
+    dit: Qwen2_5OmniToken2WavDiTModel,
+    x: Tensor,
+    t: Tensor,
+    codes: Tensor,
+    cond: Tensor,
+    reference: Tensor,
+    scale: Tensor,
+) -> Tensor:
     """One evaluation of the field, as in transformers' `sample`; shapes as in `Token2Wav._solve`."""
     inputs = {
         "hidden_states": x,
@@ -431,7 +439,7 @@ class _Exact(nn.Module):
             return self.module(x.float())  # type: ignore[no-any-return]
 
 
-def _half_copy(dit: Any) -> Any:
+def _half_copy(dit: Qwen2_5OmniToken2WavDiTModel) -> Qwen2_5OmniToken2WavDiTModel:
     """A copy whose blocks hold their matrices in float16; the stream between them stays float32."""
     half = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})
     for module in half.transformer_blocks.modules():

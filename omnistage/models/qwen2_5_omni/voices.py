@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-Speakers = Mapping[str, Mapping[str, Any]]
+import torch
+
+Speakers = Mapping[str, Mapping[str, torch.Tensor | int]]
 """By name: `cond` and `ref_mel` for token2wav, `bos_token` for the talker."""
 _DEFAULT = "Chelsie"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ class Denoiser(DiffusersDenoiser):
             scheduler.set_begin_index(0)
             latents = noise(shape, generator, self.device, dtype)
         shapes = [(1, rows, columns)]
-        context: dict[str, Any] = {"shapes": shapes, "images": []}
+        context: dict[str, list[tuple[int, int, int]] | list[Tensor]] = {"shapes": shapes, "images": []}
         tokens = rows * columns
         if "image_latents" in condition.shared:
             images = condition.shared["image_latents"].to(self.device, dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ class Denoiser(DiffusersDenoiser):
         return super().group(row), _expert(row.lane)
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        model: Any = self.transformers[_expert(rows[0].lane)]
+        model = self.transformers[_expert(rows[0].lane)]
         dtype = self.pipe.transformer.dtype
         views = [row.lane.condition.shared["clip"] for row in rows if "clip" in row.lane.condition.shared]
         return list(
