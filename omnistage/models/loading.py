@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +36,7 @@ _MANY_REPEATS = 1024
 _SMALL_BUFFERS = 2**24
 """Elements of computed tables (rotary angles, masks) that no checkpoint holds and every machine has room for."""
 
+_T = TypeVar("_T")
 Model = TypeVar("Model", bound="PreTrainedModel")
 
 
@@ -74,29 +75,30 @@ class Checkpoint:
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Tensors whose name starts with `prefix`, by the rest of their name."""
-        names_by_file: dict[Path, list[str]] = {}
-        for name, path in self._file_of.items():
-            if name.startswith(prefix):
-                names_by_file.setdefault(path, []).append(name)
-        if not names_by_file:
+        by_file = self._names_by_file(prefix)
+        if not by_file:
             raise CheckpointError(f"{self.folder} has no weights named {prefix}*; check that it is the right model")
         tensors: dict[str, torch.Tensor] = {}
-        for path, names in sorted(names_by_file.items()):
+        for path, names in sorted(by_file.items()):
             with _open(path) as shard:
                 for name in names:
-                    tensors[name[len(prefix) :]] = _read(shard, name, path)
+                    tensors[name[len(prefix) :]] = _checked(name, path, shard.get_tensor)
         return tensors
 
     def num_elements(self) -> int:
         """Numbers in all tensors together, by the headers of the files alone."""
+        total = 0
+        for path, names in self._names_by_file().items():
+            with _open(path) as shard:
+                total += sum(math.prod(_checked(name, path, shard.get_slice).get_shape()) for name in names)
+        return total
+
+    def _names_by_file(self, prefix: str = "") -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}
         for name, path in self._file_of.items():
-            by_file.setdefault(path, []).append(name)
-        total = 0
-        for path, names in by_file.items():
-            with _open(path) as shard:
-                total += sum(math.prod(_slice(shard, name, path).get_shape()) for name in names)
-        return total
+            if name.startswith(prefix):
+                by_file.setdefault(path, []).append(name)
+        return by_file
 
     def rows(self, names: Sequence[str], indices: Sequence[int]) -> torch.Tensor:
         """Rows `indices` of the matrix called by the first of `names` that exists, without reading the rest."""
@@ -105,31 +107,23 @@ class Checkpoint:
             if path is None:
                 continue
             with _open(path) as shard:
-                matrix = _slice(shard, name, path)
+                matrix = _checked(name, path, shard.get_slice)
                 if max(indices) >= matrix.get_shape()[0]:
                     raise CheckpointError(f"{name} has {matrix.get_shape()[0]} rows; row {max(indices)} is needed")
                 return torch.cat([matrix[i : i + 1] for i in indices])
         raise CheckpointError(f"{self.folder} has none of {', '.join(names)}")
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name} is not a readable safetensors file: {error}") from error
 
 
-def _read(shard: Any, name: str, path: Path) -> torch.Tensor:
+def _checked(name: str, path: Path, read: Callable[[str], _T]) -> _T:
     try:
-        tensor: torch.Tensor = shard.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path.name} does not hold {name}, though the index says so: {error}") from error
-    return tensor
-
-
-def _slice(shard: Any, name: str, path: Path) -> Any:
-    try:
-        return shard.get_slice(name)
+        return read(name)
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} does not hold {name}, though the index says so: {error}") from error
 

@@ -22,7 +22,7 @@ from omnistage.core.errors import (
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
-from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Tensors
+from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
 from omnistage.models._diffusers.loading import load_pipeline
 
@@ -52,14 +52,7 @@ class DiffusersEncoder(PromptEncoder):
         self.default_size = default_size
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        for name in ("width", "height"):
-            value = getattr(params, name)
-            if value is not None and value % self.multiple:
-                low = max(value // self.multiple, 1) * self.multiple
-                raise InvalidRequestError(
-                    f"must be a multiple of {self.multiple}, got {value}; use {low} or {low + self.multiple}",
-                    param=name,
-                )
+        check_sides(params, self.multiple)
         if len(payload.images) > self.max_images:
             raise UnsupportedModalityError(
                 f"this model takes {self.max_images or 'no'} images, got {len(payload.images)}", param="image"
@@ -225,6 +218,24 @@ class DiffusersDenoiser(Denoiser):
         config = self.pipe.vae.config
         scaled: Tensor = (latents - config.shift_factor) * config.scaling_factor
         return scaled
+
+
+def check_sides(params: DiffusionParams, multiple: int) -> None:
+    """Refuse a width or a height that is no multiple of this."""
+    for name, value in (("width", params.width), ("height", params.height)):
+        if value is not None and value % multiple:
+            low = max(value // multiple, 1) * multiple
+            raise InvalidRequestError(
+                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}", param=name
+            )
+
+
+def with_references(rows: Sequence[Row]) -> Tensor:
+    """Packed latents `[B, patches, channels]`, with those of the input pictures, where there are any, behind them."""
+    latents = torch.stack([row.lane.latents for row in rows])
+    if "reference" not in rows[0].lane.context:
+        return latents
+    return torch.cat([latents, torch.stack([row.lane.context["reference"] for row in rows])], dim=1)
 
 
 def default_to(value: float | None, default: float) -> float:

@@ -135,6 +135,14 @@ def cases_of(kinds: Sequence[Kind], count: int, seed: int, **options: object) ->
     return cases
 
 
+def numbered_case(number: int, seed: int, images: Sequence[np.ndarray], **options: object) -> Case:
+    """A case whose steps, seed and prompt follow from its number; `options` are further parameters, with the size."""
+    params = DiffusionParams.parse({**options, "steps": 2 + number % 3, "seed": seed + number})
+    kind = f"{len(images)} pictures" if images else "text"
+    payload = DiffusionInput(f"The quick brown fox number {number} in the garden.", tuple(images))
+    return Case(f"{number}: {params.width}x{params.height} from {kind}", payload, params)
+
+
 def load_components(runner: ModelRunner) -> tuple[PromptEncoder, Denoiser, LatentDecoder]:
     """The three networks of a drawing pipeline, on no engine."""
     loaded = [runner.load_component(name) for name in runner.stage_names]

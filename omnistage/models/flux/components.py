@@ -23,6 +23,7 @@ from omnistage.models._diffusers.base import (
     default_to,
     noise,
     set_timesteps,
+    with_references,
 )
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
@@ -149,10 +150,7 @@ class Denoiser(DiffusersDenoiser):
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         first = rows[0].lane
-        latents = torch.stack([row.lane.latents for row in rows])
-        patches = latents.shape[1]
-        if "reference" in first.context:
-            latents = torch.cat([latents, torch.stack([row.lane.context["reference"] for row in rows])], dim=1)
+        latents = with_references(rows)
         embeds = torch.stack([row.tensors["embeds"] for row in rows])
         guidance = None
         if first.context["guidance"] is not None:
@@ -167,7 +165,7 @@ class Denoiser(DiffusersDenoiser):
             img_ids=first.context["ids"],
             return_dict=False,
         )[0]
-        return list(predicted[:, :patches])
+        return list(predicted[:, : len(first.latents)])
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         return negative + default_to(lane.params.true_cfg, 1.0) * (positive - negative)

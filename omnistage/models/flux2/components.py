@@ -24,6 +24,7 @@ from omnistage.models._diffusers.base import (
     default_to,
     noise,
     set_timesteps,
+    with_references,
 )
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
@@ -129,10 +130,7 @@ class Denoiser(DiffusersDenoiser):
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         first = rows[0].lane
-        latents = torch.stack([row.lane.latents for row in rows])
-        patches = latents.shape[1]
-        if "reference" in first.context:
-            latents = torch.cat([latents, torch.stack([row.lane.context["reference"] for row in rows])], dim=1)
+        latents = with_references(rows)
         embeds = torch.stack([row.tensors["embeds"] for row in rows])
         predicted = self.transformer(
             hidden_states=latents.to(self.dtype),
@@ -143,7 +141,7 @@ class Denoiser(DiffusersDenoiser):
             img_ids=first.context["ids"],
             return_dict=False,
         )[0]
-        return list(predicted[:, :patches])
+        return list(predicted[:, : len(first.latents)])
 
     def result(self, lane: Lane) -> Tensor:
         # `[channels, high, wide]`, for packed ones do not tell a wide picture from a tall one.

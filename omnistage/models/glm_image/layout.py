@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams
+from omnistage.models._diffusers.base import check_sides
 
 CELL = 32
 """Pixels of a picture token's side."""
@@ -26,25 +27,21 @@ Grid = tuple[int, int]
 
 def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> None:
     """Raise for what this model cannot be asked for; the denoiser takes no part in it."""
-    for name in ("width", "height"):
-        value = getattr(params, name)
-        if value is not None and value % CELL:
-            low = max(value // CELL, 1) * CELL
-            raise InvalidRequestError(
-                f"must be a multiple of {CELL}, got {value}; use {low} or {low + CELL}", param=name
-            )
+    check_sides(params, CELL)
     if num_images > MAX_IMAGES:
         raise UnsupportedModalityError(f"this model takes {MAX_IMAGES} images at most, got {num_images}", param="image")
-    if masked:
-        raise InvalidRequestError("not supported by this model; omit it", param="mask")
-    if params.strength is not None:
-        raise InvalidRequestError("not supported by this model; omit it", param="strength")
-    for name in ("true_cfg", "num_frames", "fps"):
-        value = getattr(params, name)
-        if value is not None and not (name == "num_frames" and value == 1):
+    frames = None if params.num_frames == 1 else params.num_frames
+    unsupported = {
+        "mask": masked or None,
+        "strength": params.strength,
+        "true_cfg": params.true_cfg,
+        "num_frames": frames,
+        "fps": params.fps,
+        "negative_prompt": params.negative_prompt or None,
+    }
+    for name, value in unsupported.items():
+        if value is not None:
             raise InvalidRequestError("not supported by this model; omit it", param=name)
-    if params.negative_prompt:
-        raise InvalidRequestError("not supported by this model; omit it", param="negative_prompt")
 
 
 def target_size(params: DiffusionParams, images: Sequence[np.ndarray], default: int) -> tuple[int, int]:

@@ -7,11 +7,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Recorder, call_arguments, to_uint8
+from omnistage.models._diffusers.verify import (
+    Case,
+    DiffusersReference,
+    Drawn,
+    Recorder,
+    call_arguments,
+    numbered_case,
+    to_uint8,
+)
 
 
 class Reference(DiffusersReference):
@@ -41,23 +47,16 @@ class Reference(DiffusersReference):
     def _case(self, number: int, seed: int) -> Case:
         """Guided and unguided ones in turn; every third one of a model that draws starts from a picture."""
         width, height = ((64, 64), (96, 64), (64, 128))[number % 3]
-        params = DiffusionParams(
-            width=width,
-            height=height,
-            steps=2 + number % 3,
-            seed=seed + number,
-            guidance=(4.0, 1.0, 2.5)[number % 3],
-            negative_prompt="blurred, grey" if number % 4 != 3 else None,
-        )
-        images: tuple[np.ndarray, ...] = ()
+        options: dict[str, object] = {"width": width, "height": height, "guidance": (4.0, 1.0, 2.5)[number % 3]}
+        if number % 4 != 3:
+            options["negative_prompt"] = "blurred, grey"
+        images: list[np.ndarray] = []
         if self.edits:
             several = 1 + number % 2 if "Plus" in type(self.pipe).__name__ else 1
-            images = tuple(picture(64, 64 + 32 * i, seed + i) for i in range(several))
+            images = [picture(64, 64 + 32 * i, seed + i) for i in range(several)]
         elif number % 3 == 2:
-            images, params = (picture(90, 70, seed),), params.merged(DiffusionParams(strength=0.7))
-        kind = f"{len(images)} pictures" if images else "text"
-        payload = DiffusionInput(f"The quick brown fox number {number} in the garden.", images)
-        return Case(f"{number}: {width}x{height} from {kind}", payload, params)
+            images, options["strength"] = [picture(90, 70, seed)], 0.7
+        return numbered_case(number, seed, images, **options)
 
 
 run = Reference.run

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Recorder, call_arguments, to_uint8
+from omnistage.models._diffusers.verify import (
+    Case,
+    DiffusersReference,
+    Drawn,
+    Recorder,
+    call_arguments,
+    numbered_case,
+    to_uint8,
+)
 
 
 class Reference(DiffusersReference):
@@ -38,20 +43,11 @@ class Reference(DiffusersReference):
     def _case(number: int, seed: int) -> Case:
         """Guided and unguided ones in turn; every third one starts from a picture."""
         width, height = ((64, 64), (96, 64), (48, 80))[number % 3]
-        params = DiffusionParams(
-            width=width,
-            height=height,
-            steps=2 + number % 3,
-            seed=seed + number,
-            guidance=(5.0, 0.0, 2.5, 1.0)[number % 4],
-            negative_prompt=(None, "blurred, grey")[number // 2 % 2],
-        )
-        images: tuple[np.ndarray, ...] = ()
+        guidance, negative = (5.0, 0.0, 2.5, 1.0)[number % 4], (None, "blurred, grey")[number // 2 % 2]
+        options = {"width": width, "height": height, "guidance": guidance, "negative_prompt": negative}
         if number % 3 == 2:
-            images, params = (picture(90, 70, seed),), params.merged(DiffusionParams(strength=0.7))
-        kind = "a picture" if images else "text"
-        payload = DiffusionInput(f"The quick brown fox number {number} in the garden.", images)
-        return Case(f"{number}: {width}x{height} from {kind}", payload, params)
+            return numbered_case(number, seed, [picture(90, 70, seed)], **options, strength=0.7)
+        return numbered_case(number, seed, [], **options)
 
 
 run = Reference.run
