@@ -1,4 +1,4 @@
-"""`omnistage tiny`: make a small checkpoint with random weights."""
+"""`omnistage tiny`: write a small checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from omnistage.core.family import Family
 
-_TELLING_FILES = frozenset({"config.json", "tokenizer.json", "model_index.json"})
+_MARKER_FILES = frozenset({"config.json", "tokenizer.json", "model_index.json"})
 _CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"})
 
 
@@ -32,7 +32,7 @@ def tiny(
     """Make a small checkpoint of FAMILY in DIR, with random weights.
 
     It has all the parts of a real one and loads through the same code, so a whole pipeline can be tried and tested
-    in seconds, without a download. What it says is noise.
+    in seconds, without a download. Its output is noise.
 
     Examples:
 
@@ -42,10 +42,10 @@ def tiny(
     omnistage tiny flux out/schnell --variant schnell
     ```
     """
-    found = find_family(family)
-    if found.tiny is None:
-        raise UnsupportedModelError(f"the family {found.name} has no small checkpoint", param="FAMILY")
-    chosen = _variant(found, variant)
+    model_family = find_family(family)
+    if model_family.tiny is None:
+        raise UnsupportedModelError(f"the family {model_family.name} has no small checkpoint", param="FAMILY")
+    options = _variant(model_family, variant)
     if folder.exists() and not folder.is_dir():
         raise InvalidRequestError(f"{folder} is a file; name a folder", param="DIR")
     if folder.is_dir() and any(folder.iterdir()):
@@ -53,8 +53,8 @@ def tiny(
             raise InvalidRequestError(f"{folder} is not empty; name another folder or add --force", param="DIR")
         remove_checkpoint(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with progress_bar(f"making a small {found.name}") as report:
-        found.tiny(folder, seed=seed, scale=scale, progress=report, **chosen)
+    with progress_bar(f"making a small {model_family.name}") as report:
+        model_family.tiny(folder, seed=seed, scale=scale, progress=report, **options)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     console = out()
     console.print(f"wrote {folder} ({size / 2**20:.1f} MiB)", soft_wrap=True)
@@ -62,14 +62,14 @@ def tiny(
 
 
 def _variant(family: Family, name: str | None) -> dict[str, str]:
-    """What a family's `tiny` is given for `--variant`. Raises, before anything is removed, for one it does not have."""
+    """The options of a family's `tiny` for `--variant`. Raises, before anything is removed, for an unknown one."""
     if name is None:
         return {}
     from omnistage.core.validation import short_repr
 
     known = family.variants
     if not known:
-        raise InvalidRequestError(f"the family {family.name} has one kind only; leave it out", param="--variant")
+        raise InvalidRequestError(f"the family {family.name} has no variants; omit it", param="--variant")
     if name not in known:
         raise InvalidRequestError(f"there is no {short_repr(name)}; known: {', '.join(known)}", param="--variant")
     return {"variant": name}
@@ -78,20 +78,20 @@ def _variant(family: Family, name: str | None) -> dict[str, str]:
 def remove_checkpoint(folder: Path) -> None:
     """Delete the files of a checkpoint. Raises, and deletes nothing, if the folder holds anything else."""
     parts = _part_folders(folder)
-    found = [*folder.iterdir(), *(path for part in parts for path in part.iterdir())]
+    entries = [*folder.iterdir(), *(path for part in parts for path in part.iterdir())]
     foreign = [
         path.name
-        for path in found
+        for path in entries
         if path not in parts and (not path.is_file() or path.suffix not in _CHECKPOINT_FILES)
     ]
     # config.json is written last, so one that was interrupted has none.
-    if foreign or not any(path.name in _TELLING_FILES or path.suffix == ".safetensors" for path in found):
+    if foreign or not any(path.name in _MARKER_FILES or path.suffix == ".safetensors" for path in entries):
         raise InvalidRequestError(
             f"{folder} is not just a checkpoint ({', '.join(sorted(foreign)[:3]) or 'it has no weights'}), "
             "so --force does not replace it; name another folder",
             param="DIR",
         )
-    for path in found:
+    for path in entries:
         if path not in parts:
             path.unlink()
     for part in parts:

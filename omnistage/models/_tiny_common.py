@@ -262,7 +262,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def start(folder: Path, scale: float, variant: str | None = None, variants: Iterable[str] = ()) -> None:
-    """Check what `tiny` is asked for, and create `folder`."""
+    """Check the arguments of `tiny`, and create `folder`."""
     check_scale(scale)
     if variant is not None and variant not in variants:
         raise ConfigError(f"there is no {variant!r}; known: {', '.join(variants)}", param="variant")

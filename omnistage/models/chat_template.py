@@ -46,8 +46,7 @@ def turn_of(message: ChatMessage, content: Any) -> Turn:
 
 
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template that does not know of tools ends with when it meets them: its own word, or whatever its expressions
-come to."""
+"""What a template without support for tools raises when it is given some: its own error, or that of an expression."""
 
 
 class ChatTemplate:
@@ -141,7 +140,7 @@ class ChatTemplate:
 
 
 def instructions(tools: Sequence[ToolSpec]) -> str:
-    """What a model is told of its tools where its template has no words for it."""
+    """The description of the tools for a model whose template has none."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

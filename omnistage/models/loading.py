@@ -32,7 +32,7 @@ _SINGLE = "model.safetensors"
 _REPEATS = re.compile(r"(^|_)(layers?|depth|scale|blocks)$")
 """Settings by which a config has modules repeated."""
 _MANY_REPEATS = 1024
-"""More than any model has, and few enough to be built without weights in a moment."""
+"""More than any model has, and few enough to be built quickly without weights."""
 _SMALL_BUFFERS = 2**24
 """Elements of computed tables (rotary angles, masks) that no checkpoint holds and every machine has room for."""
 
@@ -201,7 +201,7 @@ def _check_shapes(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
     """Compare the shapes that can be compared before anything is allocated.
 
     `transformers` renames some modules while it loads, and only it knows how. A tensor that is not there by its name
-    is compared where just one ends alike, which the embedding does; `check_complete` has the last word on the rest.
+    is compared where just one ends alike, which the embedding does; `check_complete` checks the rest.
     """
     endings: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -269,7 +269,7 @@ def positive(config: PreTrainedConfig, name: str) -> int:
 
 
 def read_auto_config(folder: Path) -> PreTrainedConfig:
-    """The config of a folder by its `model_type`. Code that the folder brings along is never run, nor asked about."""
+    """The config of a folder by its `model_type`. Code in the folder is never run."""
     kind = read_json(folder / "config.json").get("model_type")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -287,7 +287,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    read_json(path)  # says what is wrong with the text, where `transformers` only says that something is
+    read_json(path)  # names the error in the text, which `transformers` does not
     try:
         config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -43,7 +43,7 @@ class GuardedText:
 
 
 class PromptTokenizer:
-    """A fast tokenizer that can be used from several threads and told what is literal."""
+    """A fast tokenizer for several threads, which takes parts of a text literally."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer

@@ -39,7 +39,7 @@ from omnistage.models.glm_image import tiny, verify
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import fitted_size, generated_positions, target_grids
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
-from omnistage.models.glm_image.verify import Reference, Request, Written
+from omnistage.models.glm_image.verify import PriorOutput, Reference, Request
 from omnistage.omni import Omni
 from omnistage.pipeline.build import build_parts
 
@@ -97,7 +97,7 @@ def stage(folder: Path) -> ARStage:
 
 
 @pytest.fixture(scope="module")
-def written(stage: ARStage, processor: GlmImageInputProcessor) -> dict[str, Written]:
+def written(stage: ARStage, processor: GlmImageInputProcessor) -> dict[str, PriorOutput]:
     """All requests in one batch of ours."""
     found = verify.write_ours(stage, processor, REQUESTS)
     stage.check_integrity()
@@ -109,7 +109,7 @@ def written(stage: ARStage, processor: GlmImageInputProcessor) -> dict[str, Writ
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.name)
 def test_greedy_tokens_are_those_of_transformers(
-    request_: Request, written: dict[str, Written], reference: Reference
+    request_: Request, written: dict[str, PriorOutput], reference: Reference
 ) -> None:
     ours, theirs = written[request_.name], reference.write(request_)
     assert ours.tokens == theirs.tokens
@@ -119,14 +119,14 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 def test_a_request_alone_writes_what_it_writes_in_a_batch(
-    stage: ARStage, processor: GlmImageInputProcessor, written: dict[str, Written]
+    stage: ARStage, processor: GlmImageInputProcessor, written: dict[str, PriorOutput]
 ) -> None:
     for request in (REQUESTS[0], EDIT):
         assert verify.write_ours(stage, processor, [request])[0].tokens == written[request.name].tokens
 
 
 def test_tokens_outlast_preemption_and_small_chunks(
-    folder: Path, processor: GlmImageInputProcessor, written: dict[str, Written]
+    folder: Path, processor: GlmImageInputProcessor, written: dict[str, PriorOutput]
 ) -> None:
     """What was preempted is computed anew, generated tokens at the positions of their grid."""
     component: Any = verify.load_prior_stage(OmniRunner(folder)).component
@@ -202,7 +202,7 @@ def test_special_tokens_in_a_prompt_stay_text(processor: GlmImageInputProcessor,
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.name)
 def test_pictures_are_those_of_diffusers(
-    request_: Request, written: dict[str, Written], parts: Parts, reference: Reference
+    request_: Request, written: dict[str, PriorOutput], parts: Parts, reference: Reference
 ) -> None:
     case = Case(request_.name, written[request_.name].drawing, request_.params)
     ours = drive(*parts, case)
@@ -214,7 +214,7 @@ def test_pictures_are_those_of_diffusers(
     assert rows[1].difference <= PIXEL_TOLERANCE
 
 
-def test_everything_asked_for_changes_the_picture(written: dict[str, Written], parts: Parts) -> None:
+def test_everything_asked_for_changes_the_picture(written: dict[str, PriorOutput], parts: Parts) -> None:
     request = EDIT
     drawing = written[request.name].drawing
     base = _draw(parts, drawing, request.params)
@@ -251,7 +251,7 @@ def _lane(parts: Parts, drawing: DiffusionInput, params: DiffusionParams, steps:
 
 @pytest.mark.parametrize("name", ["square", "edit"])
 @torch.inference_mode()
-def test_rows_do_not_depend_on_their_neighbours(name: str, written: dict[str, Written], parts: Parts) -> None:
+def test_rows_do_not_depend_on_their_neighbours(name: str, written: dict[str, PriorOutput], parts: Parts) -> None:
     """Two requests at different steps, of both branches, with pictures of their own."""
     denoiser = parts[1]
     drawing = written[name].drawing
@@ -276,7 +276,7 @@ def _size(drawing: DiffusionInput) -> tuple[int, int]:
     return columns * 32, rows * 32
 
 
-def test_latents_of_several_pictures_decode_together(written: dict[str, Written], parts: Parts) -> None:
+def test_latents_of_several_pictures_decode_together(written: dict[str, PriorOutput], parts: Parts) -> None:
     drawing, params = written["wide"].drawing, REQUESTS[1].params
     drawn = [_draw(parts, drawing, params.model_copy(update={"seed": seed})) for seed in (1, 2)]
     with torch.inference_mode():
@@ -285,13 +285,13 @@ def test_latents_of_several_pictures_decode_together(written: dict[str, Written]
         assert np.abs(one.astype(int) - item.pixels.astype(int)).max() <= 1
 
 
-def test_another_scheduler_can_be_asked_for(written: dict[str, Written], parts: Parts) -> None:
+def test_another_scheduler_can_be_asked_for(written: dict[str, PriorOutput], parts: Parts) -> None:
     params = REQUESTS[0].params.model_copy(update={"scheduler": "NoSuchScheduler"})
     with pytest.raises(InvalidRequestError, match="NoSuchScheduler"):
         _draw(parts, written["square"].drawing, params)
 
 
-def test_the_whole_pipeline_draws_the_same(folder: Path, parts: Parts, written: dict[str, Written]) -> None:
+def test_the_whole_pipeline_draws_the_same(folder: Path, parts: Parts, written: dict[str, PriorOutput]) -> None:
     requests = (REQUESTS[0], EDIT)
     built = build_parts(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), progress=False)
     with Omni.from_parts(built.graph, built.stages, built.bridges, built.defaults, built.processor) as omni:
@@ -373,7 +373,7 @@ def test_a_picture_with_more_tokens_than_the_stage_holds_is_refused(
         stage.check(StageInput(RequestInfo("bare"), SamplingParams(), ARInput((1, 2))))
 
 
-def test_the_encoder_refuses_tokens_that_make_no_picture(parts: Parts, written: dict[str, Written]) -> None:
+def test_the_encoder_refuses_tokens_that_make_no_picture(parts: Parts, written: dict[str, PriorOutput]) -> None:
     encoder, params = parts[0], EDIT.params
     drawing = written["edit"].drawing
     encoder.check(drawing, params)

@@ -459,7 +459,7 @@ def test_a_variant_goes_to_a_family_that_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("flux", "dev, schnell, kontext"), ("wan", "t2v_experts"), ("z_image", "one kind only")]
+    ("family", "reason"), [("flux", "dev, schnell, kontext"), ("wan", "t2v_experts"), ("z_image", "no variants")]
 )
 def test_a_variant_that_the_family_lacks_is_refused_with_those_it_has(tmp_path: Path, family: str, reason: str) -> None:
     result = run("tiny", family, tmp_path / "a", "--variant", "nonsense", code=2)

@@ -69,7 +69,7 @@ class DiffusersEncoder(PromptEncoder):
         self._refuse_unused(payload, params)
 
     def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        """Raise for what would be left aside: someone who sets it wants it to count."""
+        """Refuse parameters that would have no effect."""
         true_cfg, video = self._takes("true_cfg_scale"), self._takes("num_frames")
         if params.true_cfg is not None and not true_cfg:
             raise InvalidRequestError("not supported by this model; use guidance instead", param="true_cfg")
@@ -79,7 +79,7 @@ class DiffusersEncoder(PromptEncoder):
             )
         if not video and params.fps is not None:
             raise InvalidRequestError("this model draws pictures, not videos; omit it", param="fps")
-        # Families with both scales say themselves which of them the negative prompt goes with.
+        # Families with both scales check themselves which of them the negative prompt needs.
         off = params.guidance is not None and not true_cfg and len(self.jobs(payload, params)) < 2
         if params.negative_prompt and off:
             raise InvalidRequestError(

@@ -84,7 +84,7 @@ class Parts:
         if not isinstance(value, type) or not hasattr(value, "from_pretrained"):
             raise CheckpointError(f"{library} {package.__version__} has no {cls}, which {name} of {self.folder} needs")
         if issubclass(value, diffusers().DiffusionPipeline):
-            # It would read an index of its own, which nobody has checked.
+            # It would read another index, which was not checked.
             raise CheckpointError(f"{INDEX} in {self.folder} names a whole pipeline for {name}, {cls}; not supported")
         return value
 
@@ -226,7 +226,7 @@ def _check_index(path: Path) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a part's configuration that would fetch code, or make layers without end."""
+    """Refuse a part's configuration that would fetch code, or build far more layers than it has weights for."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json; the checkpoint is incomplete, fetch it again")
     config = read_json(folder / "config.json")

@@ -198,7 +198,7 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
 
 
 def transformer_init(name: str, shape: Sequence[int]) -> Init:
-    """A diffusion transformer: activations keep their size; modulation (AdaLN) is felt without taking over."""
+    """A diffusion transformer: activations keep their size; modulation (AdaLN) has an effect without dominating."""
     if len(shape) == 1:
         return common.vector_init(name)
     return common.normal(shape, gain=0.5 if "norm" in name or "modulation" in name else 1.0)

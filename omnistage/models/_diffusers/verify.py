@@ -64,7 +64,7 @@ class DiffusersReference(ABC):
     """diffusers' own pipelines over one set of weights, in float32 on the CPU."""
 
     def __init__(self, folder: Path, pipeline: str = "DiffusionPipeline", absent: Sequence[str] = ()) -> None:
-        """`absent` are parts that the checkpoint comes without: diffusers wants to be told."""
+        """`absent` are parts that the checkpoint lacks, which diffusers must be given as None."""
         cls = getattr(diffusers(), pipeline)
         options = {"dtype": torch.float32, "local_files_only": True}
         self.pipe = self._quiet(cls.from_pretrained(folder, **options, **dict.fromkeys(absent)))

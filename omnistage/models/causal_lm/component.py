@@ -49,7 +49,7 @@ class CausalLM(DecoderComponent):
         self._check_same(expected)
 
     def _check_same(self, expected: torch.Tensor) -> None:
-        """Models that do more than a plain decoder and head are found out before they give wrong answers."""
+        """Refuse a model that does more than a plain decoder and head: it would give wrong answers."""
         name = type(self.model).__name__
         windows: dict[int, int | None] = {}
         try:

@@ -48,9 +48,9 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "seed": ("generator",),
 }
 """Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
-_OURS = ("preview_every", "early_stop")
+_ENGINE_ONLY = ("preview_every", "early_stop")
 """What only the engine's own loop can do."""
-_GIVEN = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
+_INPUT_ARGUMENTS = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
 """Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
 _MAX_REASON_CHARS = 300
 
@@ -65,9 +65,9 @@ class Pipeline(WholePipeline):
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         arguments = self._arguments(payload, params)
         for name in sorted(self.needs - set(arguments)):
-            ours = _GIVEN.get(name) or next(field for field, names in _ARGUMENTS.items() if name in names)
+            ours = _INPUT_ARGUMENTS.get(name) or next(field for field, names in _ARGUMENTS.items() if name in names)
             raise InvalidRequestError(f"is missing; {type(self.pipe).__name__} requires it", param=ours)
-        for field in _OURS:
+        for field in _ENGINE_ONLY:
             if getattr(params, field):
                 raise InvalidRequestError(
                     "not supported by this model, whose denoising loop is diffusers'; omit it", param=field
@@ -110,7 +110,7 @@ class Pipeline(WholePipeline):
     # --------------------------------------------------------------------------------------------- pieces
 
     def _arguments(self, payload: DiffusionInput, params: DiffusionParams) -> dict[str, object]:
-        """What the request sets, by diffusers' names. A pipeline that takes no prompt draws without looking at it."""
+        """The request's parameters under diffusers' names; the prompt is left out for a pipeline that takes none."""
         arguments: dict[str, object] = {}
         for field, names in _ARGUMENTS.items():
             value = getattr(params, field)
@@ -170,7 +170,7 @@ def _signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[
     parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = frozenset(p.name for p in parameters if p.default is p.empty)
-    if unknown := sorted(needed - {*_GIVEN, *(name for names in _ARGUMENTS.values() for name in names)}):
+    if unknown := sorted(needed - {*_INPUT_ARGUMENTS, *(name for names in _ARGUMENTS.values() for name in names)}):
         raise UnsupportedModelError(
             f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
         )

@@ -21,7 +21,7 @@ def _draw(context: LoadContext) -> object:
 def _processor(model: Checkpoint) -> AnyProcessor:
     from omnistage.models._diffusers.processor import DrawingProcessor
 
-    return DrawingProcessor(takes_images=True)  # whether this pipeline does is the component's to say
+    return DrawingProcessor(takes_images=True)  # the component refuses them where its pipeline takes none
 
 
 FAMILY = Family(

@@ -43,7 +43,7 @@ class Encoder(DiffusersEncoder):
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        # diffusers ignores either without the other; someone who sets one wants it to count.
+        # diffusers ignores either without the other; a parameter without effect is refused.
         guided = params.true_cfg is not None and params.true_cfg > 1
         if params.negative_prompt is not None and not guided:
             raise InvalidRequestError("has an effect only with true_cfg above 1; set that too", param="negative_prompt")

@@ -10,7 +10,7 @@ from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk,
 
 
 @dataclass(slots=True)
-class _Writing:
+class _PriorOutput:
     prompt: ARInput | None = None
     tokens: list[int] = field(default_factory=list)
 
@@ -18,20 +18,20 @@ class _Writing:
 def prior2encode(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
     """When the last token is there, the picture's own go on with the prompt; those of its preview came before them."""
     del request
-    writing = state if isinstance(state, _Writing) else _Writing()
+    output = state if isinstance(state, _PriorOutput) else _PriorOutput()
     if chunk.index or not isinstance(chunk.payload, TokenChunk):
-        return writing, ()
+        return output, ()
     if chunk.payload.prompt is not None:
-        writing.prompt = chunk.payload.prompt
-    writing.tokens += chunk.payload.token_ids
+        output.prompt = chunk.payload.prompt
+    output.tokens += chunk.payload.token_ids
     if chunk.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        return writing, ()
-    if writing.prompt is None or writing.prompt.drawing is None:
+        return output, ()
+    if output.prompt is None or output.prompt.drawing is None:
         raise BridgeError("the prior stage's first chunk has no drawing input")
-    context = writing.prompt.context
+    context = output.prompt.context
     rows, columns = context["grid"].tolist()
-    drawing = replace(writing.prompt.drawing, tokens=tuple(writing.tokens[-rows * columns :]), context=context)
-    return writing, (drawing,)
+    drawing = replace(output.prompt.drawing, tokens=tuple(output.tokens[-rows * columns :]), context=context)
+    return output, (drawing,)
 
 
 BRIDGES = {"glm_image.prior2encode": prior2encode}

@@ -26,7 +26,7 @@ Grid = tuple[int, int]
 
 
 def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> None:
-    """Raise for what this model cannot be asked for; the denoiser takes no part in it."""
+    """Refuse parameters that this model does not support."""
     check_sides(params, CELL)
     if num_images > MAX_IMAGES:
         raise UnsupportedModalityError(f"this model takes {MAX_IMAGES} images at most, got {num_images}", param="image")

@@ -121,7 +121,7 @@ class GlmImageInputProcessor:
         return features["pixel_values"], grids
 
     def _check_same(self) -> None:
-        """A checkpoint whose prompts are laid out in another way is found out before it draws something else."""
+        """Refuse a checkpoint whose prompts are laid out in another way: it would draw something else."""
         size = DEFAULT_SIZE
         messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
         stock = self._processor.apply_chat_template(

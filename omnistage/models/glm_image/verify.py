@@ -41,7 +41,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class PriorOutput:
     """What a language model wrote: all tokens, and what goes on to be drawn."""
 
     tokens: list[int]
@@ -87,7 +87,7 @@ def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progres
     return rows
 
 
-def differing(ours: Written, theirs: Written) -> float:
+def differing(ours: PriorOutput, theirs: PriorOutput) -> float:
     """How many tokens differ, those of input pictures included; infinite where their numbers do."""
     pairs = [(torch.tensor(ours.tokens), torch.tensor(theirs.tokens))]
     for name, expected in theirs.drawing.context.items():
@@ -107,7 +107,7 @@ def load_prior_stage(runner: ModelRunner) -> ARStage:
     return stage
 
 
-def write_ours(stage: ARStage, processor: GlmImageInputProcessor, requests: Sequence[Request]) -> list[Written]:
+def write_ours(stage: ARStage, processor: GlmImageInputProcessor, requests: Sequence[Request]) -> list[PriorOutput]:
     """Greedy tokens of all requests in one batch, and what the bridge makes of them."""
     infos = [RequestInfo(request.name) for request in requests]
     for info, request in zip(infos, requests, strict=True):
@@ -127,7 +127,7 @@ def write_ours(stage: ARStage, processor: GlmImageInputProcessor, requests: Sequ
             for item in inputs:
                 if isinstance(item, DiffusionInput):
                     drawings[key] = item
-    return [Written(tokens[info.request_id], drawings[info.request_id]) for info in infos]
+    return [PriorOutput(tokens[info.request_id], drawings[info.request_id]) for info in infos]
 
 
 # ------------------------------------------------------------------------------------------------ the stock
@@ -142,7 +142,7 @@ class Reference:
         self.pipe.set_progress_bar_config(disable=True)
 
     @torch.inference_mode()
-    def write(self, request: Request) -> Written:
+    def write(self, request: Request) -> PriorOutput:
         """The tokens as `generate_prior_tokens` makes them, but for the sampling.
 
         The method itself cannot be called with pictures: it takes their features for a tensor that the present
@@ -158,7 +158,7 @@ class Reference:
         if request.images:
             features = model.get_image_features(inputs["pixel_values"], grids[:-1], return_dict=True).pooler_output
             context |= {"source_tokens": model.get_image_tokens(features), "source_grids": grids[:-1, 1:]}
-        return Written(
+        return PriorOutput(
             tokens.tolist(), DiffusionInput(request.prompt, request.images, tokens=tuple(picture), context=context)
         )
 

@@ -23,7 +23,7 @@ from omnistage.core.types import (
 
 
 @dataclass(slots=True)
-class _Listening:
+class _PendingTalker:
     """thinker2talker before the talker has started: rows of the prompt and of the first reply token gather here."""
 
     prompt: ARInput | None = None
@@ -42,45 +42,45 @@ def thinker2talker(request: RequestInfo, state: object, chunk: StageChunk) -> Br
     del request
     if not isinstance(chunk.payload, TokenChunk):
         return state, ()
-    listening = state if isinstance(state, _Listening) else _Listening()
+    pending = state if isinstance(state, _PendingTalker) else _PendingTalker()
     payload, inputs = chunk.payload, list[StagePayloadIn | StageFeed]()
     if payload.prompt is not None:
-        listening.prompt = payload.prompt
-    if listening.first_token is None and payload.token_ids:
-        listening.first_token = payload.token_ids[0]
+        pending.prompt = payload.prompt
+    if pending.first_token is None and payload.token_ids:
+        pending.first_token = payload.token_ids[0]
     final = chunk.finish is not None
     rows = payload.hidden
-    if not listening.started:
+    if not pending.started:
         if rows is not None:
-            listening.rows.append(rows)
-            listening.count += len(rows)
-        start = _start_talker(listening)
+            pending.rows.append(rows)
+            pending.count += len(rows)
+        start = _start_talker(pending)
         if start is not None:
             inputs.append(start)
             if final:
                 inputs.append(SideRows(start.embeds[:0], final=True))  # type: ignore[index]
     elif rows is not None or final:
-        empty = listening.rows[0][:0]
+        empty = pending.rows[0][:0]
         inputs.append(SideRows(empty if rows is None else rows, final=final))
-    return listening, inputs
+    return pending, inputs
 
 
-def _start_talker(listening: _Listening) -> ARInput | None:
+def _start_talker(pending: _PendingTalker) -> ARInput | None:
     """The talker's input once the first reply token has been computed, else None."""
-    if listening.prompt is None or listening.first_token is None:
+    if pending.prompt is None or pending.first_token is None:
         return None
-    needed = len(listening.prompt.token_ids) + 1
-    if listening.count < needed:
+    needed = len(pending.prompt.token_ids) + 1
+    if pending.count < needed:
         return None
-    rows = torch.cat(listening.rows)
-    if len(rows) != listening.count:
+    rows = torch.cat(pending.rows)
+    if len(rows) != pending.count:
         raise BridgeError("the thinker's rows do not add up")
-    listening.started = True
-    listening.rows = [rows[:0]]
+    pending.started = True
+    pending.rows = [rows[:0]]
     return ARInput(
-        token_ids=(*listening.prompt.token_ids, listening.first_token),
+        token_ids=(*pending.prompt.token_ids, pending.first_token),
         embeds=rows[:needed],
-        context=listening.prompt.context,
+        context=pending.prompt.context,
         streaming=True,
         side_rows=rows[needed:],
     )

@@ -43,7 +43,7 @@ class Thinker(DecoderComponent):
         return _with_positions(self.model, payload, payload.token_ids)
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
-        # The talker is told of media through the hidden state only: their embeddings count as zero.
+        # Media reach the talker through the hidden state only: their embeddings count as zero.
         return embeds.masked_fill(media, 0.0) + hidden
 
     def encode(self, span: MediaSpan) -> torch.Tensor:

@@ -54,7 +54,7 @@ def read_speakers(folder: Path, config: Qwen2_5OmniConfig | None = None) -> Spea
         speakers: object = torch.load(path, weights_only=True, map_location="cpu")
     except MemoryError:
         raise
-    except Exception as error:  # what torch's restricted reader raises for a foreign file is anyone's guess
+    except Exception as error:  # torch's restricted reader may raise anything for a foreign file
         raise CheckpointError(
             f"spk_dict.pt in {folder} is damaged or holds more than tensors; it is refused: {str(error)[:200]}"
         ) from error
@@ -146,7 +146,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
 
 
 def _precision(context: LoadContext, budget: CodecBudget) -> Precision:
-    """TF32 is one switch for the process: where all is asked to be float32, speech must not turn it on for others."""
+    """TF32 is one switch for the process: a float32 deployment must not have it turned on by its speech stage."""
     if budget.precision == "tf32" and context.requested_dtype == "float32":
         return "float32"
     return budget.precision

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _AUDIO_RATE = 16_000
 _MIN_SECONDS = 0.03
-"""The model would hear nothing of less, and its positions cannot be counted beside pictures."""
+"""Less gives the audio encoder no output row, and positions cannot be computed beside pictures."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class Qwen25OmniProcessor:
         try:
             features = self._processor(text=rendered, return_tensors="pt", **options)
         except (ValueError, StopIteration) as error:
-            # A StopIteration says nothing: the template named fewer or more media than were sent.
+            # A StopIteration has no message: the template named fewer or more media than were sent.
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         if media.audios and int(_audio_lengths(features).min()) < 1:

@@ -120,7 +120,7 @@ class Reference:
                     talker_do_sample=False,
                 )
         except (RuntimeError, ValueError):
-            # It fails on a reply of a single token, for which it has no row to speak from, and on no codes at all.
+            # It fails on a reply of a single token, for which the talker has no row, and on an empty list of codes.
             answer = self.run(messages, max_tokens=max_tokens)
             if len(answer.token_ids) != 1 and codes_of_calls != [[]]:
                 raise
@@ -157,7 +157,7 @@ def fixed_noise(noise: Noise | None) -> Iterator[None]:
     stock = torch.randn
 
     def randn(shape: Sequence[int], **options: Any) -> torch.Tensor:
-        if options.get("generator") is not None:  # our own draw of that noise
+        if options.get("generator") is not None:  # `noise` itself samples with one
             return stock(shape, **options)
         values = noise(int(shape[1])).to(device=options["device"], dtype=options["dtype"])
         if list(values.shape) != list(shape):

@@ -273,7 +273,7 @@ def _dit_init(name: str, shape: Sequence[int]) -> Init:
     if name.endswith("codec_embed.weight"):
         return Init(1.0)
     if "norm" in name:
-        # Gates and shifts near a trained model's: each block adds a part, none takes over.
+        # Gates and shifts near a trained model's: each block adds to the stream, none dominates it.
         return common.normal(shape, gain=0.5)
     return common.normal(shape)
 

@@ -62,7 +62,7 @@ class _Stream:
     voice: _Voice
     generator: torch.Generator
     noise: Tensor
-    """`[frames, mel]`: initial noise of the frames that are not emitted yet, as far as it was drawn."""
+    """`[frames, mel]`: initial noise of the frames that are not emitted yet, as far as it was sampled."""
     trajectory: Tensor
     """`[evaluations, frames, mel]`: the solver's states of the blocks left of the next window."""
     mel: Tensor
@@ -176,7 +176,7 @@ class Token2Wav(CodecComponent):
 
     def noise_for(self, seed: int, num_frames: int) -> Tensor:
         """The initial noise (`float32 [1, num_frames, mel_dim]`, CPU) of a request with this seed, however cut."""
-        return self._draw(torch.Generator().manual_seed(seed), num_frames)[None, :num_frames]
+        return self._sample_noise(torch.Generator().manual_seed(seed), num_frames)[None, :num_frames]
 
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         streams = [_stream(window) for window in windows]
@@ -245,18 +245,18 @@ class Token2Wav(CodecComponent):
         with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
             return _velocity(self._half, *inputs).float()
 
-    def _draw(self, generator: torch.Generator, frames: int) -> Tensor:
-        """At least `frames` rows of noise, drawn a whole block at a time so that no cut changes what comes next."""
+    def _sample_noise(self, generator: torch.Generator, frames: int) -> Tensor:
+        """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""
         shape = (self._block_frames, self._mel_dim)
         blocks = [torch.randn(shape, generator=generator) for _ in range(-(-frames // self._block_frames))]
         return torch.cat(blocks) if blocks else torch.empty(0, self._mel_dim)
 
     def _noise(self, stream: _Stream, window: Window) -> Tensor:
-        """Noise of the window's new and look-ahead frames. Drawing more than needed is harmless: it is kept."""
+        """Noise of the window's new and look-ahead frames; what is left of it is kept for the next window."""
         frames = (len(window.codes) - window.history) * self._repeats
         missing = frames - len(stream.noise)
         if missing > 0:
-            stream.noise = torch.cat((stream.noise, self._draw(stream.generator, missing)))
+            stream.noise = torch.cat((stream.noise, self._sample_noise(stream.generator, missing)))
         return stream.noise[:frames]
 
     # ----------------------------------------------------------------------------------------------- vocoder
@@ -331,7 +331,7 @@ class Token2Wav(CodecComponent):
             codebook_size=self._dit.text_embed.codec_embed.num_embeddings,
             max_codes=config.max_position_embeddings // self._repeats,
             history_blocks=max(self._left_blocks, -(-(left + right) // self._block_frames)),
-            # The look-ahead spreads by one evaluation after the other: practically without end.
+            # The look-ahead spreads with every evaluation, so that there is no limit in practice.
             max_lookahead_blocks=len(config.look_ahead_layers) * 1024,
             first_blocks=1 if self._early else right // self._block_frames + 1,
             code_seconds=self.samples_per_code / self.sample_rate,

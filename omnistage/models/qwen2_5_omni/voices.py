@@ -12,5 +12,5 @@ _DEFAULT = "Chelsie"
 
 
 def first_voice(speakers: Speakers) -> str:
-    """Who speaks when nobody is asked for: `transformers`' default, where the checkpoint has it."""
+    """The voice of a request that names none: `transformers`' default, where the checkpoint has it."""
     return _DEFAULT if _DEFAULT in speakers else next(iter(speakers))

@@ -73,7 +73,7 @@ class EditEncoder(Encoder):
     picture_area = 1024 * 1024
     """Input pictures are brought to this many pixels, whatever the size of the result."""
     seen_area = picture_area
-    """As many has what the text encoder sees."""
+    """The number of pixels that the text encoder sees."""
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
@@ -99,7 +99,7 @@ class EditEncoder(Encoder):
 
     def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
         jobs = super().jobs(payload, params)
-        # An instruction is never cut, so one without end must be refused.
+        # An instruction is never truncated, so a long one must be refused.
         limit = params.max_sequence_length or self.max_text_tokens
         for name, job in zip(("prompt", "negative_prompt"), jobs, strict=False):
             tokens = len(self.pipe.tokenizer(job.text)["input_ids"])

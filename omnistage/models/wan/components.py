@@ -41,7 +41,7 @@ _FPS, _EXPANDED_FPS = 16.0, 24.0
 # As published: everything that turns pixels into numbers or back runs in full precision.
 _PRECISE = {"vae": torch.float32, "image_encoder": torch.float32}
 
-# Solvers that know flow matching and draw no noise of their own.
+# Solvers that support flow matching and sample no noise.
 _FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
 _SOLVERS = (_FLOW_EULER, "UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
 

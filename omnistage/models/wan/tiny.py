@@ -163,7 +163,7 @@ def _clip_hub_name(name: str) -> str:
 
 
 def _transformer_init(name: str, shape: Sequence[int]) -> Init:
-    # Most of the 512 text tokens are padding; attention must be sharp for the words among them to be felt.
+    # Most of the 512 text tokens are padding; attention must be sharp for the words among them to have an effect.
     if ".attn2.norm_" in name:
         return Init(0.1, mean=2.0)
     return parts.transformer_init(name, shape)

@@ -83,7 +83,7 @@ class Denoiser(DiffusersDenoiser):
             [row.tensors["embeds"] for row in rows],
             return_dict=False,
         )[0]
-        # The transformer points from noise to the picture, the scheduler wants it the other way round.
+        # The transformer predicts from noise to the picture, the scheduler expects the reverse.
         return [-each.float().squeeze(1) for each in predicted]
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:

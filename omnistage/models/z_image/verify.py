@@ -29,7 +29,7 @@ class Reference(DiffusersReference):
         if payload.images:
             image = Image.fromarray(payload.images[0])
             if params.width is not None and params.height is not None:
-                # The pipeline takes a picture of another size for an error; ours brings it to the size asked for.
+                # The pipeline refuses a picture of another size; ours resizes it.
                 image = pipe.image_processor.resize(image, params.height, params.width)
             images["image"] = image
         arguments = {**images, **call_arguments(pipe, params)}
