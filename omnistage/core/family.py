@@ -166,6 +166,7 @@ class Family:
     processor: Callable[[Checkpoint], AnyProcessor]
     tiny: Callable[..., None] | None = None
     verify: Callable[..., object] | None = None
+    """Called with a `ModelRunner`, then `cases`, `seed` and `progress` by name; gives `VerifyRow`s."""
     aliases: tuple[str, ...] = field(default=())
     variants: tuple[str, ...] = field(default=())
     """What `tiny` takes as `variant`, the default first; empty where it takes none."""
