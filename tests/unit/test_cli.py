@@ -57,7 +57,7 @@ def fake_registry(tmp_path, monkeypatch):
     pipeline.write_text(PIPELINE)
     rows: list[object] = []
 
-    def verify(folder, *, cases, seed, progress):
+    def verify(runner, *, cases, seed, progress):
         progress("case", 1.0)
         return rows
 
