@@ -48,8 +48,8 @@ class Reference(DiffusersReference):
         """Guided and unguided ones in turn; every third one of a model that draws starts from a picture."""
         width, height = ((64, 64), (96, 64), (64, 128))[number % 3]
         options: dict[str, object] = {"width": width, "height": height, "guidance": (4.0, 1.0, 2.5)[number % 3]}
-        if number % 4 != 3:
-            options["negative_prompt"] = "blurred, grey"
+        # Set even where it is None: the default in pipeline.yaml is " ".
+        options["negative_prompt"] = "blurred, grey" if number % 4 != 3 else None
         images: list[np.ndarray] = []
         if self.edits:
             several = 1 + number % 2 if "Plus" in type(self.pipe).__name__ else 1
