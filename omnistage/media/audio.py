@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import av
 import numpy as np
@@ -108,13 +107,13 @@ def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_se
         raise MediaError(f"audio does not decode ({error}); the file may be truncated or damaged") from error
 
 
-def _file_blocks(file: soundfile.SoundFile) -> Iterator[NDArray[Any]]:
+def _file_blocks(file: soundfile.SoundFile) -> Iterator[NDArray[np.generic]]:
     # Not SoundFile.blocks: it yields empty blocks for as long as the header promises samples.
     while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
         yield block
 
 
-def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDArray[Any]]:
+def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDArray[np.generic]]:
     """Yield each frame as float32 `[n, channels]`."""
     to_float = av.AudioResampler(format="fltp")
     for frame in frames:
@@ -129,7 +128,9 @@ def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDAr
             yield piece.to_ndarray().T
 
 
-def _collect(blocks: Iterable[NDArray[Any]], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
+def _collect(
+    blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int | None, max_seconds: float
+) -> AudioClip:
     """Average channels, check and resample block by block, so that memory follows the result and not the source."""
     resampler = StreamResampler(rate, rate if target_rate is None else target_rate)
     done: list[NDArray[np.float32]] = []
@@ -162,21 +163,21 @@ class StreamResampler:
         return np.asarray(self._stream.resample_chunk(samples, last=last), dtype=np.float32)
 
 
-def _to_mono(block: NDArray[Any]) -> NDArray[np.float32]:
+def _to_mono(block: NDArray[np.generic]) -> NDArray[np.float32]:
     """Return a new `[n]` float32 array; integers are scaled to -1..1."""
-    scale = 1.0 / (np.iinfo(block.dtype).max + 1) if block.dtype.kind == "i" else 1.0
+    scale = 2.0 ** (1 - 8 * block.dtype.itemsize) if block.dtype.kind == "i" else 1.0
     mono = block.mean(axis=1, dtype=np.float64) if block.ndim == 2 else block.astype(np.float64)
     with np.errstate(over="ignore"):
         return (mono * scale).astype(np.float32)
 
 
-def _from_array(samples: NDArray[Any], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
+def _from_array(samples: NDArray[np.generic], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
     _check_seconds(len(samples) / rate, max_seconds)
     blocks = (samples[start : start + _BLOCK_FRAMES] for start in range(0, len(samples), _BLOCK_FRAMES))
     return _collect(blocks, rate, target_rate, max_seconds)
 
 
-def _checked_array(source: tuple[object, ...]) -> tuple[NDArray[Any], int]:
+def _checked_array(source: tuple[object, ...]) -> tuple[NDArray[np.generic], int]:
     samples, rate = source if len(source) == 2 else (None, None)
     if not isinstance(samples, np.ndarray):
         raise InvalidRequestError("audio as a tuple must be (numpy samples, sample rate)")

@@ -6,7 +6,7 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import soundfile
@@ -52,14 +52,14 @@ class AudioOutput:
         return f"AudioOutput({self.seconds:.2f} s at {self.sample_rate} Hz)"
 
 
-def encode_wav(samples: NDArray[Any], rate: int) -> bytes:
+def encode_wav(samples: NDArray[np.generic], rate: int) -> bytes:
     """Return mono samples `[n]` as a 16-bit WAV file; values outside -1..1 are clipped, NaN is refused."""
     encoded = io.BytesIO()
     _encode(encoded, samples, rate, ".wav")
     return encoded.getvalue()
 
 
-def _encode(file: IO[bytes], samples: NDArray[Any], rate: int, extension: str) -> None:
+def _encode(file: IO[bytes], samples: NDArray[np.generic], rate: int, extension: str) -> None:
     if samples.ndim != 1 or samples.dtype.kind != "f":
         raise MediaError(f"audio to encode must be floats [n], got {samples.dtype} {samples.shape}")
     if not np.isfinite(samples).all():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 KEY_BYTES = 16
 
 
-def content_key(kind: str, data: NDArray[Any] | bytes, *extra: str | int | float | bytes | None) -> bytes:
+def content_key(kind: str, data: NDArray[np.generic] | bytes, *extra: str | int | float | bytes | None) -> bytes:
     """Return a 16-byte digest of `kind`, the data's type, shape and bytes, and `extra`.
 
     Equal content gives an equal key in every process and on every machine, whatever the array's memory layout

@@ -6,7 +6,6 @@ import io
 import re
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError, Media
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 
-ImageSource = BytesSource | Image.Image | NDArray[Any]
+ImageSource = BytesSource | Image.Image | NDArray[np.generic]
 
 # Named one by one: Pillow also opens formats that start other programs (EPS) or that no client needs.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -129,7 +128,7 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8)).convert("RGB")
 
 
-def _from_array(array: NDArray[Any], limits: MediaLimits) -> Image.Image:
+def _from_array(array: NDArray[np.generic], limits: MediaLimits) -> Image.Image:
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         raise InvalidRequestError(f"image array has shape {array.shape}; give [h, w, 3] (or [h, w], 1 or 4 channels)")
     height, width = array.shape[:2]

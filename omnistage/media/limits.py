@@ -24,16 +24,18 @@ class MediaLimits(BaseModel):
         default=100 * MIB,
         description="Largest encoded item in bytes (a file, a decoded data: URL, an HTTP body).",
     )
-    max_items: PositiveInt = Field(default=64, description="Most images, sounds and videos in one request, together.")
+    max_items: PositiveInt = Field(
+        default=64, description="Maximum of images, audio clips and videos in one request, together."
+    )
     max_text_chars: PositiveInt = Field(
-        default=2_000_000, description="Most characters of text in one request, over all of its messages."
+        default=2_000_000, description="Maximum of text characters in one request, over all of its messages."
     )
     max_total_pixels: PositiveInt = Field(
         default=768_000_000,
-        description="Most pixels of one request once decoded: its images and sampled video frames together.",
+        description="Maximum of decoded pixels in one request: its images and sampled video frames together.",
     )
     max_total_audio_seconds: PositiveFloat = Field(
-        default=3600.0, description="Longest sound of one request: its sounds and those of its videos together."
+        default=3600.0, description="Maximum duration of audio in one request, with that of its videos."
     )
 
     max_image_pixels: PositiveInt = Field(
@@ -46,14 +48,14 @@ class MediaLimits(BaseModel):
     )
 
     max_audio_seconds: PositiveFloat = Field(
-        default=1800.0, description="Longest sound, by its header and again while it is decoded."
+        default=1800.0, description="Maximum duration of an audio clip, by its header and again while decoding."
     )
 
     max_video_seconds: PositiveFloat = Field(
-        default=3600.0, description="Longest video; also bounds the sound that is read from a video."
+        default=3600.0, description="Maximum duration of a video, and of the audio that is read from it."
     )
     max_video_frames: PositiveInt = Field(
-        default=768, ge=2, description="Most frames sampled from one video; sampling is thinned to stay within it."
+        default=768, ge=2, description="Maximum of frames sampled from one video; they are spaced to stay within it."
     )
     max_video_pixels: PositiveInt = Field(
         default=4096 * 4096, description="Largest frame of a video in pixels; a larger one is refused."
@@ -61,7 +63,7 @@ class MediaLimits(BaseModel):
     max_video_total_pixels: PositiveInt = Field(
         default=512_000_000,
         description=(
-            "Most pixels held for one video, over all of its sampled frames (3 bytes each). Frames are scaled down, "
+            "Maximum of pixels held for one video, over all sampled frames (3 bytes each). Frames are scaled down, "
             "keeping their aspect, to stay within it."
         ),
     )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import av
 import numpy as np
@@ -173,10 +172,10 @@ def _fit(width: int, height: int, count: int, limits: MediaLimits) -> tuple[int,
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def _sample_array(source: tuple[Any, ...], sampling: _Sampling, limits: MediaLimits) -> VideoClip:
-    if len(source) != 2 or not isinstance(source[0], np.ndarray):
+def _sample_array(source: tuple[object, ...], sampling: _Sampling, limits: MediaLimits) -> VideoClip:
+    frames, source_fps = source if len(source) == 2 else (None, None)
+    if not isinstance(frames, np.ndarray):
         raise InvalidRequestError("a video as a tuple must be (numpy frames, fps)")
-    frames, source_fps = source
     if isinstance(source_fps, bool) or not isinstance(source_fps, int | float | np.number):
         raise InvalidRequestError(f"the fps of video frames must be a number, got {type(source_fps).__name__}")
     if not (math.isfinite(source_fps) and source_fps > 0):
@@ -188,7 +187,7 @@ def _sample_array(source: tuple[Any, ...], sampling: _Sampling, limits: MediaLim
     return VideoClip(kept, len(kept) / seconds, seconds)
 
 
-def _check_array(frames: NDArray[Any], limits: MediaLimits) -> None:
+def _check_array(frames: NDArray[np.generic], limits: MediaLimits) -> None:
     if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
         raise InvalidRequestError(f"video frames are {frames.dtype} {frames.shape}; give uint8 [n, h, w, 3]")
     if len(frames) == 0:

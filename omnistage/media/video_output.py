@@ -90,8 +90,8 @@ class VideoOutput:
         return target
 
     def __repr__(self) -> str:
-        sound = ", sound" if self.audio is not None else ""
-        return f"VideoOutput({self.width}x{self.height}, {self.seconds:.2f} s at {self.fps:g} fps{sound})"
+        audio = ", audio" if self.audio is not None else ""
+        return f"VideoOutput({self.width}x{self.height}, {self.seconds:.2f} s at {self.fps:g} fps{audio})"
 
 
 def read_video_metadata(source: str | os.PathLike[str] | bytes) -> dict[str, object]:

@@ -188,4 +188,4 @@ def test_reading_what_is_no_video(tmp_path: Path) -> None:
 
 def test_repr() -> None:
     assert repr(VideoOutput(moving(), 16.0)) == "VideoOutput(64x48, 0.56 s at 16 fps)"
-    assert repr(VideoOutput(moving(), 16.0, tone(0.1, 8000))).endswith("sound)")
+    assert repr(VideoOutput(moving(), 16.0, tone(0.1, 8000))).endswith("audio)")

@@ -1,1 +1,1 @@
-"""Who may use the service: API keys, JSON web tokens, hosts, origins."""
+"""Access control: API keys, JSON web tokens, hosts, origins."""

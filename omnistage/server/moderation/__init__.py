@@ -1,1 +1,1 @@
-"""Content filters: the hook, how it is applied to requests, and a word list as the example."""
+"""Content filters: the interface, its application to requests, and a word list as an example."""

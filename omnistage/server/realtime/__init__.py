@@ -1,1 +1,1 @@
-"""OpenAI's realtime protocol: one conversation over one WebSocket, spoken or typed."""
+"""OpenAI's realtime protocol: a spoken or written conversation over a WebSocket."""
