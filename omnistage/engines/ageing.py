@@ -1,7 +1,7 @@
 """One order for requests that compete: priority, which waiting makes up for, so that nothing starves. Pure Python.
 
 Lower priorities run earlier. Every `steps` steps that a request waits while others run are worth one level. Schedulers
-whose requests take turns (codec, diffusion) ask `Turns`; there the wait starts anew with every turn. The autoregressive
+whose requests take turns (codec, diffusion) ask `Turns`; there the wait restarts with every turn. The autoregressive
 scheduler needs an order that never changes and counts the wait from arrival: `arrival_rank`.
 """
 
@@ -40,7 +40,7 @@ class Turns:
         return turn.priority - turn.age // self._steps, turn.number
 
     def take(self, turn: Turn) -> None:
-        """It runs now: it waits anew, behind its equals."""
+        """It runs now: its wait restarts, after its equals."""
         self._count += 1
         turn.number, turn.age = self._count, 0
 

@@ -110,7 +110,7 @@ class Runner:
             self._rows[key] = rows
 
     def feed(self, key: str, side: SideRows) -> int:
-        """Append side rows, the component's final ones behind the last; how many came."""
+        """Append side rows, the component's final ones after the last; how many came."""
         rows = self._rows[key]
         device, dtype = self.component.device, self.component.dtype
         with self._stream.use():

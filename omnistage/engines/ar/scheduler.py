@@ -3,7 +3,7 @@
 There is no prefill or decode phase: a request has `computed` tokens catching up with `known` tokens, under a token
 budget. All requests stand in one strict order, their rank: priority plus the time of arrival, so that waiting makes
 up for priority and nothing starves. When blocks run out, the worst-ranked running request gives its blocks back and
-is computed anew later. Since ranks never change, two requests cannot evict each other in turn, and the best-ranked
+is recomputed later. Since ranks never change, two requests cannot evict each other in turn, and the best-ranked
 running request always moves. A waiting one may evict worse-ranked ones that have no place in the step yet.
 """
 

@@ -44,7 +44,7 @@ class _Answer:
     payload: ARInput
     text: TextStream | None
     limit: int
-    """Tokens that it may generate, by its parameters and by the room left behind its prompt."""
+    """Tokens that it may generate, by its parameters and by the room left after its prompt."""
     stop_ids: frozenset[int]
     generated: int = 0
     announced: bool = False

@@ -92,7 +92,7 @@ class TokenBytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Which byte each character of a byte-level token stands for, as GPT-2 laid it down."""
+    """Which byte each character of a byte-level token stands for, as GPT-2 defines it."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -170,7 +170,7 @@ class TextStream:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception as error:
             # tokenizers raises nothing narrower. Bytes that spell an invalid character can change how the ones
-            # before them decode (byte fallback); what was released stays, and the stream starts afresh behind it.
+            # before them decode (byte fallback); what was released stays, and a new stream starts after it.
             if "prefix" not in str(error).lower():
                 raise
             text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special)

@@ -242,7 +242,7 @@ def load(context: LoadContext) -> OnnxComponent:
 
 
 def module_file(folder: Path, config: ModuleConfig) -> Path:
-    """The module's file, which lies inside the model's folder."""
+    """The module's file, which must be inside the model's folder."""
     path = folder / config.file
     # The file itself may be a link (the hub's cache is made of them); its place may not be elsewhere.
     if not path.parent.resolve().is_relative_to(folder.resolve()):

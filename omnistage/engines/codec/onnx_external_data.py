@@ -46,7 +46,7 @@ def external_files(path: Path) -> frozenset[str]:
 
 
 def check_external_files(path: Path) -> None:
-    """Raise `CheckpointError` unless all that the file refers to lies in its folder or below."""
+    """Raise `CheckpointError` unless all that the file refers to is in its folder or below."""
     folder = path.parent.resolve()
     for name in sorted(external_files(path)):
         # The file itself may be a link (the hub's cache is made of them); its place may not be elsewhere.

@@ -1,8 +1,7 @@
 """DiT caches: diffusers' hooks that reuse the work of earlier steps, with a state for each request.
 
-The hooks keep what they reuse on themselves, as if there were one request in the world. Here every lane and branch
-has states of its own, which are put into the hooks for its forward and taken out behind it; between forwards the
-hooks hold nothing. What is known of the inside of those hooks is in `_slots`, `_enter` and `_HookedTransformer.put`.
+The hooks keep what they reuse on themselves, for a single request. Here every lane and branch has states of its own,
+which are put into the hooks before its forward and taken out after it; between forwards the hooks hold nothing. What is known of the inside of those hooks is in `_slots`, `_enter` and `_HookedTransformer.put`.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class _HookedTransformer:
 
 @contextmanager
 def _enter(part: _HookedTransformer, row: Row) -> Iterator[None]:
-    """The context that hooks with named states ask for; they are empty again behind it."""
+    """The context that hooks with named states ask for; they are empty again after it."""
     mixin = _diffusers("models.cache_utils").CacheMixin
     try:
         # Not a method call: the hooks serve transformers without the mixin too, which then lack only this.
@@ -273,7 +272,7 @@ def _no_attention(transformer: nn.Module) -> str | None:
 class _Kind:
     name: str
     defaults: tuple[Number, ...]
-    """The numbers behind the name; a whole one takes whole numbers only."""
+    """The numbers after the name; a whole one takes whole numbers only."""
     limits: tuple[tuple[Number, Number], ...]
     meanings: tuple[str, ...]
     incompatible_reason: Callable[[nn.Module], str | None]

@@ -42,7 +42,7 @@ class PromptEncoder(ABC):
 
     @abstractmethod
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        """Raise an `OmniError` naming the parameter if this can never be drawn: sizes, missing or surplus pictures.
+        """Raise an `OmniError` naming the parameter if this can never run: sizes, missing or surplus pictures.
 
         Cheap: it runs before the request is admitted.
         """
@@ -137,7 +137,7 @@ class Denoiser(ABC):
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         """Draw the noise from `generator` (on the CPU, so that every device starts alike) and set the schedule.
 
-        It must draw as diffusers' pipeline does with the same generator.
+        The noise must be that of diffusers' pipeline with the same generator.
         """
 
     def rows(self, lane: Lane) -> Sequence[Row]:

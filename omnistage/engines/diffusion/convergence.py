@@ -52,7 +52,7 @@ class Convergence:
         self._quiet = 0
 
     def reached(self, lane: Lane) -> bool:
-        """Asked once after every step, behind `remember_expected`."""
+        """Asked once after every step, after `remember_expected`."""
         expected, last = expected_picture(lane), self._last
         self._last = expected
         if last is None:

@@ -1,6 +1,6 @@
-"""The stage for pipelines that run whole: their own loop, in a thread that stops behind every denoising step.
+"""The stage for pipelines that run whole: their own loop, in a thread that stops after every denoising step.
 
-Nothing is batched across requests, one is drawn at a time. What the engine keeps is its contract: a step at a time,
+Nothing is batched across requests. What the engine keeps is its contract: one request and one step at a time,
 progress, an abort within a step, an error that ends only its own request.
 """
 
@@ -24,7 +24,7 @@ from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.stage import BatchedStage
 
 OnStep = Callable[[int, int], None]
-"""Called behind every denoising step with how many are done, of how many. What it raises must not be caught."""
+"""Called after every denoising step with how many are done, of how many. What it raises must not be caught."""
 
 
 class WholePipeline(ABC):
@@ -35,7 +35,7 @@ class WholePipeline(ABC):
 
     @abstractmethod
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        """Raise an `OmniError` naming the parameter if this can never be drawn. Thread-safe and cheap."""
+        """Raise an `OmniError` naming the parameter if this can never run. Thread-safe and cheap."""
 
     @abstractmethod
     def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
@@ -91,7 +91,7 @@ class _Run:
     def _main(self) -> None:
         try:
             self.pixels = self._draw(self._on_step)
-        except BaseException as error:  # the boundary of one request's pipeline; the stage would wait for ever
+        except BaseException as error:  # the boundary of one request's pipeline; else the stage would never be woken
             self.error = error
         finally:
             self.ended = True
@@ -112,7 +112,7 @@ class _Request:
     params: DiffusionParams
     seed: int
     index: int = 0
-    """Of the picture that is being drawn."""
+    """Of the picture in progress."""
     before: int = 0
     """Steps that the pictures before it took."""
 
@@ -226,7 +226,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is no picture")
 
     def _drop_current(self) -> None:
-        """End what is being drawn."""
+        """End the picture in progress."""
         run, self._run, self._current = self._run, None, None
         if run is not None:
             run.abandon()

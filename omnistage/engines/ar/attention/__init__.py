@@ -54,7 +54,7 @@ def bind_caches(decoder: nn.Module, caches: Sequence[KVCache]) -> None:
     """Give every attention module of `decoder` its layer's cache.
 
     Held by the module rather than looked up by its number: a number would make `torch.compile` compile each layer
-    anew, a tensor does not.
+    again, a tensor does not.
     """
     bound = 0
     for name, module in decoder.named_modules():

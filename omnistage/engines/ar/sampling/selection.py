@@ -129,7 +129,7 @@ class _Search:
         ids -= self._starts[:-1, None]
         order = falling.argsort(axis=1, kind="stable")
         values, ids = -falling[self._each, order], ids[self._each, order]
-        best = maxima[:, -1]  # NaN sorts behind everything
+        best = maxima[:, -1]  # NaN sorts last
         if whole < array.shape[1]:
             best = np.maximum(best, np.maximum.reduce(array[:, whole:], axis=1))
         values[best != best] = np.nan
@@ -241,7 +241,7 @@ class TokenSelector:
             if self._some_limited:
                 kth = scaled[self._each, np.minimum(self._last, width - 1)]
                 weights *= scaled >= kth
-                # Whoever is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
+                # A token that is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
                 clear = (kth > candidates.floor / self._temperature)[:, 0].tolist()
             mass = weights.cumsum(axis=1)
         totals = None
