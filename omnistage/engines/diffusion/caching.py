@@ -1,7 +1,8 @@
 """DiT caches: diffusers' hooks that reuse the work of earlier steps, with a state for each request.
 
 The hooks keep what they reuse on themselves, for a single request. Here every lane and branch has states of its own,
-which are put into the hooks before its forward and taken out after it; between forwards the hooks hold nothing. What is known of the inside of those hooks is in `_slots`, `_enter` and `_HookedTransformer.put`.
+which are put into the hooks before its forward and taken out after it; between forwards the hooks hold nothing. The
+knowledge of the inside of those hooks is in `_slots`, `_enter` and `_HookedTransformer.put`.
 """
 
 from __future__ import annotations
