@@ -171,9 +171,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if not isinstance(feed, SideRows):
             raise self._wrong_feed(feed)
         for key in self._requests.get(request_id, ()):
-            if key in self._answers:
-                count = self.runner.feed(key, feed)
-                self.scheduler.feed(key, count, final=feed.final)
+            count = self.runner.feed(key, feed)
+            self.scheduler.feed(key, count, final=feed.final)
 
     def _remove(self, request_id: str) -> None:
         for key in self._requests.pop(request_id):
@@ -244,10 +243,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         """Count a sampled token; the text that it released, and whether and by which id it ended the answer."""
         answer.generated += 1
         ends = token_id in answer.stop_ids and answer.generated >= answer.params.min_tokens
-        text = ""
         # A stop token that the user named is dropped from the text, like a stop string.
-        if answer.text is not None:
-            text = "" if ends else answer.text.push(token_id)
+        text = "" if ends or answer.text is None else answer.text.push(token_id)
         finish = None
         if ends or (answer.text is not None and answer.text.stopped):
             finish = FinishReason.STOP
