@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from omnistage.core.errors import InvalidRequestError
+from omnistage.core.validation import field_path, first_problem
 
 _WORDS = ("river", "stone", "lamp", "garden", "winter", "paper", "bridge", "morning", "copper", "letter", "window")
 _MAX_WEIGHT = 10_000
@@ -84,14 +87,26 @@ class Request:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, generated or from a line of `--prompts`."""
+class Prompt(BaseModel):
+    """A prompt, generated or from a line of `--prompts`: a text, or for text and speech also a conversation."""
 
-    kind: Kind
-    messages: list[dict[str, Any]]
-    text: str
-    max_tokens: int | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Kind = Kind.TEXT
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    max_tokens: StrictInt | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        conversation = self.messages is not None and self.kind in (Kind.TEXT, Kind.SPEECH)
+        if (self.prompt is None) == (self.messages is None) or not (self.prompt or conversation):
+            raise ValueError("needs a prompt (a text); text and speech may have messages (a conversation) instead")
+        return self
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return self.messages or [{"role": "user", "content": self.prompt}]
 
 
 def read_prompts(file: Path, mix: Mapping[Kind, int]) -> dict[Kind, list[Prompt]]:
@@ -112,28 +127,13 @@ def read_prompts(file: Path, mix: Mapping[Kind, int]) -> dict[Kind, list[Prompt]
 
 def _prompt(text: str, where: str) -> Prompt:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequestError(f"is not JSON ({error}); write one object a line", param=where) from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError('must be an object, like {"prompt": "Hello"}', param=where)
-    unknown = set(value) - {"kind", "prompt", "messages", "max_tokens"}
-    if unknown:
-        known = "kind, prompt, messages, max_tokens"
-        raise InvalidRequestError(f"unknown field {sorted(unknown)[0]!r}; known: {known}", param=where)
-    kind, prompt, messages = value.get("kind", "text"), value.get("prompt"), value.get("messages")
-    if kind not in list(Kind):
-        raise InvalidRequestError(f"kind must be one of {', '.join(Kind)}", param=where)
-    max_tokens = value.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise InvalidRequestError("max_tokens must be a whole number above 0", param=where)
-    if isinstance(messages, list) and messages and prompt is None and Kind(kind) in (Kind.TEXT, Kind.SPEECH):
-        return Prompt(Kind(kind), messages, "", max_tokens)
-    if not isinstance(prompt, str) or not prompt or messages is not None:
-        raise InvalidRequestError(
-            "needs a prompt (a text); text and speech may have messages (a conversation) instead", param=where
-        )
-    return Prompt(Kind(kind), [{"role": "user", "content": prompt}], prompt, max_tokens)
+        return Prompt.model_validate_json(text)
+    except ValidationError as error:
+        unknown = f"unknown field; known: {', '.join(Prompt.model_fields)}"
+        words = {"extra_forbidden": unknown, "json_invalid": "is not JSON; write one object per line"}
+        problem = first_problem(error, words=words)
+        path = f"{field_path(problem.path)}: " if problem.path else ""
+        raise InvalidRequestError(f"{path}{problem.message}", param=where) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Workload:
         rng = random.Random(f"{self.seed}:request:{number}")
         words = max(1, round((self.prompt_tokens.sample(rng) - self.template_tokens) / self.tokens_per_word))
         text, max_tokens = " ".join(rng.choices(_WORDS, k=words)), self.max_tokens.sample(rng)
-        prompt = Prompt(kind, [{"role": "user", "content": text}], text)
+        prompt = Prompt(kind=kind, prompt=text)
         if prompts := self.prompts.get(kind):
             prompt = prompts[number % len(prompts)]
         fields = self._fields(kind, prompt, prompt.max_tokens or max_tokens, rng.getrandbits(31))
@@ -186,11 +186,11 @@ class Workload:
         if kind is Kind.IMAGE:
             params = {"size": self.image_size, "steps": self.steps, "seed": seed}
             params = {name: value for name, value in params.items() if value is not None}
-            return {"prompt": prompt.text, "stream": True, **params}
+            return {"prompt": prompt.prompt, "stream": True, **params}
         if kind is Kind.TTS:
             voice = {"voice": self.voice} if self.voice is not None else {}
-            return {"input": prompt.text, "response_format": "pcm", **voice}
-        fields: dict[str, Any] = {"messages": prompt.messages, "max_tokens": max_tokens, "seed": seed, **_STREAM}
+            return {"input": prompt.prompt, "response_format": "pcm", **voice}
+        fields: dict[str, Any] = {"messages": prompt.conversation, "max_tokens": max_tokens, "seed": seed, **_STREAM}
         if self.ignore_eos:
             fields["ignore_eos"] = True
         if kind is Kind.SPEECH:
