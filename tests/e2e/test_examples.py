@@ -263,7 +263,7 @@ def test_ctrl_c_in_a_terminal_stops_the_answer_and_ctrl_d_the_conversation(lm_fo
     typist.wait_for("(stopped)")
     typist.wait_for("> ")
     typist.type("/help\r")
-    assert "/draw WORDS           not with this model" in typist.wait_for("/quit")
+    assert "/draw TEXT            not supported by this model" in typist.wait_for("/quit")
     typist.wait_for("> ")
     typist.type("\x04")
     assert typist.end() == 0
