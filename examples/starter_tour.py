@@ -91,9 +91,7 @@ def main() -> int:
             if "audio" in omni.processor.input_modalities:
                 listen(omni, args)
             else:
-                print(
-                    "Speech recognition is missing: it comes from npm. Install npm and run the same command again."
-                )
+                print("Speech recognition is missing: it comes from npm. Install npm and run the same command again.")
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
-"""What is said about a picture: names of emoji as words, phrases of people who ask, and what is held out of training.
+"""Captions: names of emoji as words, the phrases of a request, and which combinations are held out of training.
 
-Pure Python. A caption is made of a `Scene` (what is in the picture) and a phrase around it (how somebody asks for it).
+Pure Python. A caption consists of a `Scene` (what is in the image) and a phrase around it (how a user asks for it).
 """
 
 from __future__ import annotations
@@ -89,30 +89,30 @@ class Scene:
         not matter.
         """
         things = [thing for thing in (self.thing, self.beside) if thing is not None]
-        if self.colour is not None and _chosen("colour", self.thing, self.colour):
+        if self.colour is not None and _is_held_out("colour", self.thing, self.colour):
             return "colour"
-        if self.background is not None and any(_chosen("background", thing, self.background) for thing in things):
+        if self.background is not None and any(_is_held_out("background", thing, self.background) for thing in things):
             return "background"
-        if self.beside is not None and _chosen("beside", *sorted(things)):
+        if self.beside is not None and _is_held_out("beside", *sorted(things)):
             return "beside"
         return None
 
     def words(self, rng: random.Random) -> str:
         """The scene in words; `rng` chooses among ways of saying the same."""
-        said = with_article(f"{self.colour} {self.thing}" if self.colour else self.thing, rng)
+        text = add_article(f"{self.colour} {self.thing}" if self.colour else self.thing, rng)
         if self.beside is not None:
-            said = rng.choice(BESIDE).format(a=said, b=with_article(self.beside, rng))
+            text = rng.choice(BESIDE).format(a=text, b=add_article(self.beside, rng))
         if self.background is not None:
-            said = rng.choice(BEHIND).format(x=said, c=self.background)
-        return said
+            text = rng.choice(BEHIND).format(x=text, c=self.background)
+        return text
 
 
-def _chosen(kind: str, thing: str, part: str) -> bool:
+def _is_held_out(kind: str, thing: str, part: str) -> bool:
     digest = hashlib.sha256(f"{kind}|{thing}|{part}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % _HELD_OUT_SHARE[kind] == 0
 
 
-def with_article(words: str, rng: random.Random) -> str:
+def add_article(words: str, rng: random.Random) -> str:
     """Mostly with `a` or `an`, as people say it; sometimes bare."""
     return words if rng.random() < 0.2 else a(words)
 
@@ -121,8 +121,8 @@ def a(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def asked(scene: Scene, rng: random.Random) -> str:
-    """What somebody says who wants to see the scene."""
+def request(scene: Scene, rng: random.Random) -> str:
+    """A user's request for the scene."""
     text = rng.choice(ASKS).format(x=scene.words(rng))
     return text[0].upper() + text[1:] if rng.random() < 0.5 else text
 

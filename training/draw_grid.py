@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def sheet(pictures: list[Image.Image], captions: list[str]) -> Image.Image:
-    """Pictures in rows, each above its caption."""
+    """Images in rows, each above its caption."""
     font = ImageFont.load_default(size=10)
     width, height = _SIDE + _GAP, _SIDE + _WORDS
     rows = -(-len(pictures) // _COLUMNS)

@@ -38,7 +38,7 @@ SETS = {
 }
 """Package @iconify-json/NAME and version. MIT, MIT, and three times Apache-2.0."""
 TONED_SETS = ("fluent-emoji-flat", "noto")
-"""Pictures with skin tones are taken from these only: they are many, and differ little."""
+"""Emoji with skin tones are taken from these only: they are many, and differ little."""
 WEIGHTS = {
     "Animals & Nature": 3.0,
     "Food & Drink": 3.0,
@@ -50,7 +50,7 @@ WEIGHTS = {
     "Symbols": 0.5,
 }
 _TONED_WEIGHT = 0.25
-_LEFT_OUT = ("middle-finger",)
+_EXCLUDED = ("middle-finger",)
 _TWO_TONES = re.compile(r"-skin-tone-.*-skin-tone|-(light|medium|dark)-(light|medium|dark)-(light|medium|dark)")
 
 
@@ -71,9 +71,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         packages = args.packages or _fetch(Path(scratch))
-        found = list(_icons(packages))
+        icons = list(_icons(packages))
     entries, files = [], []
-    for entry, svg in track(found, "drawing"):
+    for entry, svg in track(icons, "drawing"):
         pixels = draw(svg)
         if pixels is not None:
             entries.append(entry)
@@ -102,7 +102,7 @@ def _icons(packages: Path) -> Iterator[tuple[Entry, str]]:
             if style == "fxemoji":  # written as one word there: known only where another set has the same words
                 name = joined.get(name, "")
             category = categories.get(name, "")
-            if category not in WEIGHTS or _TWO_TONES.search(name) or name.startswith(_LEFT_OUT):
+            if category not in WEIGHTS or _TWO_TONES.search(name) or name.startswith(_EXCLUDED):
                 continue
             words, tone = plain_name(name, category == "People & Body")
             if tone is not None and style not in TONED_SETS:

@@ -1,4 +1,4 @@
-"""Does the network draw what is asked, in combinations that it has never seen?
+"""Evaluate the network on held-out combinations: does it draw what the caption says?
 
     python training/evaluate.py --model build/draw/transformer --out build/evaluation
 
@@ -21,7 +21,7 @@ import torch
 from captions import BACKGROUNDS, HUES, Scene, a
 from network import PATCH, sample
 from PIL import Image
-from scenes import SIZE, Batches, Drawn, Painter, Pictures
+from scenes import SIZE, Batches, EmojiSet, SceneLayout, SceneRenderer
 from text import TextEncoder, condition_rows, mask_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -29,8 +29,8 @@ from train import load, transformers_module
 
 _CANDIDATES = 32
 _KINDS = ("colour", "background", "beside")
-_SAID = ("ids", "start", "end")
-"""What a batch holds of the text; the rest is the picture's."""
+_TEXT_KEYS = ("ids", "start", "end")
+"""Keys of a batch for the text; the others are for the image."""
 _FREE = """red apple;cat;dog;house;rocket;blue elephant;green car;pizza;sunflower;robot;purple dragon;snowman
 smiling face with sunglasses;guitar;whale on a yellow background;tree;castle;cup of coffee;owl;unicorn
 cat and a dog;pink flamingo;orange butterfly on a black background;sailboat"""
@@ -38,7 +38,7 @@ _JUDGE_STEPS, _JUDGE_BATCH = 1500, 512
 
 
 class Judge(nn.Module):
-    """Pictures and captions in one space."""
+    """EmojiSet and captions in one space."""
 
     def __init__(self, width: int = 48, size: int = 128, text: int = 576) -> None:
         super().__init__()
@@ -69,16 +69,16 @@ class Bench:
         transformers = transformers_module()
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.all = Pictures.read(args.build / "emoji.safetensors")
+        self.all = EmojiSet.read(args.build / "emoji.safetensors")
         self.encoder = TextEncoder(args.build / "text.safetensors", transformers).to(self.device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.build / "tokenizer")
         self.batches = Batches(self.all, tokenizer, (self.encoder.prefix, self.encoder.suffix), _JUDGE_BATCH, 12345)
-        self.painter = Painter(self.all, self.device)
+        self.renderer = SceneRenderer(self.all, self.device)
         self.layer = args.layer
 
     @torch.no_grad()
     def rows(self, said: dict[str, Tensor]) -> Tensor:
-        said = {name: value.to(self.device) for name, value in said.items() if name in _SAID}
+        said = {name: value.to(self.device) for name, value in said.items() if name in _TEXT_KEYS}
         mask = mask_of(said["ids"], said["end"])
         return condition_rows(self.encoder(said["ids"].long(), mask)[self.layer], said["start"], said["end"])
 
@@ -86,8 +86,8 @@ class Bench:
         return self.rows(self.batches.tokens([f"Draw {plain(scene)}." for scene in scenes]))
 
     @torch.no_grad()
-    def painted(self, drawn: list[Drawn]) -> Tensor:
-        return self.painter({k: v.to(self.device) for k, v in self.batches.arranged(drawn).items()})
+    def painted(self, drawn: list[SceneLayout]) -> Tensor:
+        return self.renderer({k: v.to(self.device) for k, v in self.batches.layout_tensors(drawn).items()})
 
     def judge(self, workers: int) -> Judge:
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ class Bench:
         order = Subset(self.batches, range(_JUDGE_STEPS))
         for batch in DataLoader(order, batch_size=None, num_workers=workers, prefetch_factor=4):
             with torch.no_grad():
-                pixels = self.painter(
+                pixels = self.renderer(
                     {k: v.to(self.device) for k, v in batch.items() if k not in ("ids", "start", "end")}
                 )
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -121,15 +121,15 @@ def plain(scene: Scene) -> str:
     return f"{said} on {a(scene.background)} background" if scene.background else said
 
 
-def held_out(batches: Batches, kind: str, count: int, seed: int) -> list[Drawn]:
+def held_out(batches: Batches, kind: str, count: int, seed: int) -> list[SceneLayout]:
     """Scenes of combinations that training never shows, each of another thing."""
     rng = random.Random(f"{kind}/{seed}")
-    found: dict[str, Drawn] = {}
-    while len(found) < count:
+    layouts: dict[str, SceneLayout] = {}
+    while len(layouts) < count:
         drawn = batches.scene(batches.pick(rng), rng)
         if drawn.scene.held_out() == kind and not drawn.scene.thing.endswith("skin"):
-            found.setdefault(drawn.scene.thing, replace(drawn, mirrored=False))
-    return list(found.values())
+            layouts.setdefault(drawn.scene.thing, replace(drawn, mirrored=False))
+    return list(layouts.values())
 
 
 def rivals(scene: Scene, others: list[Scene], rng: random.Random) -> list[Scene]:
@@ -187,18 +187,18 @@ def main() -> None:
         scenes = [item.scene for item in drawn]
         real = bench.painted(drawn)
         text = bench.asked(scenes)
-        made = draw(model, text, 0, args.guidance, not args.unbounded)
+        images = draw(model, text, 0, args.guidance, not args.unbounded)
         wrong = text.roll(1, 0)
         report[kind] = {
             "pictures": len(scenes),
             "real": retrieval(bench, judge, real, scenes),
-            "drawn": retrieval(bench, judge, made, scenes),
+            "drawn": retrieval(bench, judge, images, scenes),
             "drawn for another caption": retrieval(
                 bench, judge, draw(model, wrong, 0, args.guidance, not args.unbounded), scenes
             ),
         }
         print(kind, json.dumps(report[kind]), flush=True)
-        pairs = torch.stack([real[:24], made[:24]], 1).flatten(0, 1)
+        pairs = torch.stack([real[:24], images[:24]], 1).flatten(0, 1)
         grid(pairs, 12, args.out / f"held-out-{kind}.png")
         shown += [plain(scene) for scene in scenes[:16]]
     names = [name for line in _FREE.splitlines() for name in line.split(";")]

@@ -1,4 +1,4 @@
-"""The diffusion transformer that is trained: diffusers' own class, in pixel space."""
+"""The diffusion transformer: diffusers' class, in pixel space."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONFIG = {
     "guidance_embeds": False,
 }
 MIN_SIGMA = 0.05
-"""Nearer to the end, velocities are computed as if the noise were this much."""
+"""Velocities at lower noise levels are computed with this one."""
 
 
-def initialised(model: nn.Module) -> nn.Module:
+def initialise(model: nn.Module) -> nn.Module:
     """Blocks start as the identity, and the output at zero."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -46,7 +46,7 @@ def pictures(rows: Tensor) -> Tensor:
     return pixel_shuffle(rows.transpose(1, 2).unflatten(2, (side, side)), PATCH)
 
 
-def places(side: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+def position_ids(side: int, rows: int, device: torch.device) -> dict[str, Tensor]:
     """Positions of patches and of text rows, as FLUX.2's pipeline numbers them."""
     high, wide = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     nothing = torch.zeros_like(high)
@@ -57,7 +57,7 @@ def places(side: int, rows: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def clean(model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, where: dict[str, Tensor]) -> Tensor:
-    """The clean patches as the network sees them behind the noise."""
+    """The network's prediction of the clean patches."""
     predicted: Tensor = model(
         hidden_states=noisy, encoder_hidden_states=text, timestep=sigma, guidance=None, return_dict=False, **where
     )[0]
@@ -76,15 +76,15 @@ def sample(
     shift: float,
     bounded: bool = True,
 ) -> Tensor:
-    """Pictures `[B, 3, S, S]` by Euler steps along the flow; `bounded` keeps predictions within the colours."""
-    where = places(side, text.shape[1], text.device)
+    """EmojiSet `[B, 3, S, S]` by Euler steps along the flow; `bounded` keeps predictions within the colours."""
+    where = position_ids(side, text.shape[1], text.device)
     rows = torch.randn(len(text), side * side, CONFIG["in_channels"], generator=generator, device=text.device)  # type: ignore[call-overload]
     times = torch.linspace(1, 1 / steps, steps, device=text.device)
     sigmas = torch.cat([shift * times / (1 + (shift - 1) * times), torch.zeros(1, device=text.device)])
     both = torch.cat([text, torch.zeros_like(text)])
     for now, then in itertools.pairwise(sigmas):
-        seen = clean(model, torch.cat([rows, rows]), now.expand(len(both)), both, where).float()
-        with_text, without = seen.chunk(2)
+        predicted = clean(model, torch.cat([rows, rows]), now.expand(len(both)), both, where).float()
+        with_text, without = predicted.chunk(2)
         guided = without + guidance * (with_text - without)
         guided = guided.clamp(-1, 1) if bounded else guided
         velocity = (rows - guided) / now.clamp(min=MIN_SIGMA)

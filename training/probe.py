@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from captions import Scene
-from scenes import Batches, Drawn, Painter, Pictures
+from scenes import Batches, EmojiSet, SceneLayout, SceneRenderer
 from text import TextEncoder, condition_rows, mask_of
 from train import transformers_module
 
@@ -25,22 +25,22 @@ def main() -> None:
     transformers = transformers_module()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pictures = Pictures.read(args.build / "emoji.safetensors")
+    pictures = EmojiSet.read(args.build / "emoji.safetensors")
     encoder = TextEncoder(args.build / "text.safetensors", transformers).to(device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.build / "tokenizer")
     batches = Batches(pictures, tokenizer, (encoder.prefix, encoder.suffix), 1, 0)
     kept = [i for i, name in enumerate(pictures.captions) if not name.endswith("skin")]
     seen, rows = [], []
-    painter = Painter(pictures, device)
+    renderer = SceneRenderer(pictures, device)
     for start in range(0, len(kept), 256):
         some = kept[start : start + 256]
-        drawn = batches.arranged([Drawn(Scene(pictures.captions[i]), i) for i in some])
-        seen.append(torch.nn.functional.adaptive_avg_pool2d(painter(_on(drawn, device)), 8).flatten(1))
+        drawn = batches.layout_tensors([SceneLayout(Scene(pictures.captions[i]), i) for i in some])
+        seen.append(torch.nn.functional.adaptive_avg_pool2d(renderer(_on(drawn, device)), 8).flatten(1))
         said = _on(batches.tokens([f"Draw a {pictures.captions[i]}." for i in some]), device)
         mask = mask_of(said["ids"], said["end"])
         hidden = encoder(said["ids"].long(), mask)
-        found = [condition_rows(state, said["start"], said["end"]) for state in hidden]
-        rows.append(torch.stack([torch.cat([r.mean(1) * 4, _last(r)], -1) for r in found]))
+        conditions = [condition_rows(state, said["start"], said["end"]) for state in hidden]
+        rows.append(torch.stack([torch.cat([r.mean(1) * 4, _last(r)], -1) for r in conditions]))
     target, every = torch.cat(seen), torch.cat(rows, 1)
     names = [pictures.captions[i] for i in kept]
     order = sorted(set(names))
@@ -68,8 +68,8 @@ def _last(rows: torch.Tensor) -> torch.Tensor:
     return rows[torch.arange(len(rows), device=rows.device), ends]
 
 
-def _explained(given: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(1 - (given @ weights - wanted).square().sum() / wanted.square().sum())
+def _explained(inputs: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> float:
+    return float(1 - (inputs @ weights - targets).square().sum() / targets.square().sum())
 
 
 def _on(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

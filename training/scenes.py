@@ -1,4 +1,4 @@
-"""Batches of scenes: which emoji, in which colour, before what, and what is said about it."""
+"""Batches of scenes: emoji, colours, backgrounds and captions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from captions import BACKGROUNDS, HUES, Scene, asked
+from captions import BACKGROUNDS, HUES, Scene, request
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
@@ -24,7 +24,7 @@ _HUE_NAMES, _BACK_NAMES = tuple(HUES), tuple(BACKGROUNDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class EmojiSet:
     """The data set in memory."""
 
     pixels: Tensor
@@ -34,7 +34,7 @@ class Pictures:
     weights: np.ndarray
 
     @classmethod
-    def read(cls, path: Path) -> Pictures:
+    def read(cls, path: Path) -> EmojiSet:
         with safe_open(path, "pt") as file:
             entries = json.loads(file.metadata()["entries"])
             blob, lengths = file.get_tensor("webp").numpy().tobytes(), file.get_tensor("lengths").tolist()
@@ -50,8 +50,8 @@ class Pictures:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """How one picture of a batch is put together. Minus one: none."""
+class SceneLayout:
+    """How one image of a batch is composed. -1: none."""
 
     scene: Scene
     first: int
@@ -62,9 +62,9 @@ class Drawn:
 
 
 class Batches(Dataset[dict[str, Tensor]]):
-    """Batch number i, the same for the same seed whoever makes it."""
+    """Batch number i, the same for the same seed in every worker."""
 
-    def __init__(self, pictures: Pictures, tokenizer: Any, template: tuple[str, str], size: int, seed: int) -> None:
+    def __init__(self, pictures: EmojiSet, tokenizer: Any, template: tuple[str, str], size: int, seed: int) -> None:
         self.captions, self.categories = pictures.captions, pictures.categories
         self._weights = np.cumsum(pictures.weights)
         self._tokenizer, self._template = tokenizer, template
@@ -76,23 +76,23 @@ class Batches(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         rng = random.Random(f"{self._seed}/{index}")
-        drawn = [self.draw(rng) for _ in range(self._size)]
-        texts = [asked(item.scene, rng) for item in drawn]
-        earlier = [self._earlier(rng) if rng.random() < 0.1 else "" for _ in drawn]
-        return {**self.arranged(drawn), **self.tokens(texts, earlier)}
+        layouts = [self.draw(rng) for _ in range(self._size)]
+        texts = [request(item.scene, rng) for item in layouts]
+        earlier = [self._earlier(rng) if rng.random() < 0.1 else "" for _ in layouts]
+        return {**self.layout_tensors(layouts), **self.tokens(texts, earlier)}
 
     def pick(self, rng: random.Random) -> int:
         return int(np.searchsorted(self._weights, rng.random() * self._weights[-1]))
 
-    def draw(self, rng: random.Random) -> Drawn:
+    def draw(self, rng: random.Random) -> SceneLayout:
         """A scene that is not held out."""
         while True:
             first = self.pick(rng)
-            found = self.scene(first, rng)
-            if found.scene.held_out() is None:
-                return found
+            layout = self.scene(first, rng)
+            if layout.scene.held_out() is None:
+                return layout
 
-    def scene(self, first: int, rng: random.Random) -> Drawn:
+    def scene(self, first: int, rng: random.Random) -> SceneLayout:
         thing = self.captions[first]
         hue = second = -1
         back = 0
@@ -110,12 +110,12 @@ class Batches(Dataset[dict[str, Tensor]]):
             _BACK_NAMES[back] if back else None,
         )
         turns = any(word in thing for word in SIDES) or self.categories[first] == "Symbols"
-        return Drawn(scene, first, second, hue, back, not turns and rng.random() < 0.3)
+        return SceneLayout(scene, first, second, hue, back, not turns and rng.random() < 0.3)
 
     def _earlier(self, rng: random.Random) -> str:
         """An earlier turn of the conversation, about something else."""
         other = self.draw(rng).scene
-        text = f"<|im_start|>user\n{asked(other, rng)}<|im_end|>\n<|im_start|>assistant\n"
+        text = f"<|im_start|>user\n{request(other, rng)}<|im_end|>\n<|im_start|>assistant\n"
         return f"{text}Here is {other.words(rng)}.<|im_end|>\n"
 
     def tokens(self, texts: list[str], earlier: list[str] | None = None) -> dict[str, Tensor]:
@@ -127,24 +127,24 @@ class Batches(Dataset[dict[str, Tensor]]):
             intro = opening + before + "<|im_start|>user\n" if before else head
             starts.append(len(self._tokenizer(intro)["input_ids"]) if before else self._prefix)
             prompts.append(intro + text + tail)
-        found = self._tokenizer(prompts)["input_ids"]
-        longest = -(-max(map(len, found)) // 16) * 16
-        ids = torch.zeros(len(found), longest, dtype=torch.int32)
-        for row, tokens in zip(ids, found, strict=True):
+        encoded = self._tokenizer(prompts)["input_ids"]
+        length = -(-max(map(len, encoded)) // 16) * 16  # a multiple of 16: fewer shapes to compile
+        ids = torch.zeros(len(encoded), length, dtype=torch.int32)
+        for row, tokens in zip(ids, encoded, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        ends = torch.tensor([len(tokens) for tokens in found])
+        ends = torch.tensor([len(tokens) for tokens in encoded])
         return {"ids": ids, "start": torch.tensor(starts), "end": ends}
 
     @staticmethod
-    def arranged(drawn: list[Drawn]) -> dict[str, Tensor]:
+    def layout_tensors(layouts: list[SceneLayout]) -> dict[str, Tensor]:
         columns = ("first", "second", "hue", "back", "mirrored")
-        return {name: torch.tensor([int(getattr(item, name)) for item in drawn]) for name in columns}
+        return {name: torch.tensor([int(getattr(item, name)) for item in layouts]) for name in columns}
 
 
-class Painter:
-    """Puts scenes together on the device: recolours, mirrors, sets side by side, lays them on a background."""
+class SceneRenderer:
+    """Composes scenes on the device: recolours, mirrors, places side by side, adds the background."""
 
-    def __init__(self, pictures: Pictures, device: torch.device) -> None:
+    def __init__(self, pictures: EmojiSet, device: torch.device) -> None:
         self._pixels = pictures.pixels.to(device)
         self._hues = torch.tensor(list(HUES.values()), device=device) / 360
         self._backs = torch.tensor(list(BACKGROUNDS.values()), device=device).float() / 255
@@ -154,7 +154,7 @@ class Painter:
         """`[B, 3, SIZE, SIZE]` in [-1, 1]."""
         rgba = self._pixels[batch["first"]].float() / 255
         hue = batch["hue"]
-        changed = recoloured(rgba[..., :3], self._hues[hue.clamp(min=0)], self._own[batch["first"]])
+        changed = recolour(rgba[..., :3], self._hues[hue.clamp(min=0)], self._own[batch["first"]])
         rgba = torch.cat([torch.where((hue >= 0)[:, None, None, None], changed, rgba[..., :3]), rgba[..., 3:]], -1)
         rgba = torch.where(batch["mirrored"].bool()[:, None, None, None], rgba.flip(2), rgba)
         rgba = rgba.permute(0, 3, 1, 2)
@@ -196,7 +196,7 @@ def main_hue(rgba: Tensor) -> Tensor:
     return (smooth.argmax(1).float() + 0.5) / 36
 
 
-def recoloured(rgb: Tensor, target: Tensor, own: Tensor) -> Tensor:
+def recolour(rgb: Tensor, target: Tensor, own: Tensor) -> Tensor:
     """The main colour turned to `target`; where there is little colour at all, greys are tinted with it."""
     hue, saturation, value = _hsv(rgb)
     own, target = own[:, None, None], target[:, None, None]

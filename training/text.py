@@ -60,7 +60,7 @@ class TextEncoder(nn.Module):
         state = {}
         for name, value in tensors.items():
             kind = GGMLQuantizationType[json.loads(metadata["kinds"])[name]]
-            state[name] = _restored(value.numpy(), kind, name, config)
+            state[name] = _dequantize(value.numpy(), kind, name, config)
         missing = self.model.load_state_dict(state, strict=False)
         if missing.unexpected_keys or set(missing.missing_keys) != {"embed_tokens.weight"}:
             raise ValueError(f"{path} does not fit: {missing}")
@@ -93,7 +93,7 @@ def condition_rows(hidden: Tensor, start: Tensor, end: Tensor) -> Tensor:
     return picked * inside[..., None]
 
 
-def _restored(raw: np.ndarray, kind: GGMLQuantizationType, name: str, config: Any) -> Tensor:
+def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType, name: str, config: Any) -> Tensor:
     values = torch.from_numpy(np.array(dequantize(raw, kind), dtype=np.float32))
     if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF keeps rotary halves interleaved
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads

@@ -3,7 +3,7 @@
     python training/train.py --steps 9000
     python training/train.py --seconds 500     # as many steps as fit, which it prints
 
-Reads what emoji.py and text.py made, and the tokenizer of the checkpoint that `omnistage pull starter` made.
+Reads the output of emoji.py and text.py, and the tokenizer of the checkpoint from `omnistage pull starter`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import CONFIG, MIN_SIGMA, PATCH, clean, initialised, patches, places
+from network import CONFIG, MIN_SIGMA, PATCH, clean, initialise, patches, position_ids
 from safetensors.torch import load_file, save_file
-from scenes import SIZE, Batches, Painter, Pictures
+from scenes import SIZE, Batches, EmojiSet, SceneRenderer
 from text import ROWS, TextEncoder, condition_rows, mask_of
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -49,13 +49,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pictures = Pictures.read(args.data)
+    pictures = EmojiSet.read(args.data)
     encoder = TextEncoder(args.text, transformers).to(
         device, torch.bfloat16 if device.type == "cuda" else torch.float32
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer)
     batches = Batches(pictures, tokenizer, (encoder.prefix, encoder.suffix), args.batch, args.seed)
-    trainer = Trainer(Painter(pictures, device), encoder, args.layer, args.seed)
+    trainer = Trainer(SceneRenderer(pictures, device), encoder, args.layer, args.seed)
     trainer.run(batches, args)
     args.out.mkdir(parents=True, exist_ok=True)
     trainer.save(args.out)
@@ -64,12 +64,12 @@ def main() -> None:
 class Trainer:
     """The network, its average, and the optimiser."""
 
-    def __init__(self, painter: Painter, encoder: TextEncoder, layer: int, seed: int) -> None:
+    def __init__(self, renderer: SceneRenderer, encoder: TextEncoder, layer: int, seed: int) -> None:
         from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
         device = next(encoder.parameters()).device
-        self.painter, self.layer, self.device = painter, layer, device
-        self.model = initialised(Flux2Transformer2DModel(**CONFIG)).to(device)
+        self.renderer, self.layer, self.device = renderer, layer, device
+        self.model = initialise(Flux2Transformer2DModel(**CONFIG)).to(device)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         on_gpu = device.type == "cuda"
         self.encode = torch.compile(encoder, dynamic=True) if on_gpu else encoder
@@ -77,11 +77,11 @@ class Trainer:
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
         )
-        self.where = places(SIZE // PATCH, ROWS, device)
+        self.where = position_ids(SIZE // PATCH, ROWS, device)
         self.generator = torch.Generator(device).manual_seed(seed + 1)
 
     def run(self, batches: Batches, args: argparse.Namespace) -> None:
-        steps, began, seen = args.steps, time.monotonic(), torch.zeros((), device=self.device)
+        steps, began, average_loss = args.steps, time.monotonic(), torch.zeros((), device=self.device)
         order = Subset(batches, range(10_000_000))
         options = {"num_workers": args.workers, "prefetch_factor": 8, "pin_memory": self.device.type == "cuda"}
         loader = iter(DataLoader(order, batch_size=None, **options))
@@ -90,7 +90,7 @@ class Trainer:
             for group in self.optimiser.param_groups:
                 group["lr"] = _rate(step, steps)
             loss = self.step({name: value.to(self.device, non_blocking=True) for name, value in next(loader).items()})
-            seen = seen * 0.98 + 0.02 * loss
+            average_loss = average_loss * 0.98 + 0.02 * loss
             step += 1
             self._follow(min(_AVERAGE, step / (step + 10)))
             if step == _MEASURED and args.seconds:
@@ -102,12 +102,14 @@ class Trainer:
                 steps = int((args.seconds - (time.monotonic() - began)) / each) + step
                 print(f"{each * 1e3:.1f} ms a step: {steps} steps", flush=True)
             if step % 500 == 0:
-                print(f"step {step}/{steps} loss {seen.item():.4f} {time.monotonic() - began:.0f} s", flush=True)
+                print(
+                    f"step {step}/{steps} loss {average_loss.item():.4f} {time.monotonic() - began:.0f} s", flush=True
+                )
         print(json.dumps({"steps": steps, "seconds": time.monotonic() - began, "batch": args.batch, "seed": args.seed}))
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            clean_rows = patches(self.painter(batch))
+            clean_rows = patches(self.renderer(batch))
             text = self.text(batch)
             keep = torch.rand(len(text), generator=self.generator, device=self.device) >= _NO_TEXT
             text = text * keep[:, None, None]
@@ -116,9 +118,9 @@ class Trainer:
             noise = torch.randn(clean_rows.shape, generator=self.generator, device=self.device)
             noisy = (1 - sigma) * clean_rows + sigma * noise
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            seen = clean(self.fast, noisy, sigma[:, 0, 0], text, self.where).float()
-        # The velocity's error: it is what a step of the sampler makes.
-        loss = ((seen - clean_rows) / sigma.clamp(min=2 * MIN_SIGMA)).square().mean()
+            predicted = clean(self.fast, noisy, sigma[:, 0, 0], text, self.where).float()
+        # The error of the velocity, which is what the sampler uses.
+        loss = ((predicted - clean_rows) / sigma.clamp(min=2 * MIN_SIGMA)).square().mean()
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

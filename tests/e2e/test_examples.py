@@ -191,7 +191,7 @@ def test_a_picture_is_watched_while_it_is_drawn(flux_folder: Path, tmp_path: Pat
         assert Image.open(preview).size == (32, 32)
 
 
-def test_the_tour_writes_speaks_draws_and_hears(starter_folder: Path, tmp_path: Path) -> None:
+def test_the_tour_uses_all_modalities(starter_folder: Path, tmp_path: Path) -> None:
     printed = run("starter_tour.py", starter_folder, "--max-tokens", 12, "--out", "made", cwd=tmp_path)
     made = tmp_path / "made"
     assert {path.name for path in made.iterdir()} == {"answer.txt", "answer.wav", "picture.png", "question.wav"}
@@ -202,7 +202,7 @@ def test_the_tour_writes_speaks_draws_and_hears(starter_folder: Path, tmp_path: 
     assert printed.count("starter  ") == 2
 
 
-def test_the_tour_says_that_the_starter_is_not_here(tmp_path: Path) -> None:
+def test_the_tour_ends_with_its_own_exit_code_without_the_starter(tmp_path: Path) -> None:
     environment = {**os.environ, "OMNISTAGE_HOME": str(tmp_path)}
     command = [sys.executable, str(EXAMPLES / "starter_tour.py"), "starter"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

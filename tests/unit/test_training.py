@@ -95,7 +95,7 @@ def test_the_trained_sampler_takes_the_served_steps(scripts: dict[str, ModuleTyp
 def test_held_out_combinations_are_never_trained_on(scripts: dict[str, ModuleType]) -> None:
     captions, scenes = scripts["captions"], scripts["scenes"]
     things = ("cat", "car", "tree", "rocket")
-    pictures = scenes.Pictures(
+    pictures = scenes.EmojiSet(
         torch.zeros(4, 1, 1, 4, dtype=torch.uint8), things, ("Animals & Nature",) * 4, np.full(4, 0.25)
     )
 
@@ -159,7 +159,7 @@ def test_recolouring_changes_the_main_colour_only(scripts: dict[str, ModuleType]
     picture[:, :6, :, 0] = 0.9  # red
     picture[:, 6:, :, 1] = 0.8  # a green stalk
     scenes = scripts["scenes"]
-    changed = scenes.recoloured(picture[..., :3], torch.tensor([217 / 360]), scenes.main_hue(picture))
+    changed = scenes.recolour(picture[..., :3], torch.tensor([217 / 360]), scenes.main_hue(picture))
     blue, green = changed[0, 0, 0], changed[0, 7, 0]
     assert blue[2] > 0.8 > blue[0]
     assert torch.equal(green, picture[0, 7, 0, :3])
@@ -184,7 +184,7 @@ def test_a_seed_gives_the_same_steps_again(scripts: dict[str, ModuleType], tmp_p
     scenes, train = scripts["scenes"], scripts["train"]
     pixels = (torch.rand(4, SIZE, SIZE, 4, generator=torch.Generator().manual_seed(0)) * 255).byte()
     names = ("cat", "car", "tree", "rocket")
-    pictures = scenes.Pictures(pixels, names, ("Animals & Nature",) * 4, np.full(4, 0.25))
+    pictures = scenes.EmojiSet(pixels, names, ("Animals & Nature",) * 4, np.full(4, 0.25))
 
     class Words:
         """A tokenizer of one token a word."""
@@ -206,7 +206,7 @@ def test_a_seed_gives_the_same_steps_again(scripts: dict[str, ModuleType], tmp_p
     def trained(seed: int) -> tuple[list[float], Any]:
         torch.manual_seed(seed)
         batches = scenes.Batches(pictures, Words(), ("", ""), 2, seed)
-        trainer = train.Trainer(scenes.Painter(pictures, torch.device("cpu")), Layers(), 10, seed)
+        trainer = train.Trainer(scenes.SceneRenderer(pictures, torch.device("cpu")), Layers(), 10, seed)
         return [float(trainer.step(batches[number])) for number in range(2)], trainer
 
     first, trainer = trained(0)
