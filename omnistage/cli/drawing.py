@@ -157,7 +157,8 @@ def _save_picture(picture: ImageOutput, path: Path, options: FileOptions) -> Pat
     except InvalidRequestError as error:
         if error.param != "metadata":
             raise
-        err().print(f"{path}: the metadata are too long for this format and left out; use --format png", style="yellow")
+        message = f"{path}: the metadata are too long for this format and left out; use --format png"
+        err().print(message, style="yellow", soft_wrap=True)
         return picture.save(path, metadata=False)
 
 

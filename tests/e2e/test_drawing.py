@@ -783,7 +783,7 @@ def test_the_command_keeps_a_picture_that_has_no_room_for_its_metadata(folder: P
 
 def test_the_command_refuses_what_it_would_not_use(folder: Path, tmp_path: Path) -> None:
     assert (
-        "error: --use-audio-in-video: means nothing"
+        "error: --use-audio-in-video: is not supported by this model"
         in generate(folder, tmp_path, "--use-audio-in-video", code=2).stderr
     )
     missing = generate(folder, tmp_path, "--mask", tmp_path / "none.png", code=2)
