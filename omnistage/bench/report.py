@@ -185,20 +185,20 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "command": [Path(sys.argv[0]).name, *shown_command(sys.argv[1:])],
+        "command": [Path(sys.argv[0]).name, *redact_key(sys.argv[1:])],
     }
 
 
-def shown_command(arguments: Sequence[str]) -> list[str]:
+def redact_key(arguments: Sequence[str]) -> list[str]:
     """The command line without the API key, for reports are shared."""
-    shown, hide = [], False
+    redacted, hide = [], False
     for argument in arguments:
         option, equals, _ = argument.partition("=")
         if hide or (equals and option == "--api-key"):
             argument = "***" if hide else "--api-key=***"
         hide = not hide and argument == "--api-key"
-        shown.append(argument)
-    return shown
+        redacted.append(argument)
+    return redacted
 
 
 def _cpu() -> str:

@@ -68,14 +68,14 @@ class ArraySpec:
         """What is wrong with an array, or None. `sizes` holds the sizes of named dimensions; new ones are added."""
         if not isinstance(array, np.ndarray):
             return f"must be an array {self}, got {type(array).__name__}"
-        shown = f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+        actual = f"{array.dtype}[{', '.join(map(str, array.shape))}]"
         if array.dtype != np.dtype(self.dtype) or array.ndim != len(self.dims):
-            return f"must be {self}, got {shown}"
+            return f"must be {self}, got {actual}"
         for dim, size in zip(self.dims, array.shape, strict=True):
             if isinstance(dim, int) and size != dim:
-                return f"must be {self}, got {shown}"
+                return f"must be {self}, got {actual}"
             if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
-                return f"must be {self} with {dim} = {sizes[dim]} as elsewhere, got {shown}"
+                return f"must be {self} with {dim} = {sizes[dim]} as elsewhere, got {actual}"
         return None
 
 
@@ -95,6 +95,6 @@ def parse_specs(arrays: Mapping[str, str]) -> dict[str, ArraySpec]:
     return specs
 
 
-def shown(specs: Mapping[str, object]) -> str:
-    """Arrays in words, for messages."""
+def format_specs(specs: Mapping[str, object]) -> str:
+    """Arrays for a message."""
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"

@@ -21,7 +21,7 @@ from omnistage.bench.client import Client
 from omnistage.bench.load import Generator, Load, Run, calibrate, choose_models, connect
 from omnistage.bench.measure import Outcome, Spread
 from omnistage.bench.plot import plot
-from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, shown_command
+from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, redact_key
 from omnistage.bench.tables import compare, read_report, show
 from omnistage.bench.workload import Kind, Workload, arrivals, parse_mix
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
@@ -436,7 +436,7 @@ def test_a_report_survives_its_file_and_holds_no_key(tmp_path: Path) -> None:
     assert value["requests"][0]["underrun_seconds"] == pytest.approx(0.5)
     assert value["kinds"]["speech"]["spreads"]["ttfa"]["p50"] == pytest.approx(0.5)
     assert {"date", "omnistage", "python", "cpu", "command"} <= set(value["environment"])
-    assert shown_command(["x", "--api-key", "secret", "--api-key=secret", "--out", "y"]) == [
+    assert redact_key(["x", "--api-key", "secret", "--api-key=secret", "--out", "y"]) == [
         "x",
         "--api-key",
         "***",

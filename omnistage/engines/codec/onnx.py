@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs, shown
+from omnistage.config.arrays import BATCH, ArraySpec, are_batched, format_specs, parse_specs
 from omnistage.config.schema import ONNX_MODULE, CodecStageConfig, ModuleAudio, ModuleConfig
 from omnistage.core.errors import (
     BridgeError,
@@ -74,11 +74,12 @@ class OnnxModule:
         """The sizes of named dimensions; raises `InvalidRequestError` unless the arrays are those that are declared."""
         if missing := [name for name in self.inputs if name not in arrays]:
             raise InvalidRequestError(
-                f"is missing; give {shown(self.inputs)} for {self.path.name}", param=f"arrays.{missing[0]}"
+                f"is missing; give {format_specs(self.inputs)} for {self.path.name}", param=f"arrays.{missing[0]}"
             )
         if unknown := [name for name in arrays if name not in self.inputs]:
             raise InvalidRequestError(
-                f"is not an input of {self.path.name}; it takes {shown(self.inputs)}", param=f"arrays.{unknown[0]}"
+                f"is not an input of {self.path.name}; it takes {format_specs(self.inputs)}",
+                param=f"arrays.{unknown[0]}",
             )
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
@@ -146,9 +147,9 @@ def _check_declared(
     wrong = [name for name, spec in declared.items() if name not in by_name or not _agrees(spec, by_name[name])]
     wrong += [name for name in by_name if whole and name not in declared]
     if wrong:
-        actual = shown({name: _described(node) for name, node in by_name.items()})
+        actual = format_specs({name: _described(node) for name, node in by_name.items()})
         raise CheckpointError(
-            f"{kind} {wrong[0]!r} of {path} is not as declared: declared are {shown(declared)}, "
+            f"{kind} {wrong[0]!r} of {path} is not as declared: declared are {format_specs(declared)}, "
             f"the file has {actual}; correct the declaration or use another file"
         )
 
