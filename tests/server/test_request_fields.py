@@ -14,12 +14,15 @@ from openai.types import completion_create_params
 from openai.types.responses import response_create_params
 
 from omnistage.core.errors import StageError
+from omnistage.core.params import SamplingParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai import completions
+from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.completions import CompletionRequest
+from omnistage.server.openai.request_models import SamplesText
 from omnistage.server.openai.response_models import usage_of
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseWriter
@@ -324,6 +327,41 @@ def test_deltas_are_padded_where_it_is_asked_for() -> None:
     assert len(padded) == 3
     assert {len(json.dumps(made, ensure_ascii=False, separators=(",", ":"))) % 64 for made in padded} == {0}
     assert not any("obfuscation" in made for made in events if not made["type"].endswith(".delta"))
+
+
+# ---------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, ResponsesRequest])
+def test_a_sampling_parameter_is_a_field_or_listed_as_not_exposed(kind: type[SamplesText]) -> None:
+    exposed = kind.model_fields.keys() | kind.derived
+    assert set(SamplingParams.model_fields) - kind.not_exposed <= exposed
+    assert not kind.not_exposed & kind.model_fields.keys()
+    assert kind.not_exposed <= set(SamplingParams.model_fields)
+
+
+def test_every_sampling_field_that_is_sent_reaches_the_engine() -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.6,
+        "n": 2,
+        "stop": ("end",),
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "logit_bias": {5: 1.0},
+        "seed": 7,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "stop_token_ids": (9,),
+        "max_tokens": 4,
+        "logprobs": 2,
+    }
+    assert values.keys() == SamplingParams.model_fields.keys() - CompletionRequest.not_exposed
+    body = CompletionRequest(model="lm", prompt="Hi", **values)
+    assert body.sampling_params("max_tokens") == SamplingParams(**values)
 
 
 # ---------------------------------------------------------------------------------------------------- videos

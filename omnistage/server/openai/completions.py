@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Literal, NotRequired
+from typing import ClassVar, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -37,6 +37,9 @@ _MAX_PROMPTS = 64
 
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
+
+    not_exposed: ClassVar[frozenset[str]] = SamplingFields.not_exposed | {"structured"}
+    derived: ClassVar[frozenset[str]] = frozenset()
 
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
     max_tokens: int | None = None

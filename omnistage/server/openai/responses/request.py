@@ -117,6 +117,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
 
     model_config = ConfigDict(json_schema_extra=bounds_of(SamplingParams, max_output_tokens="max_tokens"))
+    derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "structured"})
     not_exposed: ClassVar[frozenset[str]] = SamplesText.not_exposed | {
         "n",
         "stop",
