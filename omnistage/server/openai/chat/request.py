@@ -16,7 +16,7 @@ from omnistage.core.params import DiffusionParams, SamplingParams, StructuredOut
 from omnistage.core.validation import field_error
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.chat.messages import UncheckedMessages
-from omnistage.server.openai.request_models import AudioOptions, SamplingFields, voice_name
+from omnistage.server.openai.request_models import AudioOptions, SamplingFields
 from omnistage.server.openai.tools import JsonSchema, ToolFields
 
 Modalities = tuple[Literal["text", "audio", "image"], ...]
@@ -100,10 +100,6 @@ class ChatRequest(SamplingFields, ToolFields):
     @property
     def speaks(self) -> bool:
         return "audio" in (self.modalities or ())
-
-    @property
-    def voice(self) -> str | None:
-        return voice_name(self.audio.voice) if self.audio is not None else None
 
     def sampling(self) -> SamplingParams | None:
         structured = self.response_format.structured() if self.response_format is not None else None

@@ -140,10 +140,6 @@ class ChatChunk(Padded):
 # -------------------------------------------------------------------------------------------------------- whole
 
 
-def _completion_id(request_id: str) -> str:
-    return f"chatcmpl-{request_id.removeprefix('req-')}"
-
-
 def _audio_id(request_id: str) -> str:
     return f"audio-{request_id.removeprefix('req-')}"
 
@@ -167,7 +163,7 @@ def _image(image: ImageOutput) -> ImageContent:
 def completion(request_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep) -> ChatCompletion:
     """The response to a request that did not ask for a stream."""
     whole: ChatCompletion = {
-        "id": _completion_id(request_id),
+        "id": f"chatcmpl-{request_id.removeprefix('req-')}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": body.model,
@@ -227,7 +223,7 @@ class StreamWriter:
         self._body = body
         self._audio_id = _audio_id(request_id)
         self._head: ChatChunk = {
-            "id": _completion_id(request_id),
+            "id": f"chatcmpl-{request_id.removeprefix('req-')}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": body.model,

@@ -15,6 +15,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
+from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.running import final_output, renaming
 from omnistage.server.service import ServedModel
 
@@ -30,7 +31,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     toolbox = body.toolbox()
     options = RequestOptions(
         _modalities(body, model),
-        body.voice,
+        voice_name(body.audio.voice) if body.audio is not None else None,
         body.priority,
         body.timeout,
         body.use_audio_in_video,
