@@ -38,7 +38,7 @@ class Workers:
         takes over `resources`, which close once it has really ended.
         """
         if self._closed:
-            raise ShutdownError("the service is stopping and takes no more requests")
+            raise ShutdownError("the service is stopping and accepts no more requests")
         if self._queued >= self._max_queued:
             raise QueueFullError(f"{self._queued} {self._unit} are queued already, the maximum; try again soon")
         self._queued += 1
@@ -61,11 +61,11 @@ class Workers:
             if job.cancel():
                 order.clear()  # the pool keeps cancelled work until its turn comes: let it keep none of the data
             elif not job.done():
-                loop, taken = asyncio.get_running_loop(), resources.pop_all()
+                loop, kept = asyncio.get_running_loop(), resources.pop_all()
 
                 def release(_job: object) -> None:
                     with suppress(RuntimeError):  # the loop is closed, and the service with it
-                        loop.call_soon_threadsafe(taken.close)
+                        loop.call_soon_threadsafe(kept.close)
 
                 job.add_done_callback(release)
 

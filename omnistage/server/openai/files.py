@@ -63,7 +63,7 @@ class FileStore:
         """Keep a file of one of `CONTENT_TYPES` and return its name. Raises if it alone is over the limit."""
         if len(data) > self._max_bytes:
             raise LimitExceededError(
-                f"a picture of {len(data)} bytes is over the store's {self._max_bytes}; ask for b64_json",
+                f"an image of {len(data)} bytes is over the limit of {self._max_bytes}; ask for b64_json",
                 param="response_format",
             )
         name = f"{secrets.token_urlsafe(24)}.{kind}"

@@ -121,9 +121,9 @@ class _Unsent:
         return len(data)
 
     def take(self) -> bytes:
-        taken = bytes(self._bytes)
+        data = bytes(self._bytes)
         self._bytes.clear()
-        return taken
+        return data
 
 
 class _CodecWriter:

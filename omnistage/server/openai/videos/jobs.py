@@ -158,8 +158,8 @@ class JobStore:
     def page(self, owner: str, after: str | None, limit: int, *, newest_first: bool) -> list[Job]:
         """Up to `limit` jobs of an owner, those after the job `after`."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
-        behind = f"AND seq {sign} (SELECT seq FROM jobs WHERE id = ? AND owner = ?)" if after is not None else ""
-        query = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? {behind} ORDER BY seq {order} LIMIT ?"
+        position = f"AND seq {sign} (SELECT seq FROM jobs WHERE id = ? AND owner = ?)" if after is not None else ""
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? {position} ORDER BY seq {order} LIMIT ?"
         values = (owner, limit) if after is None else (owner, after, owner, limit)
         with self._lock:
             return [Job(*row) for row in self._db.execute(query, values)]

@@ -60,7 +60,7 @@ class VideoRequest(WireModel):
     prompt: str = Field(min_length=1, max_length=32_000)
     size: Size | None = Field(default=None, description="WIDTHxHEIGHT.")
     seconds: Finite | None = Field(default=None, gt=0, le=3600)
-    input_reference: ImageReference | None = Field(default=None, description="A picture to begin with.")
+    input_reference: ImageReference | None = Field(default=None, description="The first frame.")
     # Ours
     steps: int | None = None
     guidance: Finite | None = None
