@@ -100,7 +100,7 @@ class AccessOptions:
             max_concurrent=self.jwt_max_concurrent,
         )
 
-    def local_names(self, host: str, *, authenticated: bool) -> list[str] | None:
+    def allowed_hosts(self, host: str, *, authenticated: bool) -> list[str] | None:
         """Host names to accept beside the loopback ones; None: any, for keys protect it or other machines call it."""
         from omnistage.server.access.hosts import is_loopback
 
@@ -219,7 +219,7 @@ def serve(
         max_body_bytes=options.max_body_mib * 2**20,
         stall_seconds=options.stall_seconds,
         cors=access.cors,
-        local_names=access.local_names(options.host, authenticated=keyring.required),
+        allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),
     )
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
     try:

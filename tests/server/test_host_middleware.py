@@ -35,7 +35,7 @@ def asked(url: str, host: str) -> httpx.Response:
 
 
 def test_strange_names_are_refused(service: Service) -> None:
-    with serving(service, local_names=["box.example"]) as server:
+    with serving(service, allowed_hosts=["box.example"]) as server:
         for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "box.example", "BOX.example:80"):
             assert asked(server.url, host).status_code == 200, host
         for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", ""):

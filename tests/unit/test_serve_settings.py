@@ -23,7 +23,7 @@ def test_a_setting_of_an_unknown_model_is_refused() -> None:
 
 def test_names_count_only_where_nothing_else_guards() -> None:
     def names(host: str, authenticated: bool, *more: str) -> list[str] | None:
-        return AccessOptions(allow_host=list(more)).local_names(host, authenticated=authenticated)
+        return AccessOptions(allow_host=list(more)).allowed_hosts(host, authenticated=authenticated)
 
     assert names("127.0.0.1", False) == []
     assert names("localhost", False, "box") == ["box"]

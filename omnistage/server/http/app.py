@@ -33,11 +33,11 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     cors: Sequence[str] = (),
-    local_names: Sequence[str] | None = None,
+    allowed_hosts: Sequence[str] | None = None,
 ) -> FastAPI:
     """The HTTP application over a service whose models may still be loading.
 
-    With `local_names`, even an empty list, only requests to this machine's own names and these are served.
+    With `allowed_hosts`, even an empty list, only requests to this machine's own names and these are served.
     """
     # No Swagger page: FastAPI's loads its scripts from another host.
     app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
@@ -55,8 +55,8 @@ def create_app(
     if cors:
         # Outside the gate: a browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
-    if local_names is not None:
-        app.add_middleware(HostMiddleware, allowed_hosts=local_names)
+    if allowed_hosts is not None:
+        app.add_middleware(HostMiddleware, allowed_hosts=allowed_hosts)
     if service.tracing is not None:
         from omnistage.server.observe.tracing import TracingMiddleware
 
