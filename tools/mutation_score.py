@@ -20,10 +20,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import math
 import os
 import pickle
 import random
-import select
+import resource
 import signal
 import sys
 import time
@@ -280,26 +281,22 @@ def apply(target: Target, tree: ast.Module) -> None:
     exchange(live, fresh)
 
 
-def in_fork(work: Callable[[], int], limit: float) -> int | None:
-    """What `work` gives in a forked process; None after `limit` seconds, 70 where the process died."""
-    read, write = os.pipe()
+def in_fork(work: Callable[[], int], limit: float = 600) -> int:
+    """What `work` gives in a forked process that may compute for `limit` seconds; 70 where it died, or waits for ever.
+
+    The processor's seconds, so that other load on the machine kills no mutant.
+    """
     child = os.fork()
     if child == 0:
         status = 70
         try:
-            os.close(read)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 1))
+            signal.alarm(900)
             status = work()
-            os.write(write, bytes([status]))
         finally:
             os._exit(status)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        ready, _, _ = select.select([pipe], [], [], limit)
-        data = pipe.read(1) if ready else b""
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None if not ready else data[0] if data else 70
+    _, status = os.waitpid(child, 0)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 70
 
 
 class _Collected:
@@ -346,7 +343,7 @@ class Run:
     def say(self, text: str) -> None:
         os.write(self.out, f"{text}\n".encode())
 
-    def _note(self, mutant: Mutant, status: int | None) -> None:
+    def _note(self, mutant: Mutant, status: int) -> None:
         if status == 0:
             self.survivors.append(mutant)
             self.say(f"  survived  {self.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
@@ -356,19 +353,19 @@ class Run:
 
     def functions(self, run: Callable[[], int]) -> None:
         """Mutants within functions, each in a fork of the process that has collected the tests."""
-        begun = time.perf_counter()
-        if in_fork(run, 900) != 0:
+        begun = os.times()
+        if in_fork(run) != 0:
             raise SystemExit(f"{self.target.module}: its tests fail without a mutant")
-        usual = time.perf_counter() - begun
-        self.say(f"{self.target.module}: {len(self.inner)} mutants in functions, tests take {usual:.1f} s")
+        usual = os.times().children_user - begun.children_user
+        self.say(f"{self.target.module}: {len(self.inner)} mutants in functions, tests compute for {usual:.1f} s")
 
         def mutated_run(mutant: Mutant) -> int:
             apply(self.target, self._tree(mutant))
             return run()
 
         for mutant in self.inner:
-            self._note(mutant, in_fork(lambda one=mutant: mutated_run(one), 20 + 5 * usual))  # type: ignore[misc]
-        if in_fork(run, 900) != 0:  # or whatever changed under our feet seems to have killed them
+            self._note(mutant, in_fork(lambda one=mutant: mutated_run(one), 3 + 4 * usual))  # type: ignore[misc]
+        if in_fork(run) != 0:  # or whatever changed under our feet seems to have killed them
             raise SystemExit(f"{self.target.module}: its tests no longer pass without a mutant")
 
     def all(self) -> list[Mutant]:
@@ -396,8 +393,8 @@ class Run:
                 sys.meta_path.insert(0, finder)
                 return pytest_main(self.target.tests)
 
-            self._note(mutant, in_fork(fresh, 300))
-        if self.outer and in_fork(lambda: pytest_main(self.target.tests), 900) != 0:
+            self._note(mutant, in_fork(fresh))
+        if self.outer and in_fork(lambda: pytest_main(self.target.tests)) != 0:
             raise SystemExit(f"{self.target.module}: its tests no longer pass without a mutant")
         return self.survivors
 
@@ -424,7 +421,8 @@ def score(target: Target, sample: int | None, seed: int, only: str | None) -> tu
     if sample is not None and sample < total:
         chosen = sorted(random.Random(seed).sample(chosen, sample), key=lambda mutant: (mutant.line, mutant.node))
     if only is not None:
-        chosen = [mutant for mutant in chosen if str(mutant.line) in only.split(",")]
+        low, _, high = only.partition("-")
+        chosen = [mutant for mutant in chosen if int(low) <= mutant.line <= int(high or low)]
     begun = time.perf_counter()
     killed = len(chosen) - len(Run(target, chosen, source, path).all())
     share = killed / max(len(chosen), 1)
@@ -438,7 +436,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="mutants of each module at most; all of them without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--module", help="only the module whose name ends so")
-    parser.add_argument("--lines", help="only mutants of these lines, joined by commas")
+    parser.add_argument("--lines", help="only mutants of a line, or of lines FROM-TO")
     parser.add_argument("--list", action="store_true", help="only count the mutants")
     given = parser.parse_args()
     os.chdir(ROOT)
