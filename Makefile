@@ -93,7 +93,7 @@ starter-for-tests: $(STAMP)
 	fi
 
 test: $(STAMP) starter-for-tests
-	OMNISTAGE_HOME='$(STARTER_HOME)' PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadfile -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
+	OMNISTAGE_HOME='$(STARTER_HOME)' PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadfile --no-loadscope-reorder -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.core.errors import ConfigError, InvalidRequestError, LimitExceededError, OmniError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
-from omnistage.models.flux import tiny, verify
+from omnistage.models.flux import verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
 
@@ -32,8 +31,7 @@ AWAY = {"negative_prompt": "people and cars", "true_cfg": 3.0}
 class Model:
     """A checkpoint, ours and theirs."""
 
-    def __init__(self, folder: Path, variant: str) -> None:
-        tiny.write(folder, variant=variant)
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: Components = load_components(OmniRunner(folder))
         self.reference = verify.Reference(folder)
@@ -44,18 +42,18 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def dev(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("flux") / "dev", "dev")
+def dev(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux", "dev"))
 
 
 @pytest.fixture(scope="module")
-def schnell(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("flux") / "schnell", "schnell")
+def schnell(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux", "schnell"))
 
 
 @pytest.fixture(scope="module")
-def kontext(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("flux") / "kontext", "kontext")
+def kontext(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux", "kontext"))
 
 
 @pytest.fixture
@@ -227,25 +225,6 @@ def test_stages_hold_only_their_weights(dev: Model) -> None:
     assert denoiser.vae.decoder.conv_in.weight.is_meta
     assert denoiser.text_encoder is None
     assert decoder.text_encoder_2 is None
-
-
-@pytest.mark.parametrize(("variant", "cls"), [("dev", "FluxPipeline"), ("kontext", "FluxKontextPipeline")])
-def test_small_checkpoints_are_what_diffusers_loads(variant: str, cls: str, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(variant).folder
-    pipe = diffusers().DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    assert type(pipe).__name__ == cls
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8_000_000
-
-
-def test_unknown_variants_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dev, schnell, kontext"):
-        tiny.write(tmp_path, variant="pro")
-
-
-def test_verify_gives_a_row_for_each_quantity(schnell: Model) -> None:
-    rows = verify.run(OmniRunner(schnell.folder), cases=2, seed=3)
-    assert len(rows) == 6
-    assert all(row.ok for row in rows)
 
 
 # ----------------------------------------------------------------------------------------------- bad input

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
+from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
-from omnistage.models.flux2 import tiny, verify
+from omnistage.models.flux2 import verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
 
@@ -31,8 +30,7 @@ TALL = {"width": 48, "height": 96, "max_sequence_length": 32}
 class Model:
     """A checkpoint, ours and theirs."""
 
-    def __init__(self, folder: Path, variant: str) -> None:
-        tiny.write(folder, variant=variant)
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: Components = load_components(OmniRunner(folder))
         self.reference = verify.Reference(folder)
@@ -43,13 +41,13 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("flux2") / "base", "base")
+def base(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux2", "base"))
 
 
 @pytest.fixture(scope="module")
-def distilled(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("flux2") / "distilled", "distilled")
+def distilled(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux2", "distilled"))
 
 
 def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
@@ -190,26 +188,6 @@ def test_stages_hold_only_their_weights(base: Model) -> None:
     assert denoiser.vae.decoder.conv_in.weight.is_meta
     assert denoiser.text_encoder is None
     assert not hasattr(encoder.text_encoder, "lm_head")
-
-
-@pytest.mark.parametrize(("variant", "flag"), [("base", False), ("distilled", True)])
-def test_small_checkpoints_are_what_diffusers_loads(variant: str, flag: bool, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(variant).folder
-    pipe = diffusers().DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    assert type(pipe).__name__ == "Flux2KleinPipeline"
-    assert pipe.config.is_distilled is flag
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8_000_000
-
-
-def test_unknown_variants_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="base, distilled"):
-        tiny.write(tmp_path, variant="dev")
-
-
-def test_verify_gives_a_row_for_each_quantity(distilled: Model) -> None:
-    rows = verify.run(OmniRunner(distilled.folder), cases=2, seed=3)
-    assert len(rows) == 6
-    assert all(row.ok for row in rows)
 
 
 # ----------------------------------------------------------------------------------------------- bad input

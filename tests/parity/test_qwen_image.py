@@ -15,9 +15,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.config import OmniEngineArgs, resolve
 from omnistage.core.errors import (
-    ConfigError,
     InvalidRequestError,
     PromptTooLongError,
     UnsupportedModalityError,
@@ -29,9 +27,8 @@ from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
 from omnistage.models._tiny_common import write_json
-from omnistage.models.qwen_image import tiny, verify
+from omnistage.models.qwen_image import verify
 from omnistage.models.qwen_image.family import FAMILY
-from omnistage.models.registry import REGISTRY
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LONG = " ".join(["The river is quiet, and the children are playing under the old trees near the school."] * 3)
@@ -50,24 +47,23 @@ class Checkpoint:
         return rows_of(case, drive(*self.ours, case), self.theirs(case))
 
 
-def _checkpoint(folder: Path, variant: str) -> Checkpoint:
-    tiny.write(folder, variant=variant)
+def _checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, load_components(OmniRunner(folder)), verify.Reference(folder))
 
 
 @pytest.fixture(scope="module")
-def drawing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image"), "image")
+def drawing(checkpoint_of: Callable[..., Path]) -> Checkpoint:
+    return _checkpoint(checkpoint_of("qwen_image", "image"))
 
 
 @pytest.fixture(scope="module")
-def editing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit"), "edit")
+def editing(checkpoint_of: Callable[..., Path]) -> Checkpoint:
+    return _checkpoint(checkpoint_of("qwen_image", "edit"))
 
 
 @pytest.fixture(scope="module")
-def editing_several(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return _checkpoint(tmp_path_factory.mktemp("qwen_image_edit_plus"), "edit_plus")
+def editing_several(checkpoint_of: Callable[..., Path]) -> Checkpoint:
+    return _checkpoint(checkpoint_of("qwen_image", "edit_plus"))
 
 
 @pytest.fixture
@@ -295,21 +291,3 @@ def test_guidance_distilled_checkpoints_are_refused_as_diffusers_cannot_run_them
     pipe = diffusers().DiffusionPipeline.from_pretrained(tmp_path / "model")
     with pytest.raises(TypeError):
         pipe("a fox", width=32, height=32, num_inference_steps=2, guidance_scale=2.0)
-
-
-def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(drawing: Checkpoint, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "again")
-    for path in drawing.folder.rglob("*.safetensors"):
-        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(drawing.folder)).read_bytes()
-    resolved = resolve(OmniEngineArgs(model=str(drawing.folder)), registry=REGISTRY)
-    assert resolved.model.family == "qwen_image"
-    with pytest.raises(ConfigError, match="variant"):
-        tiny.write(tmp_path / "other", variant="plus")
-
-
-def test_verify_finds_nothing(drawing: Checkpoint) -> None:
-    rows = verify.run(OmniRunner(drawing.folder), cases=4)
-    assert len(rows) == 12
-    assert all(row.ok for row in rows)
-    with pytest.raises(ConfigError):
-        verify.run(OmniRunner(drawing.folder), cases=0)

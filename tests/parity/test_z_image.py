@@ -14,16 +14,12 @@ import torch
 pytest.importorskip("diffusers")
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.config import OmniEngineArgs, resolve
-from omnistage.core.errors import ConfigError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
-from omnistage.models.registry import REGISTRY
-from omnistage.models.z_image import tiny, verify
-from omnistage.models.z_image.family import FAMILY
+from omnistage.models.z_image import verify
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LONG = " ".join(["The river is quiet, and the children are playing under the old trees near the school."] * 3)
@@ -38,10 +34,8 @@ class Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("z_image")
-    assert FAMILY.tiny is not None
-    FAMILY.tiny(folder, seed=0)
+def checkpoint(checkpoint_of: Callable[..., Path]) -> Checkpoint:
+    folder = checkpoint_of("z_image")
     return Checkpoint(folder, load_components(OmniRunner(folder)), verify.Reference(folder))
 
 
@@ -172,20 +166,3 @@ def test_refused(
 def test_the_longest_text_fits_the_positions(checkpoint: Checkpoint) -> None:
     case = _case("fox " * 2000, max_sequence_length=1504, steps=1, guidance=0.0)
     assert drive(*checkpoint.ours, case).pixels.shape == (64, 64, 3)
-
-
-def test_the_tiny_checkpoint_is_the_seeds_and_what_the_family_claims(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "again")
-    for path in checkpoint.folder.rglob("*.safetensors"):
-        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(checkpoint.folder)).read_bytes()
-    assert resolve(OmniEngineArgs(model=str(checkpoint.folder)), registry=REGISTRY).model.family == "z_image"
-    pipe = diffusers().DiffusionPipeline.from_pretrained(tmp_path / "again")
-    assert type(pipe).__name__ == "ZImagePipeline"
-
-
-def test_verify_finds_nothing(checkpoint: Checkpoint) -> None:
-    rows = verify.run(OmniRunner(checkpoint.folder), cases=4)
-    assert len(rows) == 12
-    assert all(row.ok for row in rows)
-    with pytest.raises(ConfigError):
-        verify.run(OmniRunner(checkpoint.folder), cases=0)

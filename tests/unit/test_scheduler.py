@@ -285,6 +285,19 @@ def test_waiting_makes_up_for_priority() -> None:
     assert sim.step().started == ("patient",)
 
 
+@pytest.mark.parametrize(("steps", "first"), [(63, "favoured"), (64, "patient")])
+def test_sixty_four_steps_of_waiting_are_worth_a_level_unless_it_is_said_otherwise(steps: int, first: str) -> None:
+    scheduler = Scheduler(BlockPool(8, 2), max_batch_tokens=16, max_running=1)
+    scheduler.add(SequenceState("patient", 0.0, [0], 1), priority=1)
+    for _ in range(steps):
+        scheduler.add(SequenceState("between", 0.0, [0], 1), priority=-5)
+        assert scheduler.schedule().started == ("between",)
+        scheduler.remove("between")
+    scheduler.add(SequenceState("favoured", 0.0, [0], 1), priority=0)
+    assert scheduler.schedule().started == (first,)
+    assert scheduler.steps == steps + 1
+
+
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_nothing_starves_under_a_stream_of_favoured_arrivals(max_running: int) -> None:
     sim = Simulator(max_running=max_running, ageing=4, blocks=6, size=2, budget=6)
@@ -336,6 +349,33 @@ def test_a_preempted_sequence_does_not_come_back_in_the_same_step() -> None:
     assert [item.key for item in output.batch] == ["a"]
 
 
+def test_preemptions_are_counted_for_the_scheduler_and_for_each_sequence() -> None:
+    sim = Simulator(blocks=2, size=2, caching=False, max_running=2)
+    assert (sim.scheduler.preemptions, sim.scheduler.steps) == (0, 0)
+    sim.add("a", [0, 0], limit=3)
+    sim.add("b", [1, 1], limit=3)
+    sim.step()
+    assert sim.scheduler.preemptions == 0
+    sim.step()
+    assert sim.scheduler.preemptions == sim.live["b"].state.preemptions == 1
+    assert sim.live["a"].state.preemptions == 0
+    assert sim.scheduler.counts() == (1, 1, 0)
+    assert sim.scheduler.keys() == ["a", "b"]
+
+
+def test_a_whole_budget_is_given_to_one_prompt_unless_chunks_are_smaller() -> None:
+    for chunk, counts in ((None, [16, 4]), (5, [5, 5, 5, 5])):
+        scheduler = Scheduler(BlockPool(16, 2), max_batch_tokens=16, max_running=2, prefill_chunk=chunk)
+        scheduler.add(SequenceState("a", 0.0, [0] * 20, 20))
+        found = []
+        for _ in counts:
+            output = scheduler.schedule()
+            found.append(sum(item.count for item in output.batch))
+            scheduler.commit(output)
+        assert found == counts
+        assert scheduler.tokens == 20
+
+
 # ----------------------------------------------------------------------------------------- prefix reuse
 
 
@@ -346,6 +386,19 @@ def test_an_equal_beginning_is_not_computed_again() -> None:
     sim.add("b", [0, 1, 0, 1, 1], limit=1)
     assert batch(sim.step()) == [("b", 4, 1, True)]
     assert (sim.pool.hits, sim.pool.lookups) == (2, 4)
+
+
+def test_what_was_found_computed_at_first_is_told() -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0, 1, 0, 1, 0], limit=1)
+    sim.drain()
+    sim.add("b", [0, 1, 0, 1, 0], limit=2)
+    sim.step()
+    assert sim.scheduler.cached("b") == 4
+    sim.add("c", [1, 1, 1], limit=2)
+    sim.step()
+    assert sim.scheduler.cached("c") == 0
+    assert (sim.pool.lookups, sim.pool.hits) == (5, 2)
 
 
 def test_the_last_token_is_always_computed() -> None:
