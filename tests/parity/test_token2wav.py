@@ -23,7 +23,8 @@ from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInf
 from omnistage.engines.codec import CodecStage, Window  # noqa: E402
 from omnistage.engines.codec.flow import evaluations, integrate, time_grid  # noqa: E402
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
-from omnistage.models.qwen2_5_omni.token2wav import Token2Wav, bigvgan, vocoder_context  # noqa: E402
+from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
+from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context  # noqa: E402
 
 REAL_VOCODER: dict[str, object] = {"upsample_initial_channel": 64}
 SMALL_VOCODER: dict[str, object] = {
