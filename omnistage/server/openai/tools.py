@@ -110,9 +110,10 @@ class AllowedChoice(ToolChoice):
 class ToolRules(WireModel):
     """The rules that chat and responses share; each writes `tools` and `tool_choice` in a form of its own."""
 
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most.")
 
-    @field_validator("tool_choice", mode="before", check_fields=False)
+    @field_validator("tool_choice", mode="before")
     @classmethod
     def _known_choice(cls, value: object) -> object:
         """Raises for a choice among tools that a service runs itself."""
@@ -124,14 +125,10 @@ class ToolRules(WireModel):
     @abstractmethod
     def tool_functions(self) -> tuple[Function, ...]: ...
 
-    @property
-    @abstractmethod
-    def choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None: ...
-
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use. Raises `InvalidRequestError` for fields that do not fit together."""
         self.check_tools()
-        functions, choice, parallel = self.tool_functions, self.choice, self.parallel_tool_calls is not False
+        functions, choice, parallel = self.tool_functions, self.tool_choice, self.parallel_tool_calls is not False
         if not functions or choice == "none":
             return None
         if isinstance(choice, ToolChoice):
@@ -143,7 +140,7 @@ class ToolRules(WireModel):
         names = [function.name for function in self.tool_functions]
         if len(set(names)) != len(names):
             raise InvalidRequestError("two have the same name; rename one", param="tools")
-        choice = self.choice
+        choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:
             raise InvalidRequestError("needs tools; send some, or leave it out", param="tool_choice")
         for name in choice.names if isinstance(choice, ToolChoice) else ():
@@ -162,10 +159,6 @@ class ToolFields(ToolRules):
     @property
     def tool_functions(self) -> tuple[Function, ...]:
         return tuple(tool.function for tool in self.tools or ())
-
-    @property
-    def choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
-        return self.tool_choice
 
 
 # ------------------------------------------------------------------------------------------------- constraints

@@ -59,10 +59,6 @@ class ResponseToolFields(ToolRules):
     def tool_functions(self) -> tuple[Function, ...]:
         return self.tools or ()
 
-    @property
-    def choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
-        return self.tool_choice
-
 
 # --------------------------------------------------------------------------------------------------------- input
 
