@@ -337,16 +337,9 @@ class Token2Wav(CodecComponent):
         )
 
 
-def _velocity(
-    dit: Qwen2_5OmniToken2WavDiTModel,
-    x: Tensor,
-    t: Tensor,
-    codes: Tensor,
-    cond: Tensor,
-    reference: Tensor,
-    scale: Tensor,
-) -> Tensor:
+def _velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> Tensor:
     """One evaluation of the field, as in transformers' `sample`; shapes as in `Token2Wav._solve`."""
+    x, t, codes, cond, reference, scale = tensors
     inputs = {
         "hidden_states": x,
         "speaker_embedding": cond.expand(-1, x.shape[1], -1),
