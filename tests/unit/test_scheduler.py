@@ -274,6 +274,26 @@ def test_equal_priorities_run_in_order_of_arrival() -> None:
     assert [sim.step().started for _ in range(3)] == [("a",), ("b",), ("c",)]
 
 
+@pytest.mark.parametrize("order", [("plain", "zero"), ("zero", "plain")])
+def test_a_priority_that_is_not_given_is_zero(order: tuple[str, str]) -> None:
+    scheduler = Scheduler(BlockPool(8, 2), max_batch_tokens=16, max_running=1)
+    for key in order:
+        state = SequenceState(key, 0.0, [0], 1)
+        scheduler.add(state) if key == "plain" else scheduler.add(state, priority=0)
+    assert scheduler.schedule().started == (order[0],)
+
+
+def test_a_preempted_sequence_comes_back_before_those_that_arrived_after_it() -> None:
+    sim = Simulator(blocks=4, size=2, caching=False, max_running=2)
+    for key in "abc":
+        sim.add(key, [0] * 4 if key == "a" else [1] * 4, limit=4)
+    assert [item.key for item in sim.step().batch] == ["a", "b"]
+    assert sim.step().preempted == ("b",)
+    while "a" in sim.live:
+        sim.step()
+    assert [item.key for item in sim.step().batch] == ["b"]
+
+
 def test_waiting_makes_up_for_priority() -> None:
     sim = Simulator(max_running=1, ageing=2)
     sim.add("busy", [0], limit=8)
@@ -533,6 +553,19 @@ def test_work_that_does_not_fit_beside_a_better_ranked_starved_one_is_no_work_un
     assert sim.scheduler.has_work()
     sim.drain()
     assert sorted(sim.finished) == ["large", "starved"]
+
+
+def test_work_that_did_not_fit_is_work_again_once_another_is_gone() -> None:
+    sim = Simulator(blocks=3, size=2, caching=False)
+    sim.add("starved", [0] * 4, limit=2, side_rows=0)
+    sim.step()
+    sim.add("large", [1] * 4, limit=1)
+    assert not sim.step().batch
+    assert not sim.scheduler.has_work()
+    sim.abort("starved")
+    assert sim.scheduler.has_work()
+    sim.drain()
+    assert sorted(sim.finished) == ["large"]
 
 
 # ---------------------------------------------------------------------------------------- state machine
