@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from omnistage.core.errors import LimitExceededError, MediaError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media import source as source_module
 from omnistage.media.audio import decode_audio
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
-from omnistage.media.source import load_bytes
+from omnistage.media.source import _check_base64_length, load_bytes
 from omnistage.pipeline.messages.chat import parse_messages
 from omnistage.pipeline.messages.drawing import parse_drawing
 
@@ -90,6 +93,103 @@ def test_base64_is_measured_by_what_it_decodes_to(padding: int) -> None:
         assert load_bytes(f"data:;base64,{given}", MediaLimits(max_bytes=len(data))) == data
         with pytest.raises(LimitExceededError):
             load_bytes(f"data:;base64,{given}", MediaLimits(max_bytes=len(data) - 1))
+
+
+@pytest.mark.parametrize("size", [28, 29, 30, 300])
+def test_base64_that_is_too_long_is_refused_before_it_is_copied(size: int) -> None:
+    data = bytes(number % 251 for number in range(size))
+    plain = base64.b64encode(data).decode()
+    for text in (plain, "\r\n".join(plain), plain + " " * 40, f"head,{plain}"):
+        start = 5 if text.startswith("head,") else 0
+        _check_base64_length(text, start, MediaLimits(max_bytes=size))
+        with pytest.raises(LimitExceededError, match=f"item of {size} bytes"):
+            _check_base64_length(text, start, MediaLimits(max_bytes=size - 1))
+
+
+def test_escaped_base64_is_refused_early_by_a_bound_that_is_never_too_high() -> None:
+    data = b"\xfb" * 30  # "-/v7" in base64: nearly all of it is escaped
+    plain = base64.b64encode(data).decode()
+    half = plain.replace("+", "%2B").replace("/", "%2F")
+    for text in (half, f"{half}%0A%20%0d", "".join(f"%{ord(character):02X}" for character in plain)):
+        _check_base64_length(text, 0, MediaLimits(max_bytes=30))
+        _check_base64_length(text, 0, MediaLimits(max_bytes=28))
+        with pytest.raises(LimitExceededError, match="item of 28 bytes"):
+            _check_base64_length(text, 0, MediaLimits(max_bytes=27))
+
+
+def test_escapes_are_read_in_urls_only() -> None:
+    assert load_bytes("data:;base64,%2B%2B%2B%2B", MediaLimits()) == base64.b64decode("++++")
+    with pytest.raises(MediaError, match="malformed base64"):
+        load_bytes("%2B%2B%2B%2B", MediaLimits(), bare_base64=True)
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def changed_os(**functions: Any) -> SimpleNamespace:
+    """The module `os` for the code under test alone."""
+    return SimpleNamespace(**{**vars(os), **functions})
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "growing"
+    file.write_bytes(bytes(100))
+    about = SimpleNamespace(st_mode=file.stat().st_mode, st_size=1)
+    monkeypatch.setattr(source_module, "os", changed_os(fstat=lambda descriptor: about))
+    with pytest.raises(LimitExceededError, match="item of 10 bytes is over the limit of 9"):
+        load_bytes(file, MediaLimits(max_bytes=9))  # and no more of it is read
+
+
+def test_a_file_is_closed_however_its_reading_ends(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(100))
+    before = sorted(os.listdir("/proc/self/fd"))
+    load_bytes(file, MediaLimits())
+    with pytest.raises(LimitExceededError):
+        load_bytes(file, MediaLimits(max_bytes=9))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_folder_is_checked_again_of_what_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    limits = MediaLimits(allowed_path_roots=(tmp_path,))
+    assert load_bytes(file, limits) == b"abc"
+    monkeypatch.setattr(source_module, "os", changed_os(readlink=lambda path: "/etc/hostname"))
+    with pytest.raises(InvalidRequestError, match="outside the allowed folders"):
+        load_bytes(file, limits)
+
+
+def test_where_the_system_does_not_tell_what_is_open_the_path_must_still_lead_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_bytes(b"abc")
+    other.write_bytes(b"def")
+
+    def unknown(path: str) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(source_module, "os", changed_os(readlink=unknown))
+    limits = MediaLimits(allowed_path_roots=(tmp_path,))
+    assert load_bytes(file, limits) == b"abc"
+    about = os.stat(other)
+    monkeypatch.setattr(source_module, "os", changed_os(readlink=unknown, stat=lambda path: about))
+    with pytest.raises(InvalidRequestError, match="it changed while it was opened"):
+        load_bytes(file, limits)
+
+
+def test_what_is_neither_a_url_nor_a_file_is_told_apart() -> None:
+    with pytest.raises(InvalidRequestError, match="URL scheme 'ftp' is not supported"):
+        load_bytes("ftp://example.org/a.png", MediaLimits())
+    with pytest.raises(InvalidRequestError, match=f"URL scheme '{'a' * 13}' is not supported"):
+        load_bytes(f"{'a' * 13}://x", MediaLimits())
+    with pytest.raises(InvalidRequestError, match="no such file"):  # so far into the text that it is no scheme
+        load_bytes(f"{'a' * 14}://x", MediaLimits())
+    with pytest.raises(InvalidRequestError, match="text without a data: or http"):
+        load_bytes("a.png", MediaLimits(allow_paths=False))
+    with pytest.raises(InvalidRequestError, match="not allowed here"):
+        load_bytes(Path("a.png"), MediaLimits(allow_paths=False))
 
 
 def test_the_head_of_a_data_url_is_short() -> None:
