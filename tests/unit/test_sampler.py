@@ -488,3 +488,39 @@ def test_check_runs_beside_the_engine() -> None:
     for thread in threads:
         thread.join()
     assert tokens == sequence(params(seed=1), torch.zeros(50, 1000))
+
+
+# ------------------------------------------------------------------------------------- the path of a device
+
+ON_DEVICE: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy, changed": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "random": {"seed": 1},
+    "random, few": {"seed": 2, "top_k": 3, "top_p": 0.9},
+    "random, changed": {"seed": 3, "logit_bias": {5: 2.0}, "top_k": 20},
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("greedy",),
+        ("random",),
+        ("greedy", "random"),
+        ("random, few", "greedy", "random"),
+        ("greedy, changed", "random, changed"),
+        ("random, changed", "greedy", "greedy, changed", "random", "random, few"),
+    ],
+)
+def test_what_is_gathered_on_a_device_gives_the_tokens_of_the_host(keys: tuple[str, ...]) -> None:
+    torch.manual_seed(len(keys))
+    sampler = Sampler(600, torch.device("cpu"), eos_token_ids=[0])
+    for key in keys:
+        sampler.add(key, SamplingParams.parse(ON_DEVICE[key]), [1, 2])
+    plan = sampler._make_plan(keys)
+    for _ in range(4):
+        logits = torch.randn(len(keys), 600) * 2
+        prepared = [group.prepare(logits) for group in plan.groups]
+        picked = [group.pick(x) for group, x in zip(plan.groups, prepared, strict=True)]
+        assert sampler._pick_on_device(plan, prepared) == picked
+        assert [token for tokens in picked for token in tokens] != [0] * len(keys)
