@@ -60,9 +60,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the loads whose name has this in it")
     args = parser.parse_args()
     trees = dict(tree.split("=", 1) for tree in args.trees)
-    loads = _loads(args.streams, args.tokens)
+    loads = [load for load in _loads(args.streams, args.tokens) if args.only in load.name]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         newest = list(trees.values())[-1]
