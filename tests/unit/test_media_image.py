@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.image import decode_image
@@ -269,3 +269,49 @@ def test_a_damaged_avif_is_a_media_error() -> None:
         except MediaError as error:
             refused += isinstance(error.__cause__, RuntimeError)
     assert refused
+
+
+# ------------------------------------------------------------------------------------- exact values
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "expected"),
+    [
+        ("F", [0.0, 0.5, 1.0], [0, 128, 255]),
+        ("F", [0.0, 1.5, 200.4], [0, 2, 200]),
+        ("I", [0, 7, 255], [0, 7, 255]),
+        ("I", [-5, 256, 257 * 9], [0, 1, 9]),
+        ("I", [0, 257, 70_000], [0, 1, 255]),
+        ("I;16", [0, 257, 65_535], [0, 1, 255]),
+        ("I;16", [0, 200, 129], [0, 1, 1]),
+    ],
+)
+def test_deep_grey_keeps_its_ends_and_is_scaled_between(mode: str, values: list[float], expected: list[int]) -> None:
+    kinds = {"F": np.float32, "I": np.int32, "I;16": np.uint16}
+    image = Image.fromarray(np.array([values], kinds[mode]))
+    assert image.mode == mode
+    assert [colour(decode_image(image, LIMITS), x)[0] for x in range(3)] == expected
+
+
+def test_floats_from_0_to_1_reach_both_ends() -> None:
+    image = decode_image(np.array([[0.0, 0.5, 1.0]], np.float32), LIMITS)
+    assert [colour(image, x)[0] for x in range(3)] == [0, 128, 255]
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_every_orientation_is_turned_upright_as_pillow_does(orientation: int) -> None:
+    pixels = np.arange(18, dtype=np.uint8).reshape(2, 3, 3) * 14
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(pixels), exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert (np.asarray(decode_image(data, LIMITS)) == np.asarray(upright)).all()
+    assert (orientation in range(2, 9)) == (np.asarray(upright).tolist() != pixels.tolist())
+
+
+def test_an_image_whose_exif_cannot_be_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(self: Image.Image) -> None:
+        raise SyntaxError
+
+    monkeypatch.setattr(Image.Image, "getexif", damaged)
+    assert decode_image(Image.new("RGB", (3, 2), (1, 2, 3)), LIMITS).size == (3, 2)
