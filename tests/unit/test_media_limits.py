@@ -117,6 +117,12 @@ def test_escaped_base64_is_refused_early_by_a_bound_that_is_never_too_high() -> 
             _check_base64_length(text, 0, MediaLimits(max_bytes=27))
 
 
+def test_what_is_nothing_but_percent_signs_counts_for_a_third() -> None:
+    _check_base64_length("%" * 1200, 0, MediaLimits(max_bytes=298))
+    with pytest.raises(LimitExceededError, match="item of 298 bytes"):
+        _check_base64_length("%" * 1200, 0, MediaLimits(max_bytes=297))
+
+
 def test_escapes_are_read_in_urls_only() -> None:
     assert load_bytes("data:;base64,%2B%2B%2B%2B", MediaLimits()) == base64.b64decode("++++")
     with pytest.raises(MediaError, match="malformed base64"):
@@ -158,6 +164,22 @@ def test_the_folder_is_checked_again_of_what_was_opened(tmp_path: Path, monkeypa
     monkeypatch.setattr(source_module, "os", changed_os(readlink=lambda path: "/etc/hostname"))
     with pytest.raises(InvalidRequestError, match="outside the allowed folders"):
         load_bytes(file, limits)
+
+
+def test_a_file_may_lie_in_any_of_the_allowed_folders(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(name.encode())
+    limits = MediaLimits(allowed_path_roots=(tmp_path / "a", tmp_path / "b"))
+    assert [load_bytes(tmp_path / name / "file", limits) for name in "ab"] == [b"a", b"b"]
+    with pytest.raises(InvalidRequestError, match="outside the allowed folders"):
+        load_bytes(tmp_path / "c" / "file", limits)
+
+
+def test_only_the_beginning_of_a_long_path_is_repeated() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        load_bytes("x" * 200, MediaLimits())
+    assert f"'{'x' * 80}'" in str(caught.value)
 
 
 def test_where_the_system_does_not_tell_what_is_open_the_path_must_still_lead_there(
