@@ -292,10 +292,12 @@ def test_a_part_of_a_request_is_saved_up_for_the_next() -> None:
 @pytest.mark.parametrize(("rate", "burst"), [(0.5, 1), (1, 1), (2, 2), (7.5, 7)])
 def test_a_minutes_requests_may_start_at_once_and_one_at_least(rate: float, burst: int) -> None:
     holder = Holder("ann", b"", rate=rate)
+    keyring = Keyring([holder], clock=lambda: 100.0)
     for _ in range(burst):
-        holder.take_token(100.0)
-    with pytest.raises(RateLimitError):
-        holder.take_token(100.0)
+        with keyring.admit(holder, "lm"):
+            pass
+    with pytest.raises(RateLimitError), keyring.admit(holder, "lm"):
+        pass
 
 
 def test_bodies_on_their_way_are_bounded_like_requests_and_given_back() -> None:
