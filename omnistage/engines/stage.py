@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.errors import InvalidRequestError, OmniError, StageError
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import ChunkPayload, FinishReason, RequestInfo, StageChunk, StageFeed, StageInput
@@ -46,10 +46,7 @@ class BatchedStage(Stage, Generic[Payload, Params]):
         self._check(stage_input.info, *self._typed(stage_input))
 
     def check_params(self, params: StageParams) -> None:
-        if not isinstance(params, self.params_type):
-            expected = self.params_type.__name__
-            raise InvalidRequestError(f"stage {self.name!r} takes {expected}, not {type(params).__name__}")
-        self._check_params(params)
+        self._check_params(self._typed_params(params))
 
     def submit(self, stage_input: StageInput) -> None:
         info, (params, payload) = stage_input.info, self._typed(stage_input)
@@ -70,17 +67,20 @@ class BatchedStage(Stage, Generic[Payload, Params]):
         if self._started.pop(request_id, None) is not None:
             self._remove(request_id)
 
-    def _wrong_feed(self, feed: StageFeed) -> InvalidRequestError:
-        return InvalidRequestError(f"stage {self.name!r} cannot be fed {type(feed).__name__} after its first input")
-
     def _typed(self, stage_input: StageInput) -> tuple[Params, Payload]:
-        params, payload = stage_input.params, stage_input.payload
-        if not isinstance(params, self.params_type) or not isinstance(payload, self.payload_type):
-            raise InvalidRequestError(
-                f"stage {self.name!r} takes {self.payload_type.__name__} with {self.params_type.__name__}, "
-                f"not {type(payload).__name__} with {type(params).__name__}"
-            )
+        params, payload = self._typed_params(stage_input.params), stage_input.payload
+        if not isinstance(payload, self.payload_type):  # a processor or bridge made it: no caller can be at fault
+            raise StageError(f"stage {self.name!r} takes {self.payload_type.__name__}, not {type(payload).__name__}")
         return params, payload
+
+    def _typed_params(self, params: StageParams) -> Params:
+        if not isinstance(params, self.params_type):
+            expected = self.params_type.__name__
+            raise InvalidRequestError(f"stage {self.name!r} takes {expected}, not {type(params).__name__}")
+        return params
+
+    def _wrong_feed(self, feed: StageFeed) -> StageError:
+        return StageError(f"stage {self.name!r} cannot be fed {type(feed).__name__} after its first input")
 
     # ------------------------------------------------------------------------------- what a subclass provides
 

@@ -383,7 +383,7 @@ def test_a_broken_bridge_ends_its_own_request(parts: EngineParts, beside: Any, c
 @pytest.mark.parametrize(
     ("garbage", "error"),
     [
-        (CodecInput((1, 2)), InvalidRequestError),
+        (CodecInput((1, 2)), StageError),
         (replace(ROW, embeds=torch.zeros(2, HIDDEN + 1)), OmniError),
         (replace(ROW, embeds=None), InvalidRequestError),
         (replace(ROW, token_ids=(1, 2, 3)), OmniError),

@@ -448,9 +448,9 @@ def test_params_and_payloads_of_other_engines_are_refused(model: CausalLM) -> No
     stage = make_stage(model)
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         stage.submit(StageInput(RequestInfo("a"), CodecParams(), ARInput((1,))))
-    with pytest.raises(InvalidRequestError, match="ARInput"):
+    with pytest.raises(StageError, match="takes ARInput, not CodecInput"):  # only a bridge or processor can be at fault
         stage.submit(StageInput(RequestInfo("a"), SamplingParams(), CodecInput()))
-    with pytest.raises(InvalidRequestError, match="cannot be fed CodecFrames"):
+    with pytest.raises(StageError, match="cannot be fed CodecFrames"):
         stage.feed("a", CodecFrames(()))
 
 
@@ -720,6 +720,28 @@ def test_nan_logits_end_their_row_alone(model: CausalLM) -> None:
     assert len(answers["a", 0].tokens) == 2
     assert all_free(stage)
     assert answers["b", 0].tokens == one(make_stage(model), OTHER).tokens
+
+
+@pytest.mark.parametrize("place", ["append", "cached"])
+def test_whatever_breaks_in_one_answer_s_update_ends_it_alone(
+    model: CausalLM, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(model)
+    inner = getattr(stage.scheduler, place)
+
+    def broken(key: str, *rest: int) -> object:
+        if key == "a/0":
+            raise RuntimeError("a secret of the user")
+        return inner(key, *rest)
+
+    monkeypatch.setattr(stage.scheduler, place, broken)
+    answers = run(stage, request("a", PROMPT, n=2), request("b", OTHER))
+    assert answers["a", 0].finish is ERROR
+    assert isinstance(answers["a", 0].error, StageError)
+    assert "secret" not in str(answers["a", 0].error)
+    assert answers["a", 1].finish is LENGTH
+    assert answers["b", 0].tokens == one(make_stage(model), OTHER).tokens
+    assert all_free(stage)
 
 
 # ---------------------------------------------------------------------------------------------- insight

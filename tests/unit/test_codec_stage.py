@@ -163,7 +163,7 @@ def test_a_component_that_answers_short_is_an_error() -> None:
         (CodecFrames((50,)), InvalidRequestError),
         (CodecFrames((-1,)), InvalidRequestError),
         (CodecFrames((1,) * 40), LimitExceededError),
-        (SideRows(rows=None), InvalidRequestError),  # type: ignore[arg-type]
+        (SideRows(rows=None), StageError),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_feeds_raise_and_change_nothing(feed: CodecFrames, kind: type[OmniError]) -> None:
@@ -185,7 +185,7 @@ def test_wrong_feeds_raise_and_change_nothing(feed: CodecFrames, kind: type[Omni
         (start("a", voice="eve"), InvalidRequestError, "voice"),
         (start("a", [50]), InvalidRequestError, "codes"),
         (start("a", [1] * 41), LimitExceededError, None),
-        (StageInput(RequestInfo("a"), CodecParams(), ARInput(())), InvalidRequestError, None),
+        (StageInput(RequestInfo("a"), CodecParams(), ARInput(())), StageError, None),
         (StageInput(RequestInfo("a"), SamplingParams(), CodecInput()), InvalidRequestError, None),
     ],
 )

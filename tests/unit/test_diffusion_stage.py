@@ -546,15 +546,13 @@ def test_what_the_stage_cannot_take_leaves_it_unchanged() -> None:
     stage, _ = denoise()
     send(stage, "r", condition(1.0), steps=2)
     info = RequestInfo("s")
-    for wrong in (
-        StageInput(info, CodecParams(), condition(1.0)),
-        StageInput(info, DiffusionParams(), DiffusionInput("a cat")),
-    ):
-        with pytest.raises(InvalidRequestError, match="denoise"):
-            stage.submit(wrong)
+    with pytest.raises(InvalidRequestError, match="denoise"):
+        stage.submit(StageInput(info, CodecParams(), condition(1.0)))
+    with pytest.raises(StageError, match="denoise"):
+        stage.submit(StageInput(info, DiffusionParams(), DiffusionInput("a cat")))
     with pytest.raises(InvalidRequestError, match="already"):
         send(stage, "r", condition(2.0))
-    with pytest.raises(InvalidRequestError, match="cannot be fed"):
+    with pytest.raises(StageError, match="cannot be fed"):
         stage.feed("r", Latents(torch.zeros(1), 16, 16))
     with pytest.raises(InvalidRequestError, match="DiffusionParams"):
         stage.check_params(CodecParams())
@@ -814,13 +812,11 @@ def test_what_the_encoding_stage_cannot_take_leaves_it_unchanged() -> None:
         send(stage, "s", DiffusionInput("one", (np.zeros((2, 2, 3), np.uint8),)))
     with pytest.raises(InvalidRequestError, match="already"):
         ask(stage, "r", "two")
-    for wrong in (
-        StageInput(RequestInfo("s"), CodecParams(), DiffusionInput("one")),
-        StageInput(RequestInfo("s"), DiffusionParams(), condition(1.0)),
-    ):
-        with pytest.raises(InvalidRequestError, match="encode"):
-            stage.check(wrong)
-    with pytest.raises(InvalidRequestError, match="cannot be fed"):
+    with pytest.raises(InvalidRequestError, match="encode"):
+        stage.check(StageInput(RequestInfo("s"), CodecParams(), DiffusionInput("one")))
+    with pytest.raises(StageError, match="encode"):
+        stage.check(StageInput(RequestInfo("s"), DiffusionParams(), condition(1.0)))
+    with pytest.raises(StageError, match="cannot be fed"):
         stage.feed("r", Latents(torch.zeros(1), 16, 16))
     stage.feed("unknown", Latents(torch.zeros(1), 16, 16))
     assert stage.stats().waiting == 1
@@ -1031,13 +1027,11 @@ def test_what_the_decoding_stage_cannot_take_leaves_it_unchanged() -> None:
     send(stage, "r", latents(1, final=False), n=2)
     with pytest.raises(InvalidRequestError, match="already"):
         send(stage, "r", latents(2))
-    for wrong in (
-        StageInput(RequestInfo("s"), CodecParams(), latents(1)),
-        StageInput(RequestInfo("s"), DiffusionParams(), condition(1.0)),
-    ):
-        with pytest.raises(InvalidRequestError, match="decode"):
-            stage.check(wrong)
-    with pytest.raises(InvalidRequestError, match="CodecFrames"):
+    with pytest.raises(InvalidRequestError, match="decode"):
+        stage.check(StageInput(RequestInfo("s"), CodecParams(), latents(1)))
+    with pytest.raises(StageError, match="decode"):
+        stage.check(StageInput(RequestInfo("s"), DiffusionParams(), condition(1.0)))
+    with pytest.raises(StageError, match="CodecFrames"):
         stage.feed("r", CodecFrames((1,)))
     assert pictures(stage.step()) == [(1, 0, False)]
     stage.close()

@@ -341,12 +341,12 @@ def test_a_group_that_cannot_be_told_leaves_the_stage_as_it_was(monkeypatch: pyt
 
 def test_wrong_types_are_refused_by_name() -> None:
     stage = ModuleStage("speak", Shout(), BUDGET)
-    with pytest.raises(InvalidRequestError, match="takes ModuleInput with CodecParams, not CodecInput"):
+    with pytest.raises(StageError, match="takes ModuleInput, not CodecInput"):
         stage.check(StageInput(RequestInfo("a"), CodecParams(), CodecInput()))
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         stage.check(StageInput(RequestInfo("a"), SamplingParams(), ModuleInput(text="x")))
     stage.submit(start("a", "x", final=False))
-    with pytest.raises(InvalidRequestError, match="cannot be fed CodecFrames"):
+    with pytest.raises(StageError, match="cannot be fed CodecFrames"):
         stage.feed("a", CodecFrames((1,)))
     with pytest.raises(InvalidRequestError, match="already"):
         stage.submit(start("a", "x"))
@@ -362,7 +362,7 @@ def test_a_module_that_takes_conversations_is_never_fed() -> None:
     chunks = stage.drain()
     assert texts(chunks, "a") == ["HI"]
     assert ends(chunks) == {"a": STOP}
-    with pytest.raises(InvalidRequestError, match="takes ChatInput"):
+    with pytest.raises(StageError, match="takes ChatInput"):
         stage.submit(start("b", "x"))
 
 

@@ -543,16 +543,16 @@ def test_close_ends_what_runs() -> None:
 def test_wrong_input() -> None:
     stage = staged(Fake())
     info = RequestInfo("a")
-    with pytest.raises(InvalidRequestError, match="takes DiffusionInput"):
+    with pytest.raises(InvalidRequestError, match="takes DiffusionParams"):
         stage.check(StageInput(info, SamplingParams(), DiffusionInput(PROMPT)))
-    with pytest.raises(InvalidRequestError, match="takes DiffusionInput"):
+    with pytest.raises(StageError, match="takes DiffusionInput"):
         stage.check(StageInput(info, DiffusionParams(), CodecInput()))
     with pytest.raises(InvalidRequestError):
         put(stage, "a", DiffusionInput("bad"))
     put(stage, "a")
     with pytest.raises(InvalidRequestError, match="already"):
         put(stage, "a")
-    with pytest.raises(InvalidRequestError, match="cannot be fed"):
+    with pytest.raises(StageError, match="cannot be fed"):
         stage.feed("a", CodecFrames(()))
     stage.feed("gone", CodecFrames(()))
     with pytest.raises(ConfigError) as caught:

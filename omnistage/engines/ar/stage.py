@@ -202,7 +202,11 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.commit(plan)
         for item in plan.batch:
             if item.key in self._answers:
-                chunk = self._update(item.key, result)
+                try:
+                    chunk = self._update(item.key, result)
+                except Exception as error:  # the boundary of one answer: what breaks in it ends it alone
+                    failure = stage_failure(error, f"an answer of stage {self.name!r}")
+                    chunk = self._end(item.key, FinishReason.ERROR, error=failure)
                 if chunk is not None:
                     chunks.append(chunk)
         return chunks
@@ -218,11 +222,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if sampled.error is not None:
                 return self._end(key, FinishReason.ERROR, error=sampled.error)
             self.scheduler.append(key, sampled.token_id)
-            try:
-                text, finish, ended_by = self._advance(answer, sampled.token_id)
-            except Exception as error:  # the boundary of one answer: what its own text breaks ends it alone
-                failure = stage_failure(error, f"the text of an answer of stage {self.name!r}")
-                return self._end(key, FinishReason.ERROR, error=failure)
+            text, finish, ended_by = self._advance(answer, sampled.token_id)
         payload = TokenChunk(
             token_ids=() if sampled is None else (sampled.token_id,),
             text=text,
