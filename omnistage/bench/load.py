@@ -220,16 +220,16 @@ def _on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------- before a run
 
 
-async def choose_models(client: Client, kinds: list[Kind], named: dict[Kind, str], timeout: float) -> dict[Kind, str]:
-    """A model for each kind: the one that was named, or the first with the modality that the kind needs."""
+async def choose_models(client: Client, kinds: list[Kind], names: dict[Kind, str], timeout: float) -> dict[Kind, str]:
+    """A model for each kind: the one in `names`, or the first with the modality that the kind needs."""
     modalities = await _output_modalities(client, timeout)
     models: dict[Kind, str] = {}
     for kind in kinds:
-        if kind in named:
-            if modalities and named[kind] not in modalities:
+        if kind in names:
+            if modalities and names[kind] not in modalities:
                 known = ", ".join(modalities)
-                raise InvalidRequestError(f"there is no model {named[kind]!r}; models: {known}", param="--model")
-            models[kind] = named[kind]
+                raise InvalidRequestError(f"there is no model {names[kind]!r}; models: {known}", param="--model")
+            models[kind] = names[kind]
             continue
         fitting = [name for name, outputs in modalities.items() if kind.modality in outputs]
         if not fitting:

@@ -92,11 +92,11 @@ def _error_name(outcome: Outcome) -> str:
 
 
 def _rtf_overall(succeeded: Sequence[Outcome]) -> float | None:
-    spoken = [outcome for outcome in succeeded if outcome.audio_chunks and outcome.audio_seconds]
-    if not spoken:
+    with_audio = [outcome for outcome in succeeded if outcome.audio_chunks and outcome.audio_seconds]
+    if not with_audio:
         return None
-    seconds = max(outcome.audio_chunks[-1][0] for outcome in spoken) - min(outcome.sent for outcome in spoken)
-    return seconds / sum(outcome.audio_seconds for outcome in spoken)
+    seconds = max(outcome.audio_chunks[-1][0] for outcome in with_audio) - min(outcome.sent for outcome in with_audio)
+    return seconds / sum(outcome.audio_seconds for outcome in with_audio)
 
 
 @dataclass(frozen=True, slots=True)

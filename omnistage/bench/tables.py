@@ -18,7 +18,7 @@ from omnistage.core.errors import InvalidRequestError
 _NOTABLE = 0.05
 
 
-def show(report: Report, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     """Print the figures."""
     console.print(_counts(report))
     for name, summary in report.kinds.items():
@@ -71,11 +71,11 @@ def _spreads(name: str, summary: Summary) -> Table:
     for key, spread in summary.spreads.items():
         if spread is not None:
             values = (spread.p50, spread.p90, spread.p99, spread.mean, spread.largest)
-            table.add_row(FIGURES[key].label, *(_shown(key, value) for value in values), str(spread.count))
+            table.add_row(FIGURES[key].label, *(_format(key, value) for value in values), str(spread.count))
     return table
 
 
-def _shown(key: str, value: float) -> str:
+def _format(key: str, value: float) -> str:
     if key == "rtf":
         return f"{value:.3f}"
     if value >= 1:
@@ -155,7 +155,7 @@ def _add_spread(table: Table, name: str, key: str, then: Spread, now: Spread) ->
         older, newer = getattr(then, quantile), getattr(now, quantile)
         if older and newer:
             ratio = _ratio(newer / older, higher_is_better=False)
-            table.add_row(name, f"{FIGURES[key].label}, {quantile}", _shown(key, older), _shown(key, newer), ratio)
+            table.add_row(name, f"{FIGURES[key].label}, {quantile}", _format(key, older), _format(key, newer), ratio)
 
 
 def _ratio(value: float, *, higher_is_better: bool) -> str:

@@ -195,10 +195,10 @@ class ResultOptions:
     sample_rate: int = option(24_000, "Of raw audio whose duration the service does not report.", min=1)
 
     def present(self, report: Report, older: dict[str, Any] | None) -> None:
-        from omnistage.bench.tables import compare, show
+        from omnistage.bench.tables import compare, print_report
 
         console = out()
-        show(report, console)
+        print_report(report, console)
         if older is not None:
             compare(older, report, console)
         if self.folder is None:

@@ -108,5 +108,5 @@ def _pixels(output: OmniRequestOutput) -> np.ndarray:
     if output.video is not None:
         return output.video.frames
     if not output.images:
-        raise InternalError("the pipeline gave neither a picture nor a video")
+        raise InternalError("the pipeline returned neither a picture nor a video")
     return output.images[0].pixels

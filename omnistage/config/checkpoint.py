@@ -61,7 +61,7 @@ def find_model(
     if is_folder:
         return path.resolve()
     if not _HUB_NAME.fullmatch(model):
-        raise CheckpointError(f"there is no folder {_shown(model)}; check the path", param="model")
+        raise CheckpointError(f"there is no folder {_display_path(model)}; check the path", param="model")
     return _find_on_hub(model, revision, cache_dir, allow_download)
 
 
@@ -69,7 +69,7 @@ def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (_MODEL_CONFIG, _PIPELINE_INDEX))
 
 
-def _shown(model: str) -> str:
+def _display_path(model: str) -> str:
     """The path itself where it is short and printable."""
     return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
 

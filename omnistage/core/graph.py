@@ -102,13 +102,13 @@ class PipelineGraph:
 
     def needed(self, modalities: Collection[Modality]) -> frozenset[str]:
         """The stages that must run to give `modalities`: those that emit them and all their ancestors."""
-        gives = ", ".join(self.outputs)
+        outputs = ", ".join(self.outputs)
         if not modalities:
-            raise UnsupportedModalityError(f"name at least one of what this model gives: {gives}", param="modalities")
+            raise UnsupportedModalityError(f"is empty; ask for at least one of {outputs}", param="modalities")
         unknown = [modality for modality in modalities if modality not in self.outputs]
         if unknown:
             raise UnsupportedModalityError(
-                f"this model does not give {', '.join(unknown)}; it gives {gives}", param="modalities"
+                f"this model has no {', '.join(unknown)} output; its outputs: {outputs}", param="modalities"
             )
         return self.ancestors(self.outputs[modality] for modality in modalities)
 
@@ -236,6 +236,6 @@ def _find_outputs(pipeline: _Plan) -> dict[Modality, str]:
     if not outputs:
         kinds = ", ".join(Modality)
         raise ConfigError(
-            f"no stage gives anything; set `output` on the last stage to one of {kinds}", param="pipeline.stages"
+            f"no stage has an output; set `output` on the last stage to one of {kinds}", param="pipeline.stages"
         )
     return outputs

@@ -99,7 +99,7 @@ class SamplingParams(StageParams):
 
     @field_validator("stop")
     @classmethod
-    def _can_be_found(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_stop_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
         if not all(stop):
             raise ValueError("an empty stop string can never be found; remove it")
         return stop

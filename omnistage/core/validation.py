@@ -1,7 +1,7 @@
 """Users' values in messages, and one translation of pydantic's errors into ours.
 
 `first_problem` picks the first problem that pydantic found and gives its path in the data and a message that says what
-to change. Whoever needs another error class or other words builds on it.
+to change. Callers that need another error class or other words build on it.
 """
 
 from __future__ import annotations

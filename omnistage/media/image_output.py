@@ -136,12 +136,12 @@ def _sheet_metadata(each: Sequence[Mapping[str, object]]) -> dict[str, object]:
 # --------------------------------------------------------------------- shared with the encoder of videos
 
 
-def check_pixels(pixels: object, ndim: int, wanted: str) -> None:
+def check_pixels(pixels: object, ndim: int, expected: str) -> None:
     """Refuse anything but a `uint8` RGB array with at least one pixel."""
     if not isinstance(pixels, np.ndarray):
-        raise MediaError(f"{wanted}, got {type(pixels).__name__}")
+        raise MediaError(f"{expected}, got {type(pixels).__name__}")
     if pixels.dtype != np.uint8 or pixels.ndim != ndim or pixels.shape[-1] != 3 or not pixels.size:
-        raise MediaError(f"{wanted}, got {pixels.dtype} {list(pixels.shape)}")
+        raise MediaError(f"{expected}, got {pixels.dtype} {list(pixels.shape)}")
 
 
 def encode(image: Image.Image, kind: str, options: Mapping[str, Any]) -> bytes:

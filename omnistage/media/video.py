@@ -40,8 +40,8 @@ class _Sampling:
 
     def indices(self, total: int, seconds: float) -> NDArray[np.int64]:
         """Return the evenly spaced frames to keep, by the rule of Qwen's `smart_nframes`."""
-        wanted = min(max(seconds * self.fps, self.min_frames), self.max_frames, total)
-        count = math.floor(wanted / FRAME_FACTOR) * FRAME_FACTOR
+        target = min(max(seconds * self.fps, self.min_frames), self.max_frames, total)
+        count = math.floor(target / FRAME_FACTOR) * FRAME_FACTOR
         # A video of one frame keeps it: there is nothing to pair it with.
         return np.linspace(0, total - 1, max(count, min(total, FRAME_FACTOR))).round().astype(np.int64)
 
@@ -130,26 +130,26 @@ def _sample_file(data: bytes, indices: NDArray[np.int64], limits: MediaLimits) -
 
 
 def _keep(
-    decoded: Iterator[av.VideoFrame], wanted: list[int], limits: MediaLimits
+    decoded: Iterator[av.VideoFrame], indices: list[int], limits: MediaLimits
 ) -> tuple[NDArray[np.uint8] | None, int]:
-    kept: NDArray[np.uint8] | None = None
-    width = height = turns = done = seen = 0
+    frames: NDArray[np.uint8] | None = None
+    width = height = turns = done = position = 0
     for frame in decoded:
         _check_frame_size(frame.width, frame.height, limits)
-        if wanted[done] == seen:
-            if kept is None:
-                width, height = _fit(frame.width, frame.height, len(wanted), limits)
+        if indices[done] == position:
+            if frames is None:
+                width, height = _fit(frame.width, frame.height, len(indices), limits)
                 turns = round(frame.rotation / 90) % 4  # counter-clockwise
                 shape = (width, height) if turns % 2 else (height, width)
-                kept = np.empty((len(wanted), *shape, 3), np.uint8)
+                frames = np.empty((len(indices), *shape, 3), np.uint8)
             # A later frame of another size is scaled to the first one's.
             pixels = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
-            kept[done] = np.rot90(pixels, turns)
+            frames[done] = np.rot90(pixels, turns)
             done += 1
-        seen += 1
-        if done == len(wanted):
-            return kept, seen
-    return None, seen
+        position += 1
+        if done == len(indices):
+            return frames, position
+    return None, position
 
 
 @contextmanager
@@ -183,8 +183,8 @@ def _sample_array(source: tuple[object, ...], sampling: _Sampling, limits: Media
     _check_array(frames, limits)
     seconds = len(frames) / float(source_fps)
     _check_seconds(seconds, limits)
-    kept = frames[sampling.indices(len(frames), seconds)]
-    return VideoClip(kept, len(kept) / seconds, seconds)
+    selected = frames[sampling.indices(len(frames), seconds)]
+    return VideoClip(selected, len(selected) / seconds, seconds)
 
 
 def _check_array(frames: NDArray[np.generic], limits: MediaLimits) -> None:

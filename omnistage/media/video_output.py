@@ -140,18 +140,18 @@ def _write_tracks(
         rate_out = audio.sample_rate if audio.sample_rate in _AAC_RATES else 48000
         track = container.add_stream("aac", rate=rate_out)
         track.layout = "mono"
-    written = 0
+    position = 0
     for index, pixels in enumerate(frames):
         frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")
         frame.pts, frame.time_base = index, 1 / rate
         container.mux(video.encode(frame))
         if track is not None and audio is not None:  # as it goes along: players want the tracks interleaved
             until = min(int((index + 1) / rate * audio.sample_rate), len(audio.samples))
-            _write_audio(container, track, audio, written, until)
-            written = until
+            _write_audio(container, track, audio, position, until)
+            position = until
     container.mux(video.encode(None))
     if track is not None and audio is not None:
-        _write_audio(container, track, audio, written, len(audio.samples))
+        _write_audio(container, track, audio, position, len(audio.samples))
         container.mux(track.encode(None))
 
 

@@ -67,9 +67,9 @@ class ChatTemplate:
         try:
             offered = [_guarded(tool, guarded) for tool in tools]
             ready = [{key: _guarded(v, guarded) if key != "content" else v for key, v in t.items()} for t in turns]
-            spoken_of = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
-            if spoken_of and not self.takes_tools:
-                ready, offered = self._written(ready, offered), []
+            uses_tools = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
+            if uses_tools and not self.takes_tools:
+                ready, offered = self._render_tools_as_text(ready, offered), []
             return str(self._render(ready, offered or None))
         except RecursionError as error:
             raise InvalidRequestError("tools or calls are nested too deeply; flatten them", param="tools") from error
@@ -101,7 +101,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------------------------------- our own form
 
-    def _written(self, turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> list[Turn]:
+    def _render_tools_as_text(self, turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> list[Turn]:
         result: list[Turn] = []
         for turn in turns:
             content = turn["content"]

@@ -208,12 +208,12 @@ def _check_shapes(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
         endings.setdefault(_ending(name), []).append(tensor)
     expected = skeleton.state_dict()
     alike = Counter(map(_ending, expected))
-    for name, wanted in expected.items():
+    for name, parameter in expected.items():
         stored = tensors.get(name)
         if stored is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
             stored = endings[_ending(name)][0]
-        if stored is not None and stored.shape != wanted.shape:
-            raise _wrong_shape(name, type(skeleton).__name__, stored.shape, wanted.shape)
+        if stored is not None and stored.shape != parameter.shape:
+            raise _wrong_shape(name, type(skeleton).__name__, stored.shape, parameter.shape)
 
 
 def _ending(name: str) -> str:
@@ -225,12 +225,12 @@ def _wrong_shape(key: str, model: str, shape: Sequence[int], expected: Sequence[
 
 
 def check_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise for weights that `from_pretrained` (with `output_loading_info`) would rather have made up."""
+    """Raise for weights that `from_pretrained` (with `output_loading_info`) would initialise at random."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{len(missing)} weights of {name} are missing, first {missing[0]}")
-    for key, found, expected in sorted(info["mismatched_keys"]):
-        raise _wrong_shape(key, name, found, expected)
+    for key, shape, expected in sorted(info["mismatched_keys"]):
+        raise _wrong_shape(key, name, shape, expected)
 
 
 def freeze(model: Model) -> Model:

@@ -73,7 +73,7 @@ class PromptTokenizer:
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Ids of a bare prompt: nothing in it is special; the tokenizer's own prefix (bos) is added."""
         if not is_utf8(text):
-            raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param="prompt")
+            raise InvalidRequestError("has half of a surrogate pair, which is not text; remove it", param="prompt")
         with self._lock:
             return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 

@@ -108,7 +108,8 @@ class RequestFactory:
             if not isinstance(name, str) or name not in outputs:
                 shown = str(name) if isinstance(name, Modality) else name
                 raise UnsupportedModalityError(
-                    f"this model does not give {short_repr(shown)}; it gives {', '.join(outputs)}", param="modalities"
+                    f"this model has no output {short_repr(shown)}; its outputs: {', '.join(outputs)}",
+                    param="modalities",
                 )
         return frozenset(map(Modality, requested))
 

@@ -203,7 +203,7 @@ class StageLoop(Generic[Owner]):
             log_defect(f"enter_thread of stage {self.stage.name!r}", error)
 
     @property
-    def called(self) -> bool:
+    def has_command(self) -> bool:
         """Whether a command or a stop waits; asked with `changed` held."""
         return bool(self._inbox) or self.stopping
 
@@ -367,7 +367,7 @@ class LoopThread(Generic[Owner]):
         limits = [limit for loop in loops if (limit := loop.rest()) is not None]
         limit = min(limits, default=None)
         self._changed.notify_all()
-        while not any(loop.called for loop in loops) and self._changed.wait(limit):
+        while not any(loop.has_command for loop in loops) and self._changed.wait(limit):
             pass
         for loop in loops:
             loop.wake()

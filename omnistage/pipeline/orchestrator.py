@@ -212,7 +212,7 @@ class Orchestrator:
         stage = run.stages[name]
         stage_input = StageInput(run.info, run.plan.params[name], payload, emit_hidden=bool(stage.targets))
         with run.lock:
-            # Under the lock, so that whoever ends the request finds either a running stage or none to come.
+            # Under the lock, so that the thread that ends the request finds either a running stage or none to come.
             if run.over:
                 return
             if name == run.lead:

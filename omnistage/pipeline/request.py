@@ -155,8 +155,8 @@ class RequestRun:
     """An admitted request.
 
     `lock` guards the state below and is never held over a call into a bridge, a sink or a stage. `emit_lock`
-    serialises the sink; it may be taken first, never the other way round. Whoever sets the reason first, through
-    `end`, is the one that ends the request.
+    serialises the sink; it may be taken first, never the other way round. The thread that sets the reason first,
+    through `end`, is the one that ends the request.
     """
 
     def __init__(self, plan: RequestPlan, graph: PipelineGraph, sink: Sink, model: str = "") -> None:

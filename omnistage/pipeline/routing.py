@@ -26,7 +26,9 @@ def call_bridge(
         raise BridgeError(f"the bridge into {target!r} must return (state, a list of inputs)")
     for value in result[1]:
         if not isinstance(value, StagePayloadIn | StageFeed):
-            raise BridgeError(f"the bridge into {target!r} gave a {type(value).__name__}, which is no stage input")
+            raise BridgeError(
+                f"the bridge into {target!r} returned a {type(value).__name__}, which is not a stage input"
+            )
     return result
 
 

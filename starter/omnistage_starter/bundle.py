@@ -37,10 +37,10 @@ class StarterBundle:
         report = progress or _no_progress
         store = Store.of(self.manifest)
         store.sweep()
-        wanted = [part for part in self.manifest.parts if force or not store.has(part) or store.damaged(part)]
-        for part in wanted:  # in the manifest's order, before threads report in any order
+        to_fetch = [part for part in self.manifest.parts if force or not store.has(part) or store.damaged(part)]
+        for part in to_fetch:  # in the manifest's order, before threads report in any order
             report(part.name, part.title, None)
-        failures = fetch_all(wanted, store, lambda part, what, fraction: report(part.name, what, fraction))
+        failures = fetch_all(to_fetch, store, lambda part, what, fraction: report(part.name, what, fraction))
         store.configure()
         skipped, errors, limitations = self._judge(failures, store)
         installed = []
@@ -54,8 +54,8 @@ class StarterBundle:
         return PullResult(
             folder=store.root,
             size=store.size(),
-            present=tuple(_part(part, "present") for part in self.manifest.parts if part not in wanted),
-            fetched=tuple(_part(part, "present") for part in wanted if part.name not in failures),
+            present=tuple(_part(part, "present") for part in self.manifest.parts if part not in to_fetch),
+            fetched=tuple(_part(part, "present") for part in to_fetch if part.name not in failures),
             installed=tuple(installed),
             skipped=tuple(skipped),
             limitations=tuple(dict.fromkeys(limitations)),

@@ -220,9 +220,9 @@ def _by_name(tensors: Iterable[_TensorInfo]) -> dict[str, _TensorInfo]:
 
 def _expect(path: Path, kind: str, actual: dict[str, _TensorInfo], required: dict[str, tuple[str, int]]) -> None:
     """Raise unless `actual` has exactly the names of `required`, each with that type and number of dimensions."""
-    found = {name: (tensor.type, len(tensor.shape)) for name, tensor in actual.items()}
+    types = {name: (tensor.type, len(tensor.shape)) for name, tensor in actual.items()}
     expected = {name: (f"tensor({dtype})", rank) for name, (dtype, rank) in required.items()}
-    different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    different = sorted(name for name in types.keys() | expected.keys() if types.get(name) != expected.get(name))
     if different:
         raise CheckpointError(
             f"the {kind} of {path} differ from Moonshine's ({', '.join(different[:4])}): remove it and run "

@@ -71,10 +71,10 @@ def run(runner: ModelRunner, *, cases: int = 3, seed: int = 0, progress: Progres
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         case = f"{number + 1}: {len(prompts[number].token_ids)} tokens"
         hidden = float(((our.rows - their.rows).norm(dim=-1) / their.rows.norm(dim=-1)).max())
-        drawn = float((latents[number] - loop(conditions[number], params[number])).abs().max())
+        difference = float((latents[number] - loop(conditions[number], params[number])).abs().max())
         rows.append(VerifyRow.judge(case, "tokens", count_differences(our.tokens, their.tokens), 0.0))
         rows.append(VerifyRow.judge(case, "hidden states", hidden, ROWS_TOLERANCE))
-        rows.append(VerifyRow.judge(case, "latents", drawn, LATENT_TOLERANCE))
+        rows.append(VerifyRow.judge(case, "latents", difference, LATENT_TOLERANCE))
     report("compared", 1.0)
     return rows
 

@@ -16,7 +16,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models.flux2 import verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
@@ -115,7 +115,7 @@ def test_every_parameter_counts(base: Model) -> None:
             assert name == other or _far(one, two) > 1, (name, other, _far(one, two))
 
 
-def _far(one: Drawn, two: Drawn) -> float:
+def _far(one: DiffusionResult, two: DiffusionResult) -> float:
     return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
 
 

@@ -31,7 +31,7 @@ from omnistage.models._diffusers.verify import (
     LATENT_TOLERANCE,
     PIXEL_TOLERANCE,
     Case,
-    Drawn,
+    DiffusionResult,
     drive,
     load_components,
     rows_of,
@@ -233,7 +233,7 @@ def test_everything_asked_for_changes_the_picture(written: dict[str, PriorOutput
         assert np.abs(picture.pixels.astype(int) - base.pixels.astype(int)).max() > 3
 
 
-def _draw(parts: Parts, drawing: DiffusionInput, params: DiffusionParams) -> Drawn:
+def _draw(parts: Parts, drawing: DiffusionInput, params: DiffusionParams) -> DiffusionResult:
     return drive(*parts, Case("x", drawing, params))
 
 

@@ -25,7 +25,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models._tiny_common import write_json
 from omnistage.models.qwen_image import verify
 from omnistage.models.qwen_image.family import FAMILY
@@ -41,7 +41,7 @@ SMALL = 16
 class Checkpoint:
     folder: Path
     ours: tuple[Any, Any, Any]
-    theirs: Callable[[Case], Drawn]
+    theirs: Callable[[Case], DiffusionResult]
 
     def apart(self, case: Case) -> list[Any]:
         return rows_of(case, drive(*self.ours, case), self.theirs(case))

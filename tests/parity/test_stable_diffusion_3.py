@@ -26,7 +26,7 @@ from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models.stable_diffusion_3 import tiny, verify
 
 Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
@@ -125,7 +125,7 @@ def test_every_parameter_counts(parts: Components) -> None:
             assert name == other or _far(one, two) > 1, (name, other)
 
 
-def _far(one: Drawn, two: Drawn) -> float:
+def _far(one: DiffusionResult, two: DiffusionResult) -> float:
     return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
 
 
@@ -301,7 +301,7 @@ def test_an_index_of_shards_names_safetensors_of_its_folder_only(folder: Path, t
     [
         ("tokenizer", ["diffusers", "DDPMPipeline"], "whole pipeline"),
         ("tokenizer", ["transformers", "CLIPTextModel"], "is a network"),
-        ("text_encoder", ["transformers", "CLIPTokenizer"], "is no network"),
+        ("text_encoder", ["transformers", "CLIPTokenizer"], "is not a network"),
         ("transformer", ["transformers", "CLIPTextModel"], "no model of diffusers"),
     ],
 )

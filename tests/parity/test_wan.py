@@ -22,7 +22,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import Lane, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models.registry import REGISTRY
 from omnistage.models.wan import tiny, verify
 from omnistage.models.wan.components import Decoder, Denoiser, Encoder
@@ -39,7 +39,7 @@ class Model:
     parts: tuple[Encoder, Denoiser, Decoder]
     reference: verify.Reference
 
-    def draw(self, case: Case) -> Drawn:
+    def draw(self, case: Case) -> DiffusionResult:
         return drive(*self.parts, case)
 
 

@@ -18,7 +18,7 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, Drawn, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models.z_image import verify
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
@@ -30,7 +30,7 @@ NEGATIVE = "strange numbers"
 class Checkpoint:
     folder: Path
     ours: tuple[Any, Any, Any]
-    theirs: Callable[[Case], Drawn]
+    theirs: Callable[[Case], DiffusionResult]
 
 
 @pytest.fixture(scope="module")

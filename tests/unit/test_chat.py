@@ -347,7 +347,7 @@ class TestTotals:
         sound = {"type": "audio", "audio": (np.zeros(16_000, np.float32), 16_000)}
         clip = VideoClip(np.zeros((2, 4, 4, 3), np.uint8), 2.0, 1.0, AudioClip(np.zeros(16_000, np.float32), 16_000))
         assert parse_messages(user(sound, sound), MediaLimits(max_total_audio_seconds=2.0))
-        with pytest.raises(LimitExceededError, match=r"last 3\.00 seconds .* limit of 2\.5 together") as caught:
+        with pytest.raises(LimitExceededError, match=r"audio lasts 3\.00 seconds .* limit of 2\.5 together") as caught:
             parse_messages(
                 user(sound, {"type": "video", "video": clip}, sound), MediaLimits(max_total_audio_seconds=2.5)
             )

@@ -413,7 +413,7 @@ def test_only_the_ancestors_of_what_was_asked_for_are_needed():
 
 
 def test_a_modality_that_the_model_does_not_give():
-    with pytest.raises(UnsupportedModalityError, match="does not give video; it gives audio, text, image"):
+    with pytest.raises(UnsupportedModalityError, match="has no video output; its outputs: audio, text, image"):
         diamond().needed({Modality.VIDEO, Modality.TEXT})
     with pytest.raises(UnsupportedModalityError, match="at least one of"):
         diamond().needed(())

@@ -22,7 +22,7 @@ from omnistage.bench.load import Generator, Load, Run, calibrate, choose_models,
 from omnistage.bench.measure import Outcome, Spread
 from omnistage.bench.plot import plot
 from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, redact_key
-from omnistage.bench.tables import compare, read_report, show
+from omnistage.bench.tables import compare, print_report, read_report
 from omnistage.bench.workload import Kind, Workload, arrivals, parse_mix
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
@@ -116,7 +116,7 @@ def report_of(made: Run, load: Load | None = None, **settings: Any) -> Report:
 
 def printed(report: Report) -> str:
     console = Console(file=io.StringIO(), width=120)
-    show(report, console)
+    print_report(report, console)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 

@@ -154,7 +154,7 @@ def test_parameters_may_be_one_for_all_one_each_or_by_stage(omni: Omni, rig: Rig
 
 
 BAD_CALLS: dict[str, tuple[Callable[[Omni], object], type[OmniError], str]] = {
-    "modality": (lambda o: o.generate("a", modalities=["image"]), UnsupportedModalityError, "it gives text, audio"),
+    "modality": (lambda o: o.generate("a", modalities=["image"]), UnsupportedModalityError, "its outputs: text, audio"),
     "modality as text": (lambda o: o.generate("a", modalities="smell"), UnsupportedModalityError, "'smell'"),
     "no modality": (lambda o: o.generate("a", modalities=[]), InvalidRequestError, "at least one"),
     "voice": (lambda o: o.generate("a", voice="Bob"), InvalidRequestError, "voice: .*Chelsie, Ethan"),

@@ -199,7 +199,7 @@ def test_the_reason_is_the_entry_stages_own() -> None:
     ("kwargs", "error", "words"),
     [
         ({"modalities": ()}, InvalidRequestError, "at least one"),
-        ({"modalities": ("image",)}, UnsupportedModalityError, "it gives text, audio"),
+        ({"modalities": ("image",)}, UnsupportedModalityError, "its outputs: text, audio"),
         ({"params": {"thinker": SamplingParams(n=2)}}, InvalidRequestError, r"modalities=\['text'\]"),
         ({"params": {"singer": SamplingParams()}}, InvalidRequestError, "stages: thinker, talker, vocoder"),
         ({"params": {"vocoder": SamplingParams()}}, InvalidRequestError, "takes CodecParams"),

@@ -108,9 +108,9 @@ class SequenceRows:
             self.side = torch.empty(capacity, rows.shape[1], device=device, dtype=dtype)
         if self.side_count + count > len(self.side):
             capacity = max(2 * len(self.side), self.side_count + count)
-            grown = torch.empty(capacity, self.side.shape[1], device=device, dtype=dtype)
-            grown[: self.side_count] = self.side[: self.side_count]
-            self.side = grown
+            buffer = torch.empty(capacity, self.side.shape[1], device=device, dtype=dtype)
+            buffer[: self.side_count] = self.side[: self.side_count]
+            self.side = buffer
         self.side[self.side_count : self.side_count + count] = rows.to(device=device, dtype=dtype)
         self.side_count += count
         self.side_final = self.side_final or final

@@ -266,8 +266,8 @@ def arrays2module(request: RequestInfo, state: object, chunk: StageChunk) -> Bri
         return state, [ModuleInput({SAMPLES: np.asarray(payload.samples, np.float32)[None]}, final=final)]
     if payload is not None:
         raise BridgeError(
-            f"stage {chunk.stage!r} gives a {type(payload).__name__}, and onnx.arrays hands on arrays and sound only; "
-            "write a bridge for it"
+            f"stage {chunk.stage!r} outputs a {type(payload).__name__}, and onnx.arrays passes on arrays and audio "
+            "only; write a bridge for it"
         )
     return state, [ModuleInput(final=True)] if final else []
 

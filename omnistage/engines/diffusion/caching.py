@@ -236,8 +236,8 @@ def _no_blocks(transformer: nn.Module) -> str | None:
             metadata = known.get(cls)
         except ValueError:
             return f"diffusers does not know what its {cls.__name__} gives"
-        named = inspect.signature(cls.forward).parameters
-        if "hidden_states" not in named or metadata.hidden_states_argument_name != "hidden_states":
+        parameters = inspect.signature(cls.forward).parameters
+        if "hidden_states" not in parameters or metadata.hidden_states_argument_name != "hidden_states":
             return f"diffusers cannot read the hidden states of its {cls.__name__}"
     if sum(len(part) for part in _alike_blocks(transformer).children() if isinstance(part, nn.ModuleList)) < 2:
         return "it needs at least two blocks that can be skipped"

@@ -135,7 +135,7 @@ class Denoiser(ABC):
 
     @abstractmethod
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
-        """Draw the noise from `generator` (on the CPU, so that every device starts alike) and set the schedule.
+        """Sample the noise from `generator` (on the CPU, so that every device starts alike) and set the schedule.
 
         The noise must be that of diffusers' pipeline with the same generator.
         """

@@ -88,7 +88,7 @@ class DiffusionRunner:
             self._close(key)
 
     def open(self, key: LaneKey) -> tuple[tuple[Hashable, ...], int]:
-        """Draw a lane's noise and set its schedule; the groups of its first rows, and what one row costs."""
+        """Sample a lane's noise and set its schedule; the groups of its first rows, and what one row costs."""
         job = self._jobs[key.request_id]
         seed = (job.seed + key.index) % 2**63
         with self._stream.use():

@@ -223,7 +223,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
             return ImageChunk(pixels, request.index, seed=seed)
         if pixels.ndim == 4:
             return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed)
-        raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is no picture")
+        raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is not a picture")
 
     def _drop_current(self) -> None:
         """End the picture in progress."""

@@ -109,7 +109,7 @@ class Parts:
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, nn.Module):
             raise CheckpointError(
-                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is no network; it must be one"
+                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is not a network; it must be one"
             )
         check_weights(folder)
         self._check_sizes(name, cls, folder)
@@ -130,7 +130,7 @@ class Parts:
         cls, folder = self.part_class(name), self.folder_of(name)
         if not issubclass(cls, diffusers().ModelMixin):
             raise CheckpointError(
-                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is no model of diffusers"
+                f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is not a model of diffusers"
             )
         check_config(folder)
         return self._skeleton(cls, folder)
@@ -220,7 +220,7 @@ def _check_index(path: Path) -> None:
         raise CheckpointError(f"{path} has no weight_map; fetch it again")
     for file in sorted({str(file) for file in weight_map.values()}):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {file!r}, which is no safetensors file of its folder; refused")
+            raise CheckpointError(f"{path} names {file!r}, which is not a safetensors file in its folder; refused")
         if not (path.parent / file).is_file():
             raise CheckpointError(f"shard {file} is missing in {path.parent}; fetch the model again")
 

@@ -156,9 +156,9 @@ def library_of(module: nn.Module) -> str:
 
 def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str] | None], **settings: object) -> None:
     """Write model_index.json; last, for a folder without it is no checkpoint."""
-    named = {name: list(part) if part is not None else [None, None] for name, part in parts.items()}
+    index = {name: list(part) if part is not None else [None, None] for name, part in parts.items()}
     version = {"_class_name": pipeline, "_diffusers_version": diffusers().__version__}
-    common.write_json(folder / INDEX, {**version, **settings, **named})
+    common.write_json(folder / INDEX, {**version, **settings, **index})
 
 
 def write_flow_scheduler(folder: Path, **settings: object) -> None:

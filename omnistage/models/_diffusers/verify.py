@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class DiffusionResult:
     """Final latents as the family's denoiser gives them, without batch dimension, and `uint8` pixels."""
 
     latents: Tensor
@@ -78,7 +78,7 @@ class DiffusersReference(ABC):
         return compare(runner, cls(runner.folder), cases, seed, progress)
 
     @abstractmethod
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         """What diffusers draws for a case."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ def load_components(runner: ModelRunner) -> tuple[PromptEncoder, Denoiser, Laten
 
 
 @torch.inference_mode()
-def drive(encoder: PromptEncoder, denoiser: Denoiser, decoder: LatentDecoder, case: Case) -> Drawn:
+def drive(encoder: PromptEncoder, denoiser: Denoiser, decoder: LatentDecoder, case: Case) -> DiffusionResult:
     """Draw with the components alone, no engine: one request, one step after the other."""
     payload, params = case.payload, case.params
     encoder.check(payload, params)
@@ -167,10 +167,10 @@ def drive(encoder: PromptEncoder, denoiser: Denoiser, decoder: LatentDecoder, ca
         denoiser.advance(lane, [denoiser.forward([row])[0] for row in rows])
     latents = denoiser.result(lane)
     size = {"width": condition.width, "height": condition.height, "num_frames": condition.num_frames}
-    return Drawn(latents, decoder.decode([latents], **size)[0])
+    return DiffusionResult(latents, decoder.decode([latents], **size)[0])
 
 
-def rows_of(case: Case, ours: Drawn, reference: Drawn) -> list[VerifyRow]:
+def rows_of(case: Case, ours: DiffusionResult, reference: DiffusionResult) -> list[VerifyRow]:
     """How far the two are apart."""
     if ours.latents.shape != reference.latents.shape or ours.pixels.shape != reference.pixels.shape:
         return [VerifyRow.judge(case.name, "shape", float("inf"), 0.0)]
@@ -192,7 +192,7 @@ def compare(
     cases, report = reference.cases(count, seed), progress or (lambda _what, _done: None)
     parts = load_components(runner)
     rows: list[VerifyRow] = []
-    expected: list[Drawn] = []
+    expected: list[DiffusionResult] = []
     for done, case in enumerate(cases):
         report(case.name, done / (count + 1))
         expected.append(reference(case))

@@ -141,7 +141,7 @@ class _RecordingBackend(SdpaBackend):
 def _max_length(config: PreTrainedConfig) -> int:
     """Positions that the model can serve without one request changing another's rotary embedding."""
     if not getattr(config, "max_position_embeddings", None):
-        raise UnsupportedModelError(f"{type(config).__name__} does not say how long a text may be")
+        raise UnsupportedModelError(f"{type(config).__name__} has no maximum sequence length")
     max_length = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     # longrope changes all frequencies once any position of the batch passes the original length.

@@ -147,7 +147,7 @@ class Pipeline(WholePipeline):
         if text.isascii() and text.isdigit() and len(text) < 10:
             return int(text)
         raise InvalidRequestError(
-            f"{short_repr(text)} is no class of this model; give a class's number or name", param="prompt"
+            f"{short_repr(text)} is not a class of this model; send a class's number or name", param="prompt"
         )
 
     def _scheduler(self, name: str | None) -> SchedulerMixin:
@@ -193,7 +193,7 @@ def pixels_of(output: object) -> np.ndarray:
         return np.stack([_picture(frame) for frame in frames[0]])
     if images is not None and len(images):
         return _picture(images[0])
-    raise StageError(f"the pipeline gave {type(output).__name__}, in which there is neither a picture nor a video")
+    raise StageError(f"the pipeline returned {type(output).__name__}, which holds neither a picture nor a video")
 
 
 def _picture(value: Image.Image | np.ndarray | torch.Tensor) -> np.ndarray:
@@ -243,7 +243,7 @@ def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
     cls = getattr(package, name, None) if not name.startswith("_") else None
     if not isinstance(cls, type) or not issubclass(cls, package.DiffusionPipeline):
         raise UnsupportedModelError(
-            f"{name}, which {parts.folder / INDEX} names, is no pipeline of diffusers {package.__version__} as it is "
+            f"{name}, which {parts.folder / INDEX} names, is not a pipeline of diffusers {package.__version__} as "
             "installed here; code in a checkpoint is not run"
         )
     if private_api.fetches_checkpoints(cls):
@@ -259,7 +259,9 @@ def _checked_parts(parts: Parts) -> list[str]:
         if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
             continue  # a setting, or a part that is left out
         if Path(name).name != name:
-            raise CheckpointError(f"{INDEX} in {parts.folder} names a part {name!r}, which is no folder of it; refused")
+            raise CheckpointError(
+                f"{INDEX} in {parts.folder} names a part {name!r}, which is not a folder in it; refused"
+            )
         inside = _of_a_pipeline(*entry)
         if inside is not None:
             if issubclass(inside, nn.Module):

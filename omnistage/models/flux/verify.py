@@ -11,7 +11,7 @@ from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Kind, call_arguments, cases_of
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments, cases_of
 
 
 class Reference(DiffusersReference):
@@ -23,7 +23,7 @@ class Reference(DiffusersReference):
             self.from_picture = self.variant("FluxImg2ImgPipeline", ("image_encoder", "feature_extractor"))
 
     @torch.inference_mode()
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         payload, pipe = case.payload, self.pipe
         more: dict[str, object] = {}
         width, height = case.params.width or 1024, case.params.height or 1024
@@ -35,7 +35,7 @@ class Reference(DiffusersReference):
         packed = pipe(prompt=payload.prompt, output_type="latent", **more, **arguments).images
         factor = pipe.vae_scale_factor
         latents = private_api.flux_unpack(packed, width=width, height=height, vae_scale_factor=factor)
-        return Drawn(latents[0], self.decode(latents))
+        return DiffusionResult(latents[0], self.decode(latents))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         square, oblong = {"width": 64, "height": 64}, {"width": 96, "height": 48}

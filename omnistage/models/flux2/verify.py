@@ -10,7 +10,15 @@ from PIL import Image
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Kind, call_arguments, cases_of, to_uint8
+from omnistage.models._diffusers.verify import (
+    Case,
+    DiffusersReference,
+    DiffusionResult,
+    Kind,
+    call_arguments,
+    cases_of,
+    to_uint8,
+)
 from omnistage.models.flux2.components import statistics
 
 
@@ -19,7 +27,7 @@ class Reference(DiffusersReference):
         super().__init__(folder, "Flux2KleinPipeline")
 
     @torch.inference_mode()
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         pipe, payload, params = self.pipe, case.payload, case.params
         arguments = call_arguments(pipe, params)
         if payload.images:
@@ -33,7 +41,7 @@ class Reference(DiffusersReference):
         pixels = to_uint8(pipe.image_processor.postprocess(decoded, output_type="np")[0])
         # The pipeline gives latents as the VAE takes them, the denoiser as the transformer does.
         mean, std = statistics(pipe.vae)
-        return Drawn(((private_api.flux2_patchify(latents) - mean) / std)[0], pixels)
+        return DiffusionResult(((private_api.flux2_patchify(latents) - mean) / std)[0], pixels)
 
     def cases(self, count: int, seed: int) -> list[Case]:
         square, oblong = {"width": 64, "height": 64}, {"width": 96, "height": 48}

@@ -49,10 +49,10 @@ class Encoder(DiffusersEncoder):
         check_params(params, num_images=len(payload.images), masked=payload.mask is not None)
         grid = payload.context.get("grid")
         if grid is None or len(payload.tokens) != int(grid.prod()):
-            expected = "a grid of them" if grid is None else f"{int(grid.prod())} of them"
+            expected = "a grid of" if grid is None else str(int(grid.prod()))
             raise InvalidRequestError(
-                f"this model draws picture tokens, {expected}, and got {len(payload.tokens)}; "
-                "let its prior stage write them to the end",
+                f"this model needs {expected} picture tokens, got {len(payload.tokens)}; "
+                "let its prior stage generate all of them",
                 param="prompt",
             )
         sources = payload.context.get("source_grids", _NO_GRIDS)

@@ -19,7 +19,7 @@ from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.verify import Case, Drawn, Recorder, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, DiffusionResult, Recorder, drive, load_components, rows_of
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import CELL
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
@@ -177,7 +177,7 @@ class Reference:
         )
 
     @torch.inference_mode()
-    def draw(self, case: Case) -> Drawn:
+    def draw(self, case: Case) -> DiffusionResult:
         """The picture of a case's tokens."""
         payload, params = case.payload, case.params
         rows, columns = payload.context["grid"].tolist()
@@ -207,4 +207,4 @@ class Reference:
             callback_on_step_end_tensor_inputs=["latents"],
             **options,
         ).images
-        return Drawn(recorder.latents[0], np.asarray(pictures[0]))
+        return DiffusionResult(recorder.latents[0], np.asarray(pictures[0]))

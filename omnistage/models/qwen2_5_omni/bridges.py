@@ -74,7 +74,7 @@ def _start_talker(pending: _PendingTalker) -> ARInput | None:
         return None
     rows = torch.cat(pending.rows)
     if len(rows) != pending.count:
-        raise BridgeError("the thinker's rows do not add up")
+        raise BridgeError("rows of the thinker are missing or repeated")
     pending.started = True
     pending.rows = [rows[:0]]
     return ARInput(

@@ -84,7 +84,7 @@ class Qwen25OmniProcessor:
         turns = [turn_of(m, [_template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:
             raise InvalidRequestError(
-                "use_audio_in_video needs a sound track in every video of the chat, or in none", param="messages"
+                "use_audio_in_video needs an audio track in every video of the chat, or in none", param="messages"
             )
         rendered = self._template.text(turns, tools, guarded)
         if not (media.images or media.audios or media.videos):
@@ -160,7 +160,7 @@ class Qwen25OmniProcessor:
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         if media.audios and int(_audio_lengths(features).min()) < 1:
             shortest = f"{_MIN_SECONDS * 1000:g} ms"
-            raise MediaError(f"a sound is shorter than {shortest}; send a longer one", param="messages")
+            raise MediaError(f"an audio clip is shorter than {shortest}; send a longer one", param="messages")
         return features
 
     def _expand(self, rendered: str, media: _Media, features: BatchFeature) -> str:

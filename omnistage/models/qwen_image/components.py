@@ -108,10 +108,10 @@ class EditEncoder(Encoder):
         return [EncodeJob(job.text, payload.images) for job in jobs]
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
-        texts, images = [job.text for job in jobs], [self.seen(job.images[0]) for job in jobs]
+        texts, images = [job.text for job in jobs], [self.resize_input(job.images[0]) for job in jobs]
         return _rows(*self.pipe.encode_prompt(prompt=texts, image=images, device=self.device))
 
-    def seen(self, image: np.ndarray) -> Image.Image:
+    def resize_input(self, image: np.ndarray) -> Image.Image:
         width, height = _fit(image, self.seen_area)
         resized: Image.Image = self.pipe.image_processor.resize(Image.fromarray(image), height, width)
         return resized
@@ -141,7 +141,7 @@ class EditPlusEncoder(EditEncoder):
         # The pipeline numbers the pictures of one text; it takes no second one with pictures of its own.
         encoded: list[Tensors] = []
         for job in jobs:
-            images = [self.seen(image) for image in job.images]
+            images = [self.resize_input(image) for image in job.images]
             encoded += _rows(*self.pipe.encode_prompt(prompt=[job.text], image=images, device=self.device))
         return encoded
 

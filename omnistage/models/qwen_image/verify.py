@@ -12,7 +12,7 @@ from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import (
     Case,
     DiffusersReference,
-    Drawn,
+    DiffusionResult,
     Recorder,
     call_arguments,
     numbered_case,
@@ -25,7 +25,7 @@ class Reference(DiffusersReference):
         super().__init__(folder)
         self.edits = "Edit" in type(self.pipe).__name__
 
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         payload, params, recorder = case.payload, case.params, Recorder()
         pipe = self.pipe if self.edits or not payload.images else self.variant("QwenImageImg2ImgPipeline")
         # Both scales of a request mean this one; guidance_scale is for distilled checkpoints, which are refused.
@@ -39,7 +39,7 @@ class Reference(DiffusersReference):
         height, width = pixels.shape[1:3]
         factor = pipe.vae_scale_factor
         latents = private_api.qwen_image_unpack(recorder.latents, width=width, height=height, vae_scale_factor=factor)
-        return Drawn(latents[0], to_uint8(pixels[0]))
+        return DiffusionResult(latents[0], to_uint8(pixels[0]))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         return [self._case(number, seed) for number in range(count)]

@@ -11,7 +11,7 @@ from PIL import Image
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, Kind, call_arguments, cases_of
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments, cases_of
 
 
 class Reference(DiffusersReference):
@@ -22,7 +22,7 @@ class Reference(DiffusersReference):
         self.inpainting = self.variant("StableDiffusion3InpaintPipeline")
 
     @torch.inference_mode()
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         payload, pipe, images = case.payload, self.pipe, {}
         if payload.images:
             pipe, images["image"] = self.from_picture, Image.fromarray(payload.images[0])
@@ -31,7 +31,7 @@ class Reference(DiffusersReference):
         latents = pipe(payload.prompt, output_type="latent", **images, **call_arguments(pipe, case.params)).images
         # Decoded here, as two of the three do it: the inpainting pipeline leaves the VAE's shift out when it decodes,
         # having taken it off when it encoded.
-        return Drawn(latents[0], self.decode(latents))
+        return DiffusionResult(latents[0], self.decode(latents))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         side = self.pipe.default_sample_size * self.pipe.vae_scale_factor

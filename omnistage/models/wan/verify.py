@@ -12,7 +12,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, Drawn, call_arguments, to_uint8
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, call_arguments, to_uint8
 from omnistage.models.wan.components import picture_counts, takes_pictures
 
 
@@ -48,12 +48,14 @@ class Reference(DiffusersReference):
         return self.from_picture(**arguments).frames[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         latents = self.generate(case, "latent")
         config = self.pipe.vae.config
         mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
         decoded = self.pipe.vae.decode(latents[None] / (1.0 / std) + mean, return_dict=False)[0]
-        return Drawn(latents, to_uint8(self.pipe.video_processor.postprocess_video(decoded, output_type="np")[0]))
+        return DiffusionResult(
+            latents, to_uint8(self.pipe.video_processor.postprocess_video(decoded, output_type="np")[0])
+        )
 
     def cases(self, count: int, seed: int) -> list[Case]:
         """Small videos of every kind that the checkpoint makes."""

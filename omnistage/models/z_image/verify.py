@@ -10,7 +10,7 @@ from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import (
     Case,
     DiffusersReference,
-    Drawn,
+    DiffusionResult,
     Recorder,
     call_arguments,
     numbered_case,
@@ -23,7 +23,7 @@ class Reference(DiffusersReference):
         super().__init__(folder)
         self.from_picture = self.variant("ZImageImg2ImgPipeline")
 
-    def __call__(self, case: Case) -> Drawn:
+    def __call__(self, case: Case) -> DiffusionResult:
         payload, params, recorder, images = case.payload, case.params, Recorder(), {}
         pipe = self.from_picture if payload.images else self.pipe
         if payload.images:
@@ -34,7 +34,7 @@ class Reference(DiffusersReference):
             images["image"] = image
         arguments = {**images, **call_arguments(pipe, params)}
         pixels = pipe(prompt=payload.prompt, callback_on_step_end=recorder, output_type="np", **arguments).images
-        return Drawn(recorder.latents[0], to_uint8(pixels[0]))
+        return DiffusionResult(recorder.latents[0], to_uint8(pixels[0]))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         return [self._case(number, seed) for number in range(count)]

@@ -77,7 +77,7 @@ class _Total:
             )
         if self.seconds > self.limits.max_total_audio_seconds:
             raise LimitExceededError(
-                f"the request's sounds last {self.seconds:.2f} seconds up to here, over the limit of "
+                f"the request's audio lasts {self.seconds:.2f} seconds up to here, over the limit of "
                 f"{self.limits.max_total_audio_seconds:g} together; send fewer or shorter ones"
             )
 
@@ -109,10 +109,10 @@ def parse_messages(
     _check_counts(parsed, limits)
     total = _Total(limits)
     messages_out = []
-    called: dict[str, str] = {}
+    call_names: dict[str, str] = {}
     for head, parts in parsed:
-        called.update({call.id: call.name for call in head.tool_calls if call.id is not None})
-        name = head.name or called.get(head.tool_call_id or "")
+        call_names.update({call.id: call.name for call in head.tool_calls if call.id is not None})
+        name = head.name or call_names.get(head.tool_call_id or "")
         messages_out.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
     return messages_out
 
@@ -186,7 +186,7 @@ def _parse_call(call: object, path: str) -> ToolCall:
     if not isinstance(call, Mapping) or not isinstance(name, str) or not isinstance(arguments, str):
         raise InvalidRequestError('must be a call: {"function": {"name": text, "arguments": text}}', param=path)
     if not is_utf8(name) or not is_utf8(arguments):
-        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
+        raise InvalidRequestError("has half of a surrogate pair, which is not text; remove it", param=path)
     try:
         value = json.loads(arguments)
         json.dumps(value, ensure_ascii=False).encode()  # escapes may spell half of a surrogate pair
@@ -239,7 +239,7 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         return _text(part["refusal"], role, f"{path}.refusal")
     if name in ("file", "input_file"):
         raise InvalidRequestError(
-            "files are not read here; send their text, pictures or sound as parts of their own", param=f"{path}.type"
+            "files are not read here; send their text, images or audio as separate parts", param=f"{path}.type"
         )
     if not isinstance(name, str) or name not in _MEDIA_PARTS:
         got = repr(name[:40]) if isinstance(name, str) else _kind(name)
@@ -252,7 +252,7 @@ def _text(text: str, role: Role, path: str) -> TextPart:
     if not text and role not in ("assistant", "tool"):
         raise InvalidRequestError(f"is empty; a {role} message needs text", param=path)
     if not is_utf8(text):
-        raise InvalidRequestError("has half of a surrogate pair, which is no text; remove it", param=path)
+        raise InvalidRequestError("has half of a surrogate pair, which is not text; remove it", param=path)
     return TextPart(text)
 
 
@@ -316,7 +316,7 @@ def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> 
         raise InvalidRequestError(f'must be an object with "data" and "format", got {_kind(inner)}', param=path)
     data, encoding = inner.get("data"), inner.get("format")
     if data == "":
-        raise InvalidRequestError("is empty; give the sound as base64 text", param=f"{path}.data")
+        raise InvalidRequestError("is empty; send the audio as base64 text", param=f"{path}.data")
     if not isinstance(data, str):
         raise InvalidRequestError(f"must be base64 text, got {_kind(data)}", param=f"{path}.data")
     if encoding is not None and encoding not in _AUDIO_FORMATS:

@@ -63,8 +63,8 @@ def origin_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:
     if "*" in allowed or origin in allowed:
         return True
     try:
-        page, own = urlsplit(origin), urlsplit(f"//{host}")
+        page, site = urlsplit(origin), urlsplit(f"//{host}")
         default = _DEFAULT_PORTS.get(page.scheme)
-        return (page.hostname, page.port or default) == (own.hostname, own.port or default) and bool(page.hostname)
+        return (page.hostname, page.port or default) == (site.hostname, site.port or default) and bool(page.hostname)
     except ValueError:  # not a valid port
         return False

@@ -114,14 +114,14 @@ class WordList:
     def open(self, context: FilterContext) -> RequestFilter:
         return _RequestFilter(self)
 
-    def finds(self, text: str, *, begun: bool = True, ended: bool = True) -> bool:
+    def finds(self, text: str, *, started: bool = True, ended: bool = True) -> bool:
         """Whether a text contains one of the words.
 
-        A word at the very start counts only if the text has `begun` there, and is not the end of a longer one; a word
+        A word at the very start counts only if the text has `started` there, and is not the end of a longer one; a word
         at the very end only if the text has `ended`.
         """
         text = normalised(text)
-        inside = not begun
+        inside = not started
         for start, character in enumerate(text):
             if (not inside or self._anywhere) and character in self._lengths:
                 for length in self._lengths[character]:
@@ -171,17 +171,17 @@ class _RequestFilter(PassingFilter):
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
         # In a thread: prompts may be long.
-        found = await asyncio.to_thread(lambda: any(self._words.finds(part.text) for part in texts))
-        return Refuse() if found else Pass()
+        refused = await asyncio.to_thread(lambda: any(self._words.finds(part.text) for part in texts))
+        return Refuse() if refused else Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
         words, text, sent = self._words, answer.held, self._sent.get(answer.index, "")
-        begun = len(sent) < words.max_span
-        if words.finds(sent + text, begun=begun, ended=answer.ended):
+        started = len(sent) < words.max_span
+        if words.finds(sent + text, started=started, ended=answer.ended):
             return Refuse()
         hold = 0 if answer.ended else words.hold(text)
         # What is released may not end with a word either: the held text that continues it may never be sent.
-        while hold and words.finds(sent + text[:-hold], begun=begun) and (more := words.hold(text[:-hold])):
+        while hold and words.finds(sent + text[:-hold], started=started) and (more := words.hold(text[:-hold])):
             hold += more
         cut = len(text) - hold
         self._sent[answer.index] = squeezed(sent + text[:cut])[-words.max_span :]

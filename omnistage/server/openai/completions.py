@@ -227,7 +227,7 @@ async def _events(
     head = _empty(streams, body)
     offsets: Counter[int] = Counter()
     usages: list[Usage] = []
-    begun = False
+    started = False
     try:
         async with aclosing(_merged(streams)) as items:
             async for place, item in items:
@@ -235,13 +235,13 @@ async def _events(
                 if final is not None and final.error is not None:
                     raise final.error
                 for output in _new_outputs(item):
-                    begun = True
+                    started = True
                     index = place * choices_each + output.index
                     yield {**head, "choices": [_choice(index, output, offsets[index])]}
                     offsets[index] += sum(len(entry.chosen.text) for entry in output.logprobs)
                 usages += [final.usage] if final is not None else []
     except OmniError as error:
-        if not begun:  # it can still have its HTTP status
+        if not started:  # it can still have its HTTP status
             raise
         yield body_of(error)
         return

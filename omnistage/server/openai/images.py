@@ -201,7 +201,7 @@ async def get_file(name: str, request: Request) -> Response:
 def _drawing_model(body: ImageRequest, request: Request) -> ServedModel:
     model = service_of(request).model(body.model)
     if Modality.IMAGE not in model.modalities:
-        raise UnsupportedModalityError("this model has no image output; use one that draws", param="model")
+        raise UnsupportedModalityError("this model has no image output; use one that has", param="model")
     return model
 
 

@@ -380,8 +380,8 @@ def read_whole(text: str, toolbox: Toolbox) -> tuple[str | None, list[ToolCall]]
         for piece in delta.get("tool_calls", ()):
             function = piece["function"]
             if "id" in piece:
-                called: CalledFunction = {"name": function["name"], "arguments": function["arguments"]}
-                calls.append({"id": piece["id"], "type": "function", "function": called})
+                function_call: CalledFunction = {"name": function["name"], "arguments": function["arguments"]}
+                calls.append({"id": piece["id"], "type": "function", "function": function_call})
             else:
                 calls[-1]["function"]["arguments"] += function["arguments"]
     return (content.strip() or None) if calls else content, calls

@@ -156,8 +156,10 @@ class ResponseConfig(ClientModel):
         plain = [{name: getattr(tool, name) for name in Function.model_fields} for tool in self.tools]
         tools = tuple(Tool(function=Function.model_construct(**fields)) for fields in plain)
         choice = self.tool_choice
-        named = NamedChoice(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice
-        return ToolFields(tools=tools, tool_choice=named, parallel_tool_calls=self.parallel_tool_calls)
+        tool_choice = (
+            NamedChoice(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice
+        )
+        return ToolFields(tools=tools, tool_choice=tool_choice, parallel_tool_calls=self.parallel_tool_calls)
 
     def toolbox(self) -> Toolbox | None:
         return self.tool_fields().toolbox() if self.tools else None

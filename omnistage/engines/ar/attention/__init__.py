@@ -126,7 +126,7 @@ def _paged_attention(
     """`transformers`' attention signature: query `[1, heads, T, d]` in, `[1, T, heads, d]` out."""
     if paged is None:
         raise StageError(
-            f"{type(module).__name__} hands no keyword arguments to its attention; it needs another family"
+            f"{type(module).__name__} passes no keyword arguments to its attention; it needs another family"
         )
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise StageError("attention with soft-capping or sinks is not served yet")

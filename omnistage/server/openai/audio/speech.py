@@ -142,7 +142,7 @@ async def _file(running: Running, format: str, *, reads: bool = False) -> AsyncG
 
 
 async def _events(running: Running, format: str, *, reads: bool = False) -> AsyncGenerator[bytes]:
-    begun = False
+    started = False
     async with aclosing(_pieces(running, format, reads=reads)) as pieces:
         try:
             async for piece in pieces:
@@ -153,9 +153,9 @@ async def _events(running: Running, format: str, *, reads: bool = False) -> Asyn
                     # A voice that reads aloud uses no tokens: those of its other stages stand for nothing.
                     data = {"type": "speech.audio.done", "usage": _usage(Usage() if reads else piece.usage)}
                 yield event(data)
-                begun = True
+                started = True
         except OmniError as error:
-            if not begun:  # it can still have its HTTP status
+            if not started:  # it can still have its HTTP status
                 raise
             yield event(body_of(error))
 

@@ -233,7 +233,7 @@ class StreamWriter:
         if body.service_tier is not None:
             self._head["service_tier"] = "default"
         self._keep = keep
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._speaks = body.speaks
         self._toolbox = body.toolbox()
         self._readers: dict[int, CallReader] = {}
@@ -249,7 +249,7 @@ class StreamWriter:
         deltas = self._deltas(item)
         if not deltas and logprobs is not None:
             deltas = [{}]  # text that is held back: part of a character, of a stop string, of a call
-        chunks = [] if not deltas or item.index in self._begun else [self._first(item.index)]
+        chunks = [] if not deltas or item.index in self._started else [self._first(item.index)]
         for delta in deltas:
             chunks.append(self._chunk(item.index, delta, logprobs))
             logprobs = None
@@ -273,7 +273,7 @@ class StreamWriter:
         return []
 
     def _first(self, index: int) -> ChatChunk:
-        self._begun.add(index)
+        self._started.add(index)
         return self._chunk(index, {"role": "assistant", "content": None if self._speaks else "", "refusal": None})
 
     def _last(self, final: OmniRequestOutput) -> Sequence[ChatChunk | ErrorBody]:
@@ -281,7 +281,7 @@ class StreamWriter:
             return [body_of(rename_param(final.error, self._body.error_paths()))]
         chunks: list[ChatChunk] = []
         for output in _outputs(final):
-            if output.index not in self._begun:
+            if output.index not in self._started:
                 chunks.append(self._first(output.index))
             finish = finish_of(output.finish_reason)
             if (reader := self._readers.get(output.index)) is not None:

@@ -81,12 +81,14 @@ def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
         if stage is None:
             of_text = {*SamplingParams.model_fields, "max_completion_tokens", "response_format", "tools"}
             sent = body.model_dump(include=of_text, exclude_none=True)
-            raise InvalidRequestError("this model draws and samples no text; leave it out", param=next(iter(sent)))
+            raise InvalidRequestError(
+                "is not supported by a model without text output; leave it out", param=next(iter(sent))
+            )
         params[stage] = sampling
     if body.drawing is not None:
         stage = model.stage_for_params(DiffusionParams)
         if stage is None:
-            raise InvalidRequestError("this model does not draw; leave it out", param="drawing")
+            raise InvalidRequestError("is not supported by a model without image output; leave it out", param="drawing")
         params[stage] = body.drawing
     if body.tools and "text" not in model.modalities:
         raise InvalidRequestError("this model has no text output and calls no tools; leave them out", param="tools")

@@ -115,11 +115,11 @@ class JobStore:
         return db
 
     def _recover(self) -> None:
-        lost = JobInterruptedError(_INTERRUPTED)
+        error = JobInterruptedError(_INTERRUPTED)
         with self._lock:
             self._db.execute(
                 f"UPDATE jobs SET status = 'failed', error_code = ?, error_message = ?, completed_at = ? WHERE {_OPEN}",
-                (lost.code, lost.message, int(time.time())),
+                (error.code, error.message, int(time.time())),
             )
             known = {row[0] for row in self._db.execute("SELECT id FROM jobs WHERE status = 'completed'")}
             present = {path.stem for path in self._folder.glob("*.mp4")}

@@ -162,7 +162,7 @@ async def create_video(request: Request) -> Response:
     params: dict[str, StageParams] = {stage: body.diffusion_params(_native_fps(model))}
     options = RequestOptions(["video"], None, body.priority, body.timeout)
     async with AsyncExitStack() as stack:
-        with _own_record():
+        with _separate_audit_record():
             running = renaming(service.run_request(holder, model, prompt, params, options), _FIELDS)
             stream = await stack.enter_async_context(running)
         # What is known before the video exists; then the job has its own length.
@@ -185,12 +185,12 @@ async def list_videos(
     if after is not None and await jobs.get(after, owner) is None:
         raise InvalidRequestError(f"there is no video {short_repr(after)} to continue after", param="after")
     page = await jobs.page(owner, after, limit + 1, newest_first=order == "desc")
-    shown = page[:limit]
+    visible = page[:limit]
     return {
         "object": "list",
-        "data": [_video(job) for job in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
+        "data": [_video(job) for job in visible],
+        "first_id": visible[0].id if visible else None,
+        "last_id": visible[-1].id if visible else None,
         "has_more": len(page) > limit,
     }
 
@@ -206,14 +206,14 @@ async def get_video(video_id: str, request: Request) -> Response:
 async def get_content(video_id: str, request: Request, variant: Literal["video"] = "video") -> Response:
     """A completed job's video, as MP4."""
     job = await _job(video_id, request)
-    gone = NotFoundError(f"there is no video: the job is {job.status.replace('_', ' ')}", param="video_id")
+    not_found = NotFoundError(f"there is no video: the job is {job.status.replace('_', ' ')}", param="video_id")
     if job.status != "completed":
-        raise gone
+        raise not_found
     path = service_of(request).jobs.path(job)
     try:
         stat = await asyncio.to_thread(path.stat)
     except FileNotFoundError as error:  # dropped or deleted just now
-        raise gone from error
+        raise not_found from error
     headers = {"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"}
     return _VideoFile(path, media_type="video/mp4", stat_result=stat, filename=f"{job.id}.mp4", headers=headers)
 
@@ -252,7 +252,7 @@ class _VideoFile(FileResponse):
 
 
 @contextmanager
-def _own_record() -> Iterator[None]:
+def _separate_audit_record() -> Iterator[None]:
     """The job outlives this HTTP request, so it is audited by itself, when it ends."""
     token = CURRENT_RECORD.set(None)
     try:
