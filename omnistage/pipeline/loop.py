@@ -176,12 +176,13 @@ class StageLoop(Generic[Owner]):
         chunks: Sequence[StageChunk] = ()
         try:
             if self.stage.has_work():
-                busy = True
                 start = time.perf_counter()
                 chunks = self.stage.step()
                 self._step_timer.add(time.perf_counter() - start)
+                busy = True
         except Exception as error:
-            # The boundary of a stage: its defect ends the requests in it, not the loop.
+            # The boundary of a stage: its defect ends the requests in it, not the loop. Without any the loop rests, or
+            # a stage that is broken for good would keep it busy for ever, and from stopping.
             busy = busy or bool(self._live)
             log_defect(f"a step of stage {self.stage.name!r}", error)
             self._fail_all(error)

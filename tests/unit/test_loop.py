@@ -153,6 +153,20 @@ def test_a_stage_that_raises_while_idle_does_not_spin() -> None:
     assert not rig.loop.run_pending()
 
 
+def test_a_stage_that_is_broken_for_good_neither_spins_nor_keeps_the_loop_from_ending() -> None:
+    rig = Rig()
+    rig.stage.has_work = lambda: True  # type: ignore[method-assign]
+
+    def broken() -> list[StageChunk]:
+        raise RuntimeError
+
+    rig.stage.step = broken  # type: ignore[method-assign]
+    rig.submit("a")
+    assert rig.loop.run_pending()
+    assert rig.finishes("a") == [FinishReason.ERROR]
+    assert not rig.loop.run_pending()
+
+
 def test_an_abort_that_raises_is_survived() -> None:
     rig = Rig()
     rig.stage.fail_abort = RuntimeError("x")

@@ -165,6 +165,13 @@ def test_a_request_without_pieces_is_starved_until_it_is_fed() -> None:
     assert ends(stage.drain()) == {"a": STOP}
 
 
+def test_a_request_that_has_not_run_waits_and_is_not_starved() -> None:
+    stage = ModuleStage("speak", Shout(), BUDGET)
+    stage.submit(start("a", final=False))
+    stats = stage.stats()
+    assert (stats.waiting, stats.running, stats.starved) == (1, 0, 0)
+
+
 def test_an_end_that_comes_alone_gives_an_empty_finish() -> None:
     component = Shout()
     stage = ModuleStage("speak", component, BUDGET)

@@ -76,11 +76,11 @@ class DiffusionRunner:
 
     def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
         seed = secrets.randbits(31) if params.seed is None else params.seed
-        self._jobs[request_id] = _Job(condition, params, seed)
         # They are of the encoding stage's stream, which must not give their memory away while this one reads it.
         for tensors in (condition.positive, condition.negative or {}, condition.shared):
             for tensor in tensors.values():
                 self._stream.share(tensor)
+        self._jobs[request_id] = _Job(condition, params, seed)
 
     def remove(self, request_id: str) -> None:
         self._jobs.pop(request_id, None)
