@@ -36,7 +36,7 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (f"{STAGE}.budget", "Of a codec stage; one-shot modules read `max_batch` alone.", schema.CodecBudget),
     (f"{STAGE}.params", "Of a codec stage.", CodecParams),
     (f"{STAGE}.module", "Of a codec stage with `component: onnx.module`: an ONNX file.", schema.ModuleConfig),
-    (f"{STAGE}.module.audio", "Where an output is sound.", schema.ModuleAudio),
+    (f"{STAGE}.module.audio", "Where an output is audio.", schema.ModuleAudio),
     (STAGE, "With `engine: diffusion`.", schema.DiffusionStageConfig),
     (f"{STAGE}.budget", "Of a diffusion stage; each kind of stage reads its own part.", schema.DiffusionBudget),
     (f"{STAGE}.params", "Of a diffusion stage; one set serves all diffusion stages of a request.", DiffusionParams),

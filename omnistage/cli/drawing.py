@@ -34,7 +34,7 @@ class DrawingOptions:
     true_cfg: float | None = option(None, "Guidance away from the negative prompt, on distilled models.")
     negative_prompt: str | None = option(None, "What to avoid.")
     n: int | None = option(None, "How many; picture i starts from seed + i.", "--n")
-    strength: float | None = option(None, "How far to leave the input picture, 0 to 1.")
+    strength: float | None = option(None, "How much to change the input picture, 0 to 1.")
     mask: Path | None = option(None, "White where the picture is to change.", metavar="FILE")
     num_frames: int | None = option(None, "Frames of a video.", "--frames")
     fps: float | None = option(None, "Frames per second of a video.")

@@ -158,7 +158,7 @@ class CodecBudget(ConfigModel):
 
     max_batch: Count = Field(default=8, description="Chunks decoded in one forward.")
     max_running: Count = Field(default=64, description="Requests held at once.")
-    first_chunk_blocks: Count = Field(default=1, description="Blocks in the first chunk: small means early sound.")
+    first_chunk_blocks: Count = Field(default=1, description="Blocks in the first chunk: small means early audio.")
     max_chunk_blocks: Count = Field(default=8, description="Chunks grow up to this many blocks.")
     lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
     cuda_graphs: bool = Field(default=True, description="Replay forwards as CUDA graphs; only used on CUDA.")
@@ -166,7 +166,7 @@ class CodecBudget(ConfigModel):
         default="tf32", description="Of large matrix products; only used on CUDA. float16 is the fastest."
     )
     early_vocoder: bool = Field(
-        default=True, description="Use the look-ahead as the vocoder's right context: sound comes sooner."
+        default=True, description="Use the look-ahead as the vocoder's right context: audio comes sooner."
     )
     compile: bool = Field(default=False, description="Compile the decoder: slower start, faster chunks.")
 

@@ -1,4 +1,4 @@
-"""Decoded sound and video, as prompts carry them."""
+"""Decoded audio and video, as prompts carry them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioClip:
-    """Decoded sound: `samples` is mono float32 `[n]`, n > 0, all finite."""
+    """Decoded audio: `samples` is mono float32 `[n]`, n > 0, all finite."""
 
     samples: NDArray[np.float32]
     sample_rate: int
@@ -34,7 +34,7 @@ class VideoClip:
 
     def __repr__(self) -> str:
         count, height, width, _ = self.frames.shape
-        sound = "with" if self.audio is not None else "without"
+        audio = "with" if self.audio is not None else "without"
         return (
-            f"VideoClip({count} frames of {width}x{height} at {self.fps:.2f} fps, {self.seconds:.2f} s, {sound} audio)"
+            f"VideoClip({count} frames of {width}x{height} at {self.fps:.2f} fps, {self.seconds:.2f} s, {audio} audio)"
         )

@@ -37,7 +37,7 @@ class UnsupportedModalityError(InvalidRequestError):
 
 
 class MediaError(InvalidRequestError):
-    """An image, sound or video that cannot be decoded."""
+    """An image, audio clip or video that cannot be decoded."""
 
     code = "invalid_media"
 

@@ -46,7 +46,7 @@ class StageSettings(BaseModel):
 
     engine: str  # narrowed by each engine; named here so that it is printed first
     component: str = Field(description="Registry name of the network that this stage runs.")
-    output: Modality | None = Field(default=None, description="What the stage gives the user; null: nothing.")
+    output: Modality | None = Field(default=None, description="Modality that the stage outputs; null: none.")
     device: str | None = Field(default=None, description="null: the deployment's.")
     dtype: DTypeName | None = Field(default=None, description="null: the deployment's.")
 
@@ -93,10 +93,10 @@ class InputProcessor(Protocol):
 
 @runtime_checkable
 class AudioLimits(Protocol):
-    """An input processor whose model takes sounds of some lengths only."""
+    """An input processor whose model takes audio of some lengths only."""
 
     def clip_seconds(self) -> tuple[float, float]:
-        """The shortest and the longest sound that may be one part of a message."""
+        """The shortest and the longest audio clip that may be one part of a message."""
         ...
 
 
@@ -114,7 +114,7 @@ class Transcriber(Protocol):
     """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
 
     def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
-        """The words in a sound at `audio_sample_rate`; empty where there are none.
+        """The words in audio at `audio_sample_rate`; empty where there are none.
 
         It takes as long as it takes, but asks now and then whether it is `over`: then what it gives is of no use.
         """

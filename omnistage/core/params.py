@@ -60,7 +60,7 @@ class StructuredOutput(BaseModel):
 class SamplingParams(StageParams):
     """How an autoregressive stage picks tokens. The defaults are greedy-free plain sampling at temperature 1."""
 
-    max_tokens: int = Field(default=1024, ge=1, le=1_000_000, description="Most tokens to generate.")
+    max_tokens: int = Field(default=1024, ge=1, le=1_000_000, description="Maximum tokens to generate.")
     min_tokens: int = Field(default=0, ge=0, description="No stop before this many tokens.")
     temperature: _FiniteFloat = Field(default=1.0, ge=0.0, le=100.0, description="0 is greedy.")
     top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
@@ -73,8 +73,8 @@ class SamplingParams(StageParams):
     allowed_token_ids: tuple[int, ...] | None = Field(default=None, description="Only these may be sampled.")
     suppress_token_ids: tuple[int, ...] = Field(default=(), description="Never sampled.")
     stop: tuple[str, ...] = Field(default=(), max_length=64, description="Strings that end the text.")
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end it, besides the model's own.")
-    ignore_eos: bool = Field(default=False, description="Go on past the model's own end tokens.")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end the output, besides the model's.")
+    ignore_eos: bool = Field(default=False, description="Continue past the model's end tokens.")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="Same seed, same output, in any batch.")
@@ -150,19 +150,19 @@ class DiffusionParams(StageParams):
     true_cfg: _FiniteFloat | None = Field(
         default=None, ge=0.0, le=100.0, description="Classifier-free guidance on a guidance-distilled model."
     )
-    negative_prompt: str | None = Field(default=None, max_length=100_000, description="What to keep away from.")
+    negative_prompt: str | None = Field(default=None, max_length=100_000, description="What to avoid.")
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="Picture i of n starts from seed + i.")
     n: int = Field(default=1, ge=1, le=64, description="Pictures of one prompt.")
     strength: _FiniteFloat | None = Field(
-        default=None, gt=0.0, le=1.0, description="How far to leave the input picture; 1 keeps nothing of it."
+        default=None, gt=0.0, le=1.0, description="How much to change the input picture; 1 ignores it."
     )
     num_frames: int | None = Field(default=None, ge=1, le=4096, description="Frames of a video.")
     fps: _FiniteFloat | None = Field(default=None, gt=0.0, le=240.0, description="Frames a second of a video.")
     scheduler: str | None = Field(
         default=None, max_length=100, description="A diffusers scheduler class instead of the checkpoint's own."
     )
-    max_sequence_length: int | None = Field(default=None, ge=1, le=8192, description="Most prompt tokens to encode.")
-    preview_every: int = Field(default=0, ge=0, le=1000, description="Show the picture every so many steps; 0: never.")
+    max_sequence_length: int | None = Field(default=None, ge=1, le=8192, description="Maximum prompt tokens to encode.")
+    preview_every: int = Field(default=0, ge=0, le=1000, description="Send a preview every this many steps; 0: never.")
     early_stop: _FiniteFloat | None = Field(
         default=None, gt=0.0, le=1.0, description="Stop once a step changes the expected picture by less than this."
     )

@@ -209,7 +209,7 @@ class ModuleInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatInput:
-    """A conversation whose media are still sounds and pictures: what a stage that hears starts from. Always complete.
+    """A conversation whose media are still audio and images: the input of a stage that transcribes. Always complete.
 
     It has messages, or a bare prompt, or tokens. Where nothing of it is left to hear or to see, messages or a bare
     prompt come with the tokens that they make, so that the stage need not make them.

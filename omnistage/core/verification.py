@@ -87,7 +87,7 @@ class ModelRunner(Protocol):
         *,
         bridges: Mapping[str, Bridge] | None = None,
     ) -> list[ChatOutput]:
-        """Run all chats at once on the whole pipeline, with the sound of their videos.
+        """Run all chats at once on the whole pipeline, with the audio of their videos.
 
         `params` are by stage; `bridges`, by downstream stage, replace those of the pipeline.
         """

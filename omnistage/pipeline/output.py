@@ -113,10 +113,10 @@ class OutputAssembler:
         for _, picture in sorted(self._pictures.items()):
             output.images.append(ImageOutput(picture.pixels, metadata(picture.seed)))
         for _, video in sorted(self._videos.items()):
-            sound = None
+            track = None
             if video.audio is not None:
-                sound = AudioOutput(video.audio.samples, video.audio.sample_rate)
-            output.videos.append(VideoOutput(video.frames, video.fps, sound, metadata(video.seed)))
+                track = AudioOutput(video.audio.samples, video.audio.sample_rate)
+            output.videos.append(VideoOutput(video.frames, video.fps, track, metadata(video.seed)))
         output.usage.images = len(output.images)
         output.usage.video_seconds = sum(video.seconds for video in output.videos)
 
@@ -186,7 +186,7 @@ def _joined(items: list[OutputChunk]) -> list[OutputChunk]:
 def _join_stream(items: list[OutputChunk]) -> OutputChunk:
     if len(items) == 1:
         return items[0]
-    sounds = [item.audio for item in items if item.audio is not None]
+    chunks = [item.audio for item in items if item.audio is not None]
     # Of pictures and progress the last says all: an older one of the same picture is a preview.
     return replace(
         items[0],
@@ -196,14 +196,14 @@ def _join_stream(items: list[OutputChunk]) -> OutputChunk:
         text="".join(item.text for item in items),
         token_ids=tuple(token for item in items for token in item.token_ids),
         logprobs=tuple(entry for item in items for entry in item.logprobs),
-        audio=_join_audio(sounds) if sounds else None,
+        audio=_join_audio(chunks) if chunks else None,
         finish_reason=items[-1].finish_reason,
     )
 
 
-def _join_audio(sounds: list[AudioChunk]) -> AudioChunk:
-    if len(sounds) == 1:
-        return sounds[0]
+def _join_audio(chunks: list[AudioChunk]) -> AudioChunk:
+    if len(chunks) == 1:
+        return chunks[0]
     import numpy as np
 
-    return AudioChunk(np.concatenate([sound.samples for sound in sounds]), sounds[0].sample_rate)
+    return AudioChunk(np.concatenate([sound.samples for sound in chunks]), chunks[0].sample_rate)

@@ -560,6 +560,6 @@ def test_the_bridge_passes_sound_on_as_samples_and_refuses_the_rest() -> None:
     assert list(piece.arrays) == ["samples"]
     assert piece.arrays["samples"].shape == (1, 5)
     np.testing.assert_array_equal(piece.arrays["samples"][0], sound.samples)
-    with pytest.raises(BridgeError, match="'think' gives a TokenChunk"):
+    with pytest.raises(BridgeError, match="'think' outputs a TokenChunk"):
         bridge(RequestInfo("a"), None, StageChunk("a", "think", TokenChunk((1,))))
     assert bridge(RequestInfo("a"), None, StageChunk("a", "front"))[1] == []

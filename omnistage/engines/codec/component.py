@@ -27,7 +27,7 @@ class CodecLayout:
     max_lookahead_blocks: int = 0
     """Most blocks after a window that can change its result: 0 for a causal decoder."""
     code_seconds: float = 0.0
-    """Seconds of sound in a code; 0: not known."""
+    """Seconds of audio in a code; 0: not known."""
     first_blocks: int = 1
     """Fewest blocks from which the first window gives any samples."""
 

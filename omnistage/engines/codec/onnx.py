@@ -177,7 +177,7 @@ class OnnxComponent(ModuleComponent):
     """`onnx.module`: what a stage's `module` section describes.
 
     Pieces of equal shapes run together where every array has `batch` first. Each gives an `AudioChunk` where an
-    output is declared as sound, else a `ModuleOutput` of all declared outputs.
+    output is declared as audio, else a `ModuleOutput` of all declared outputs.
     """
 
     def __init__(self, module: OnnxModule, *, audio: ModuleAudio | None = None, max_batch: int = 1) -> None:
@@ -257,7 +257,7 @@ SAMPLES = "samples"
 def arrays2module(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
     """The bridge `onnx.arrays`: a module's output arrays are the next one's input arrays, piece by piece.
 
-    A piece of sound is an array too: `samples`, float32 `[1, n]`.
+    A piece of audio is an array too: `samples`, float32 `[1, n]`.
     """
     final, payload = chunk.finish is not None, chunk.payload
     if isinstance(payload, ModuleOutput):

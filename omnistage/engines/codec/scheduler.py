@@ -17,10 +17,10 @@ from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
 
 GROWTH_PACE = 0.4
-"""Chunks double while codes come in less than this share of the time that they sound. Then the next chunk, twice as
+"""Chunks double while codes come in less than this share of their playing time. Then the next chunk, twice as
 long, is there before the last one has been played."""
 DECODE_SHARE = 0.4
-"""Chunks double for good when decoding one takes more than this share of the time that it sounds: small chunks spend
+"""Chunks double for good when decoding one takes more than this share of its playing time: small chunks spend
 most of their work on context and look-ahead, and a stage that cannot keep up with them would fall further behind."""
 _WAIT_MARGIN = 0.001
 
@@ -82,9 +82,9 @@ class CodecScheduler:
     """Picks one batch of equally shaped windows at a time.
 
     Chunks are powers of two of blocks, as many as the codes at hand allow when the window is scheduled: the first one
-    small for early sound, later ones larger under load, which spreads the cost of context and look-ahead. Powers of
+    small for early audio, later ones larger under load, which spreads the cost of context and look-ahead. Powers of
     two, so that requests meet in few shapes. Among equals the one that has waited longest since its last window goes
-    first, so that a request with many codes at hand does not keep a new one from its first sound.
+    first, so that a request with many codes at hand does not keep a new one from its first audio.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class CodecScheduler:
         return blocks
 
     def _lead(self, request: _Request) -> float:
-        """Seconds for which codes stay ahead of their sound, at the pace for growing, if no more come."""
+        """Seconds for which codes stay ahead of their audio, at the pace for growing, if no more come."""
         passed = self._clock() - request.first_code
         return GROWTH_PACE * self._layout.code_seconds * len(request.codes) - passed
 

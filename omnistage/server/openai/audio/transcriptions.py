@@ -49,7 +49,7 @@ Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
 class TranscriptionForm(WireModel):
     """`POST /v1/audio/transcriptions`. OpenAI's clients write lists as fields with `[]` behind their names."""
 
-    file: UploadFile = Field(description="An audio file, or a video with sound.")
+    file: UploadFile = Field(description="An audio file, or a video with audio.")
     model: str
     language: Language | None = None
     languages: list[Language] = Field(default=[], alias="languages[]", max_length=32)
