@@ -94,8 +94,8 @@ class Target:
     @property
     def origin(self) -> str:
         """The `Host` header."""
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        return shown if self.port == _PORTS[self.scheme] else f"{shown}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 def _path(parts: SplitResult) -> str:

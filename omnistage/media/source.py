@@ -125,32 +125,32 @@ def _path_of(source: str, limits: MediaLimits) -> Path:
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     if not limits.allow_paths:
         raise InvalidRequestError("file paths are not allowed here; send the bytes as data:<type>;base64,<data>")
-    shown = repr(str(path)[:_SHOWN_CHARS])
+    display_path = repr(str(path)[:_SHOWN_CHARS])
     try:
         resolved = path.resolve()
         # Before the file is opened, so that the error does not tell which files exist elsewhere.
-        _check_roots(resolved, shown, limits)
+        _check_roots(resolved, display_path, limits)
         descriptor = os.open(resolved, _OPEN_FLAGS)
         try:
-            data = _read_open(descriptor, resolved, shown, limits)
+            data = _read_open(descriptor, resolved, display_path, limits)
         finally:
             os.close(descriptor)
     except FileNotFoundError as error:
-        raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file") from error
+        raise InvalidRequestError(f"no such file: {display_path}; give the path of an existing regular file") from error
     except OSError as error:
-        raise InvalidRequestError(f"cannot read file {shown}: {error.strerror or error}") from error
+        raise InvalidRequestError(f"cannot read file {display_path}: {error.strerror or error}") from error
     except (ValueError, RuntimeError) as error:  # an embedded NUL; a loop of symbolic links
-        raise InvalidRequestError(f"not a usable file path: {shown}") from error
+        raise InvalidRequestError(f"not a usable file path: {display_path}") from error
     check_size(len(data), limits)
     return data
 
 
-def _read_open(descriptor: int, resolved: Path, shown: str, limits: MediaLimits) -> bytes:
+def _read_open(descriptor: int, resolved: Path, display_path: str, limits: MediaLimits) -> bytes:
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
-        raise InvalidRequestError(f"no such file: {shown}; give the path of an existing regular file")
+        raise InvalidRequestError(f"no such file: {display_path}; give the path of an existing regular file")
     # Again for the opened file: a folder in the path may have become a link meanwhile.
-    _check_roots(_real_path(descriptor, resolved), shown, limits)
+    _check_roots(_real_path(descriptor, resolved), display_path, limits)
     check_size(about.st_size, limits)
     with open(descriptor, "rb", closefd=False) as file:
         return file.read(limits.max_bytes + 1)
@@ -167,7 +167,7 @@ def _real_path(descriptor: int, resolved: Path) -> Path:
         return again
 
 
-def _check_roots(resolved: Path, shown: str, limits: MediaLimits) -> None:
+def _check_roots(resolved: Path, display_path: str, limits: MediaLimits) -> None:
     roots = limits.allowed_path_roots
     if roots and not any(resolved.is_relative_to(root.resolve()) for root in roots):
-        raise InvalidRequestError(f"file {shown} is outside the allowed folders; move it into one of them")
+        raise InvalidRequestError(f"file {display_path} is outside the allowed folders; move it into one of them")

@@ -371,8 +371,8 @@ def test_the_encoder_refuses_tokens_that_make_no_picture(parts: Parts, written: 
     drawing = written["edit"].drawing
     encoder.check(drawing, params)
     for wrong, words in (
-        (replace(drawing, tokens=drawing.tokens[:-1]), "6 of them, and got 5"),
-        (replace(drawing, context={}), "a grid of them"),
+        (replace(drawing, tokens=drawing.tokens[:-1]), "needs 6 picture tokens, got 5"),
+        (replace(drawing, context={}), "a grid of picture tokens"),
         (replace(drawing, tokens=(*drawing.tokens[:-1], 256)), r"\[0, 256\)"),
         (replace(drawing, images=()), "its tokens"),
         (replace(drawing, context={"grid": drawing.context["grid"]}), "its tokens"),

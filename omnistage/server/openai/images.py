@@ -279,14 +279,14 @@ def _encoded(image: ImageOutput, body: ImageRequest, model: ServedModel) -> byte
     quality = None if body.output_format == "png" or body.output_compression is None else body.output_compression
     if quality is not None:
         quality = max(1, quality)
-    named = replace(image, metadata={**image.metadata, "model": model.name} if image.metadata else {})
+    output = replace(image, metadata={**image.metadata, "model": model.name} if image.metadata else {})
     try:
-        return named.to_bytes(body.output_format, quality=quality)
+        return output.to_bytes(body.output_format, quality=quality)
     except InvalidRequestError as error:
         if error.param != "metadata":
             raise
         # A prompt that is too long for EXIF is no reason to withhold its image.
-        return named.to_bytes(body.output_format, quality=quality, metadata=False)
+        return output.to_bytes(body.output_format, quality=quality, metadata=False)
 
 
 class _StreamWriter:

@@ -180,9 +180,9 @@ class SessionConfig(ResponseConfig):
 
     def to_json(self, session_id: str) -> JsonObject:
         """The session as clients see it."""
-        shown = self.model_dump(mode="json", exclude_none=True)
-        shown["audio"]["input"].setdefault("turn_detection", None)
-        return {**shown, "id": session_id, "object": "realtime.session"}
+        data = self.model_dump(mode="json", exclude_none=True)
+        data["audio"]["input"].setdefault("turn_detection", None)
+        return {**data, "id": session_id, "object": "realtime.session"}
 
 
 def _check_pairs(value: object) -> object:

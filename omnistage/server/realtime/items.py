@@ -62,10 +62,10 @@ class Audio:
         return self.samples.nbytes
 
     def to_json(self, _role: Role, with_audio: bool) -> JsonObject:
-        shown: JsonObject = {"type": "input_audio", "transcript": None}
+        data: JsonObject = {"type": "input_audio", "transcript": None}
         if with_audio:
-            shown["audio"] = base64.b64encode(self.samples.astype("<i2").tobytes()).decode()
-        return shown
+            data["audio"] = base64.b64encode(self.samples.astype("<i2").tobytes()).decode()
+        return data
 
     def to_prompt(self) -> JsonObject | None:
         return {"type": "audio", "audio": (self.samples, self.rate)}
@@ -150,7 +150,7 @@ class Message(_Item):
 
     def to_prompt(self) -> JsonObject | None:
         """A chat message; None for one without content."""
-        content = [shown for part in self.parts if (shown := part.to_prompt()) is not None]
+        content = [data for part in self.parts if (data := part.to_prompt()) is not None]
         return {"role": self.role, "content": content} if content else None
 
     @property

@@ -173,10 +173,10 @@ class ResponseBuilder:
             self._emit_of_item("response.output_text.done", content_index=0, text=part.text)
         if isinstance(item, Message):
             self._emit_of_item("response.content_part.done", content_index=0, part=_part(item))
-        shown = item.to_json()
+        data = item.to_json()
         if self.conversation is not None:
-            self._emit("conversation.item.done", previous_item_id=self.conversation.id_before(item), item=shown)
-        self._emit("response.output_item.done", **self._position, item=shown)
+            self._emit("conversation.item.done", previous_item_id=self.conversation.id_before(item), item=data)
+        self._emit("response.output_item.done", **self._position, item=data)
         if isinstance(part, Speech):
             part.complete = status in ("completed", "incomplete")
             if not part.complete:

@@ -126,10 +126,10 @@ class _Socket:
 
     async def send(self, event: JsonObject) -> None:
         """Send an event with an id of its own. Raises `ClientGoneError`."""
-        shown = to_preview(event) if self._preview else event
-        if shown is None:
+        payload = to_preview(event) if self._preview else event
+        if payload is None:
             return
-        text = json.dumps({"event_id": f"event_{uuid.uuid4().hex[:20]}", **shown}, separators=(",", ":"))
+        text = json.dumps({"event_id": f"event_{uuid.uuid4().hex[:20]}", **payload}, separators=(",", ":"))
         async with self._lock:
             if self._closed:
                 raise ClientGoneError("the connection is closed")

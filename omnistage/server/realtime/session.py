@@ -297,9 +297,9 @@ class Session:
         self.conversation.check_room(size)
 
     async def _announce(self, item: Item, before: str | None) -> None:
-        shown = item.to_json()
-        await self._send("conversation.item.added", previous_item_id=before, item=shown)
-        await self._send("conversation.item.done", previous_item_id=before, item=shown)
+        data = item.to_json()
+        await self._send("conversation.item.added", previous_item_id=before, item=data)
+        await self._send("conversation.item.done", previous_item_id=before, item=data)
 
     async def _parse_item(self, values: JsonObject, path: str) -> Item:
         """An item with media that the model can take: any other would fail every later response."""
