@@ -2,4 +2,15 @@
 
 from omnistage.core.deprecation import moved
 
-__getattr__ = moved(__name__, "omnistage.core.family", "omnistage.core.registry", "omnistage.models.registry")
+__getattr__ = moved(
+    __name__,
+    "omnistage.core.family",
+    "omnistage.core.registry",
+    "omnistage.models.registry",
+    renamed={
+        "HearingProcessor": "AudioLimits",
+        "PartialProcessor": "OptionalInputs",
+        "ReadingProcessor": "SpeechReader",
+        "WritingProcessor": "Transcriber",
+    },
+)
