@@ -139,7 +139,7 @@ class Qwen25OmniProcessor:
             max_samples = int(self._processor.feature_extractor.n_samples)
             if any(len(samples) > max_samples for samples in media.audios):
                 raise LimitExceededError(
-                    f"a clip may last at most {max_samples / _AUDIO_RATE:.0f} s with this model; split it over several parts",
+                    f"a clip may last at most {max_samples / _AUDIO_RATE:.0f} s with this model; split it into several",
                     param="messages",
                 )
             options["audio"] = media.audios
