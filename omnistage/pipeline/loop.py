@@ -89,6 +89,8 @@ class StageLoop(Generic[Owner]):
         self._drain = True
         self._resting = False
         self._stats = StageStats()
+        self._last_stats: StageStats | None = None
+        """Once the loop has ended."""
         self._step_timer = StepTimer()
         self._live: dict[str, _Live[Owner]] = {}  # touched by the loop only
         self._busy = False
@@ -145,13 +147,14 @@ class StageLoop(Generic[Owner]):
 
     def stats(self) -> StageStats:
         """The stage's counters, read now; exact while the loop rests, and the last ones once it has ended."""
-        if not self._ended.is_set():
-            try:
-                self._stats = self.stage.stats()
-            except RuntimeError:  # a container changed its size while it was counted: the last counts will do
-                pass
-            except Exception as error:  # the boundary of a stage: nothing fails because it cannot be counted
-                log_defect(f"stats of stage {self.stage.name!r}", error)
+        if self._last_stats is not None:
+            return self._last_stats
+        try:
+            self._stats = self.stage.stats()
+        except RuntimeError:  # a container changed its size while it was counted: the last counts will do
+            pass
+        except Exception as error:  # the boundary of a stage: nothing fails because it cannot be counted
+            log_defect(f"stats of stage {self.stage.name!r}", error)
         return self._stats
 
     def step_seconds(self) -> StepSeconds:
@@ -297,7 +300,7 @@ class StageLoop(Generic[Owner]):
         for request_id, live in list(self._live.items()):
             self._forget(request_id)
             self._emit_end(live.owner, request_id, FinishReason.ABORT)
-        self.stats()  # the last ones: the stage may be closed from now on
+        self._last_stats = self.stats()  # the stage may be closed from now on; a reader that began earlier must not win
         self._ended.set()
 
     def _stage_error(self, what: str, error: BaseException) -> StageError:

@@ -11,6 +11,7 @@ import pytest
 
 from omnistage.core.errors import InvalidRequestError, ShutdownError, StageError
 from omnistage.core.params import SamplingParams
+from omnistage.core.stage import StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk, StageInput, TokenChunk
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.loop import LoopThread, StageLoop
@@ -229,6 +230,29 @@ def test_stopping_with_drain_finishes_what_can_run_and_aborts_the_starved() -> N
     assert rig.finishes("starved") == [FinishReason.ABORT]
     with pytest.raises(ShutdownError):
         rig.submit("late")
+
+
+def test_a_reader_of_statistics_that_is_late_does_not_replace_the_last_ones() -> None:
+    rig = Rig()
+    rig.submit("a", 5)
+    rig.loop.run_pending()
+    count, counted, ended = rig.stage.stats, threading.Event(), threading.Event()
+
+    def slow() -> StageStats:
+        stats = count()
+        if threading.current_thread() is reader:
+            counted.set()
+            ended.wait(10)
+        return stats
+
+    rig.stage.stats = slow  # type: ignore[method-assign]
+    reader = threading.Thread(target=rig.loop.stats)
+    reader.start()
+    counted.wait(10)
+    rig.loop.stop(drain=False)
+    ended.set()
+    reader.join()
+    assert rig.loop.stats().running == 0
 
 
 def test_stopping_without_drain_ends_queued_and_running_requests() -> None:
