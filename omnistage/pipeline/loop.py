@@ -221,7 +221,7 @@ class StageLoop(Generic[Owner]):
         self._resting = True
         try:
             return self.stage.wait_limit()
-        except Exception as error:  # the boundary of a stage, as in `_turn`; it is asked again at the next rest
+        except Exception as error:  # the boundary of a stage, as in `run_pending`; it is asked again at the next rest
             log_defect(f"wait_limit of stage {self.stage.name!r}", error)
             return _RETRY_SECONDS
 
