@@ -160,7 +160,9 @@ class Orchestrator:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
         info, now = plan.request.info, self._clock()
         if info.deadline is not None and now >= info.deadline:
-            raise DeadlineExceededError("the deadline passed before the request could be admitted; allow more time")
+            raise DeadlineExceededError(
+                "the deadline passed before the request could be admitted; allow more time", param="timeout"
+            )
         run = RequestRun(plan, self.graph, sink, self.model)
         with self._room:
             self._check_room(info.request_id)
