@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from omnistage.core.errors import InternalError, InvalidRequestError, StageError
-from omnistage.core.params import SamplingParams
+from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.engines.ar.sampling.processors import mix, uniform
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector
@@ -200,6 +200,12 @@ def test_repetition_penalty_covers_sampled_tokens_and_skips_foreign_prompt_ids()
     assert sequence(params(temperature=0.0, repetition_penalty=2.0), rows, prompt=[99, -4]) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("foreign", [-1, 3])
+def test_the_ids_just_outside_the_vocabulary_penalise_nothing(foreign: int) -> None:
+    p = params(temperature=0.0, repetition_penalty=2.0)
+    assert one(torch.tensor([1.0, 1.5, 2.0]), p, prompt=[foreign]) == 2
+
+
 def test_counts_survive_a_change_of_the_batch_and_many_steps() -> None:
     torch.manual_seed(3)
     rows = torch.randn(600, 40)
@@ -230,6 +236,24 @@ def test_min_tokens_holds_back_end_and_stop_tokens() -> None:
     assert sequence(p, rows, eos=[0]) == [2, 2, 0, 0]
     ignoring = p.model_copy(update={"ignore_eos": True})
     assert sequence(ignoring, rows, eos=[0]) == [0, 0, 0, 0]
+
+
+def test_min_tokens_ends_for_each_request_on_its_own_in_a_batch_that_changes() -> None:
+    sampler = Sampler(3, CPU, eos_token_ids=[0])
+    rows = torch.tensor([[5.0, 4.0, 3.0]])
+    for key, least in (("long", 4), ("short", 1), ("late", 3)):
+        sampler.add(key, params(temperature=0.0, min_tokens=least), [])
+    tokens: dict[str, list[int]] = {"long": [], "short": [], "late": []}
+    for keys in [["long", "short"]] * 2 + [["long", "short", "late"]] * 4:
+        for key, sampled in zip(keys, sampler.sample(rows.repeat(len(keys), 1), keys), strict=True):
+            tokens[key].append(sampled.token_id)
+    assert tokens == {"long": [1, 1, 1, 1, 0, 0], "short": [1, 0, 0, 0, 0, 0], "late": [1, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("foreign", [-1, 4])
+def test_end_tokens_outside_the_vocabulary_are_left_out(foreign: int) -> None:
+    rows = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(2, 1)
+    assert sequence(params(temperature=0.0, min_tokens=2), rows, eos=[foreign]) == [3, 3]
 
 
 def test_min_tokens_never_leaves_nothing() -> None:
@@ -296,6 +320,88 @@ def test_few_candidates_settle_a_peaked_row() -> None:
 def test_requests_without_a_seed_differ() -> None:
     rows = torch.zeros(8, 1000)
     assert sequence(params(), rows) != sequence(params(), rows)
+
+
+def test_a_request_without_a_seed_draws_one_from_all_that_a_client_could_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.zeros(8, 1000)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.secrets.randbits", lambda bits: 2**bits - 1)
+    assert sequence(params(), rows) == sequence(params(seed=2**63 - 1), rows)
+
+
+def test_the_nth_token_of_a_request_takes_the_nth_number_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(stream: int, step: int) -> float:
+        asked.append((stream, step))
+        return 0.5
+
+    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", recorded)
+    sequence(params(seed=9), torch.zeros(3, 10))
+    assert asked == [(mix(9), 0), (mix(9), 1), (mix(9), 2)]
+
+
+def test_a_row_that_is_not_settled_is_looked_at_more_widely_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+    select = TokenSelector.select
+
+    def recorded(self: TokenSelector, x: torch.Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
+        attempts.append((attempt, len(x)))
+        return select(self, x, u, attempt=attempt)
+
+    monkeypatch.setattr(TokenSelector, "select", recorded)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step: 0.999)
+    logits = torch.stack([torch.arange(20_000.0), torch.arange(20_000) * 1e-4])
+    sampler = Sampler(20_000, CPU)
+    sampler.add("peaked", params(), [])
+    sampler.add("flat", params(), [])
+    peaked, flat = sampler.sample(logits, ["peaked", "flat"])
+    assert attempts == [(0, 2), (1, 1), (2, 1)]
+    assert peaked.token_id > 19_990
+    assert 0 <= flat.token_id < 20_000 - 4096
+
+
+# ------------------------------------------------------------------------------------------- what rows pay for
+
+
+@pytest.mark.parametrize("shape", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.5}, {"min_tokens": 3}])
+def test_a_row_that_nothing_changes_is_sampled_from_the_logits_as_they_are(shape: dict[str, object]) -> None:
+    sampler = Sampler(10, CPU)
+    sampler.add("a", params(**shape), [1])
+    (group,) = sampler._make_plan(("a",)).groups
+    logits = torch.randn(1, 10)
+    assert group.unchanged
+    assert group.prepare(logits) is logits
+
+
+def test_random_rows_on_the_host_pay_neither_for_greedy_ones_nor_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("nobody needs this")
+
+    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.argmax_host", refuse)
+    monkeypatch.setattr(Sampler, "_pick_on_device", refuse)
+    assert one(torch.tensor([0.0, 90.0, 0.0]), params(seed=1)) == 1
+
+
+def test_a_plan_lasts_until_the_batch_or_one_of_its_requests_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(4, CPU)
+    for key in "abc":
+        sampler.add(key, GREEDY, [])
+    made = []
+    make = sampler._make_plan
+    monkeypatch.setattr(sampler, "_make_plan", lambda keys: made.append(keys) or make(keys))
+
+    def plans(*keys: str) -> int:
+        sampler.sample(torch.zeros(len(keys), 4), keys)
+        return len(made)
+
+    assert [plans("a", "b"), plans("a", "b")] == [1, 1]
+    sampler.remove("c")
+    sampler.remove("never added")
+    assert plans("a", "b") == 1
+    assert plans("b", "a") == 2
+    sampler.remove("a")
+    sampler.add("a", GREEDY, [])
+    assert plans("b", "a") == 3
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
@@ -382,6 +488,44 @@ def test_more_logprobs_than_tokens_gives_all_tokens() -> None:
     assert found.top[0].text == ""
 
 
+def test_each_row_has_as_many_logprobs_as_it_asked_for() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(4, 30)
+    expected = logits.log_softmax(-1)
+    sampler = Sampler(30, CPU)
+    wanted = {"two": 2, "five": 5, "none": 0, "three": 3}
+    for key, count in wanted.items():
+        sampler.add(key, params(temperature=0.0, logprobs=count), [])
+    for row, (count, sampled) in enumerate(zip(wanted.values(), sampler.sample(logits, list(wanted)), strict=True)):
+        assert sampled.logprobs is not None
+        top = expected[row].topk(count)
+        assert [t.token_id for t in sampled.logprobs.top] == top.indices.tolist()
+        assert [t.logprob for t in sampled.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+
+
+def test_the_logprob_of_the_first_token_of_the_vocabulary_alone() -> None:
+    sampler = Sampler(3, CPU)
+    sampler.add("a", params(temperature=0.0, logprobs=0), [])
+    found = sampler.sample(torch.tensor([[3.0, 1.0, 0.0]]), ["a"])[0].logprobs
+    assert found is not None
+    assert found.top == ()
+    assert found.chosen.token_id == 0
+    assert found.chosen.logprob == pytest.approx(-math.log(1 + math.exp(-2) + math.exp(-3)), abs=1e-5)
+
+
+def test_a_row_that_fails_takes_no_logprobs_from_its_neighbour() -> None:
+    logits = torch.tensor([[1.0, math.nan, 0.0], [0.0, 1.0, 3.0]])
+    sampler = Sampler(3, CPU)
+    for key in "ab":
+        sampler.add(key, params(temperature=0.0, logprobs=1), [])
+    a, b = sampler.sample(logits, ["a", "b"])
+    assert (a.token_id, a.logprobs) == (-1, None)
+    assert isinstance(a.error, StageError)
+    assert b.logprobs is not None
+    assert b.logprobs.chosen == b.logprobs.top[0]
+    assert b.logprobs.chosen.logprob == pytest.approx(logits[1].log_softmax(-1)[2].item(), abs=1e-5)
+
+
 def test_logprobs_with_most_of_the_vocabulary_ruled_out() -> None:
     logits = torch.full((1, 5000), -torch.inf)
     logits[0, [9, 4000]] = torch.tensor([1.0, 2.0])
@@ -450,6 +594,13 @@ def test_impossible_parameters_are_refused(values: dict[str, object], param: str
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("token", [0, 99])
+def test_the_first_and_the_last_token_may_be_named(token: int) -> None:
+    sampler = Sampler(100, CPU)
+    sampler.check(params(logit_bias={token: 1.0}, stop_token_ids=(token,), allowed_token_ids=(token,)))
+    sampler.check(params(suppress_token_ids=(token,)))
+
+
 def test_misuse_is_reported() -> None:
     sampler = Sampler(10, CPU)
     sampler.add("a", GREEDY, [])
@@ -488,6 +639,121 @@ def test_check_runs_beside_the_engine() -> None:
     for thread in threads:
         thread.join()
     assert tokens == sequence(params(seed=1), torch.zeros(50, 1000))
+
+
+# --------------------------------------------------------------------------------------------------- grammars
+
+
+class OneToken:
+    """A grammar that allows one token, and notes what was sampled."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.accepted: list[int] = []
+
+    def accept(self, token: int) -> bool:
+        self.accepted.append(token)
+        return token == self.token
+
+
+class OneTokenMask:
+    """In place of xgrammar's mask."""
+
+    def __init__(self, states: Sequence[OneToken], device: torch.device) -> None:
+        self._states = states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def apply(self, x: torch.Tensor) -> None:
+        for row, state in zip(x, self._states, strict=True):
+            value = row[state.token].clone()
+            row.fill_(-math.inf)
+            row[state.token] = value
+
+
+class OneTokenCompiler:
+    """Takes the regular expression `7` for the grammar of token 7; in place of xgrammar's compiler."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str | None] = []
+        self.started: list[tuple[OneToken, tuple[int, ...]]] = []
+
+    def compile(self, structured: StructuredOutput) -> None:
+        self.compiled.append(structured.regex)
+
+    def start(self, structured: StructuredOutput, ends: tuple[int, ...]) -> OneToken:
+        assert structured.regex is not None
+        self.started.append((OneToken(int(structured.regex)), ends))
+        return self.started[-1][0]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> OneTokenCompiler:
+    made = OneTokenCompiler()
+    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar.compiler_for", lambda *_: made)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar.GrammarMask", OneTokenMask)
+    return made
+
+
+def only(token: int, **values: object) -> SamplingParams:
+    return params(temperature=0.0, structured={"regex": str(token)}, **values)
+
+
+def test_a_grammar_is_compiled_when_it_is_checked(compiler: OneTokenCompiler) -> None:
+    sampler = Sampler(10, CPU, tokenizer=Letters(), eos_token_ids=[0])  # type: ignore[arg-type]
+    sampler.check(GREEDY)
+    assert compiler.compiled == []
+    sampler.check(only(7))
+    assert compiler.compiled == ["7"]
+
+
+def test_a_grammar_needs_a_token_that_can_end_it(compiler: OneTokenCompiler) -> None:
+    sampler = Sampler(10, CPU, tokenizer=Letters())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="no end token"):
+        sampler.check(only(7))
+    sampler.check(only(7, stop_token_ids=(2,)))
+    assert compiler.compiled == ["7"]
+
+
+def test_a_stage_without_text_says_that_it_takes_no_grammar() -> None:
+    with pytest.raises(InvalidRequestError, match="generates no text"):
+        Sampler(10, CPU, eos_token_ids=[0]).check(only(7))
+
+
+@pytest.mark.parametrize("others", [(), ("biased",), ("free",), ("biased", "free")])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_constrained_row_gets_its_own_token_wherever_it_stands(
+    others: tuple[str, ...], place: str, compiler: OneTokenCompiler
+) -> None:
+    sampler = Sampler(10, CPU, tokenizer=Letters(), eos_token_ids=[0])  # type: ignore[arg-type]
+    sampler.add("constrained", only(7, stop_token_ids=(3,)), [])
+    sampler.add("biased", params(temperature=0.0, logit_bias={5: 9.0}), [])
+    sampler.add("free", GREEDY, [])
+    keys = ["constrained", *others] if place == "first" else [*others, "constrained"]
+    logits = torch.zeros(len(keys), 10)
+    logits[:, 2] = 1.0
+    right = {"constrained": 7, "biased": 5, "free": 2}
+    for _ in range(2):
+        assert sampler.sample(logits, keys) == [Sampled(right[key]) for key in keys]
+    ((grammar, ends),) = compiler.started
+    assert grammar.accepted == [7, 7]
+    assert ends == (0, 3)
+
+
+def test_a_token_that_its_grammar_refuses_fails_that_row_alone(
+    compiler: OneTokenCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneTokenMask, "apply", lambda self, x: None)
+    sampler = Sampler(10, CPU, tokenizer=Letters(), eos_token_ids=[0])  # type: ignore[arg-type]
+    for token in (1, 2):
+        sampler.add(f"only {token}", only(token), [])
+    logits = torch.zeros(2, 10)
+    logits[:, 2] = 1.0
+    refused, taken = sampler.sample(logits, ["only 1", "only 2"])
+    assert refused.token_id == -1
+    assert isinstance(refused.error, StageError)
+    assert taken == Sampled(2)
 
 
 # ------------------------------------------------------------------------------------- the path of a device

@@ -277,7 +277,8 @@ class Sampler:
             picked = [group.pick(x) for group, x in zip(plan.groups, prepared, strict=True)]
         else:
             picked = self._pick_on_device(plan, prepared)
-        tokens = picked[0] if len(picked) == 1 else self._in_order(plan, picked)
+        # A group without an index is the whole batch in its order; one group alone may still be in another.
+        tokens = picked[0] if plan.groups[0].index is None else self._in_order(plan, picked)
         attempt = 0
         while UNCOVERED in tokens:
             attempt += 1
