@@ -190,6 +190,15 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert sequence(params(temperature=0.0, presence_penalty=0.5), rows) == [2, 3, 2, 2, 2]
 
 
+def test_penalties_count_beside_a_row_that_has_none() -> None:
+    sampler = Sampler(3, CPU)
+    sampler.add("plain", GREEDY, [])
+    sampler.add("penalised", params(temperature=0.0, presence_penalty=0.5), [])
+    logits = torch.tensor([[1.0, 0.8, 0.0]]).repeat(2, 1)
+    steps = [[s.token_id for s in sampler.sample(logits, ["plain", "penalised"])] for _ in range(3)]
+    assert steps == [[0, 0], [0, 1], [0, 0]]
+
+
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     assert one(torch.tensor([2.0, 1.1, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1
     assert one(torch.tensor([-1.0, -1.9, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1

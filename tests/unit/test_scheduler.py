@@ -257,6 +257,16 @@ def test_a_sequence_removed_while_its_batch_runs_is_not_committed() -> None:
     assert sim.scheduler.keys() == []
 
 
+def test_a_block_that_no_sequence_holds_is_noticed() -> None:
+    sim = Simulator()
+    sim.add("a", [0, 1, 0])
+    sim.step()
+    sim.scheduler.check()
+    sim.pool.allocate(1)
+    with pytest.raises(InternalError, match="leaked"):
+        sim.scheduler.check()
+
+
 # -------------------------------------------------------------------------------------------- priorities
 
 
@@ -396,6 +406,59 @@ def test_a_whole_budget_is_given_to_one_prompt_unless_chunks_are_smaller() -> No
         assert scheduler.tokens == 20
 
 
+def test_the_last_token_of_the_budget_is_given_to_a_running_sequence() -> None:
+    sim = Simulator(budget=2)
+    sim.add("a", [0])
+    sim.add("b", [1])
+    assert batch(sim.step()) == [("a", 0, 1, True), ("b", 0, 1, True)]
+    assert batch(sim.step()) == [("a", 1, 1, True), ("b", 1, 1, True)]
+
+
+def test_a_sequence_without_tokens_is_passed_over() -> None:
+    scheduler = Scheduler(BlockPool(8, 2), max_batch_tokens=16, max_running=4)
+    scheduler.add(SequenceState("empty", 0.0, [], 0))
+    scheduler.add(SequenceState("a", 0.0, [0, 1], 2))
+    assert batch(scheduler.schedule()) == [("a", 0, 2, True)]
+    assert scheduler.counts() == (1, 1, 0)
+
+
+def test_nothing_is_pending_where_more_is_computed_than_has_its_rows() -> None:
+    assert SequenceState("a", 0.0, [0] * 6, 2, side_rows=1.0, computed=5).pending == 0
+    assert SequenceState("a", 0.0, [0] * 6, 2, side_rows=1.0, computed=2).pending == 1
+
+
+def test_a_sequence_larger_than_the_whole_pool_waits_and_holds_nothing() -> None:
+    scheduler = Scheduler(BlockPool(2, 2), max_batch_tokens=16, max_running=4)
+    scheduler.add(SequenceState("large", 0.0, [0] * 6, 6))
+    assert scheduler.schedule() == SchedulerOutput(())
+    assert scheduler.counts() == (1, 0, 0)
+    assert scheduler.pool.free_blocks == 2
+    assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize("lack", ["places", "blocks"])
+def test_a_favoured_arrival_takes_the_place_of_the_worst_ranked_starved_one(lack: str) -> None:
+    sim = Simulator(blocks=3 if lack == "blocks" else 8, max_running=3 if lack == "places" else 4, caching=False)
+    for priority in (1, 2, 3):
+        sim.add(f"starved {priority}", [0, 0], priority=priority, side_rows=0)
+    sim.step()
+    assert sim.scheduler.counts() == (0, 3, 3)
+    sim.add("favoured", [1, 1], priority=0)
+    output = sim.step()
+    assert (output.started, output.preempted) == (("favoured",), ("starved 3",))
+
+
+def test_a_running_sequence_that_grows_takes_the_blocks_of_the_worst_ranked() -> None:
+    sim = Simulator(blocks=3, caching=False)
+    for name in "abc":
+        sim.add(name, [0, 0])
+    sim.step()
+    output = sim.step()
+    # "a" grows into the block of "c"; for "b" there is then none but its own.
+    assert output.preempted == ("c", "b")
+    assert batch(output) == [("a", 2, 1, True)]
+
+
 # ----------------------------------------------------------------------------------------- prefix reuse
 
 
@@ -419,6 +482,18 @@ def test_what_was_found_computed_at_first_is_told() -> None:
     sim.step()
     assert sim.scheduler.cached("c") == 0
     assert (sim.pool.lookups, sim.pool.hits) == (5, 2)
+
+
+def test_a_sequence_gives_and_takes_prefixes_unless_it_is_said_otherwise() -> None:
+    scheduler = Scheduler(BlockPool(8, 2), max_batch_tokens=16, max_running=4)
+    found = []
+    for key in ("a", "b"):
+        scheduler.add(SequenceState(key, 0.0, [0] * 5, 5))
+        found.append(scheduler.cached(key))
+        scheduler.commit(scheduler.schedule())
+        found.append(scheduler.cached(key))
+        scheduler.remove(key)
+    assert found == [0, 0, 0, 4]
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -490,6 +565,30 @@ def test_reuse_is_counted_once_however_long_a_sequence_waits_for_room() -> None:
     # "first" could have reused one block and found none, "second" three and found at least the first.
     assert sim.pool.lookups == 4
     assert 1 <= sim.pool.hits <= 3
+
+
+@pytest.mark.parametrize(("tokens", "reusable"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)])
+def test_what_a_sequence_could_reuse_is_its_full_blocks_before_the_last_token(tokens: int, reusable: int) -> None:
+    sim = Simulator(size=2)
+    sim.add("a", [0] * tokens)
+    sim.step()
+    assert (sim.pool.lookups, sim.pool.hits) == (reusable, 0)
+
+
+@pytest.mark.parametrize(("cacheable", "caching"), [(True, False), (False, True), (False, False)])
+def test_no_lookup_is_counted_for_a_sequence_that_cannot_reuse(cacheable: bool, caching: bool) -> None:
+    sim = Simulator(size=2, caching=caching)
+    sim.add("a", [0] * 6, cacheable=cacheable)
+    sim.step()
+    assert (sim.pool.lookups, sim.pool.hits) == (0, 0)
+
+
+def test_the_blocks_of_every_chunk_are_reused() -> None:
+    sim = Simulator(size=2, chunk=3)
+    sim.add("a", [0] * 9, limit=1)
+    sim.drain()
+    sim.add("b", [0] * 9, limit=1)
+    assert batch(sim.step()) == [("b", 8, 1, True)]
 
 
 # ---------------------------------------------------------------------------------------------- starving

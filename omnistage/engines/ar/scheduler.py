@@ -246,10 +246,7 @@ class Scheduler:
         return True
 
     def _try_grow(self, state: SequenceState, tokens: int) -> bool:
-        missing = self.pool.blocks_for(tokens) - len(state.blocks)
-        if missing <= 0:
-            return True
-        blocks = self.pool.allocate(missing)
+        blocks = self.pool.allocate(self.pool.blocks_for(tokens) - len(state.blocks))
         if blocks is None:
             return False
         state.blocks.extend(blocks)
