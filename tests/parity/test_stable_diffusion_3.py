@@ -302,7 +302,7 @@ def test_an_index_of_shards_names_safetensors_of_its_folder_only(folder: Path, t
         ("tokenizer", ["diffusers", "DDPMPipeline"], "whole pipeline"),
         ("tokenizer", ["transformers", "CLIPTextModel"], "is a network"),
         ("text_encoder", ["transformers", "CLIPTokenizer"], "is not a network"),
-        ("transformer", ["transformers", "CLIPTextModel"], "no model of diffusers"),
+        ("transformer", ["transformers", "CLIPTextModel"], "not a model of diffusers"),
     ],
 )
 def test_a_part_is_of_the_kind_that_it_must_be(
