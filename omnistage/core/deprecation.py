@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
@@ -23,13 +23,9 @@ def moved(old: str, *new: str, renamed: Mapping[str, str] | None = None) -> Call
                     f"{old}.{name} has moved to {place}; the old path goes in 0.3", DeprecationWarning, stacklevel=2
                 )
                 return value
-        raise AttributeError(f"module {old!r} has no attribute {name!r}; its names are in {_listed(new)}")
+        raise AttributeError(f"module {old!r} has no attribute {name!r}; its names are in {', '.join(new)}")
 
     return get
 
 
 _MISSING = object()
-
-
-def _listed(modules: Sequence[str]) -> str:
-    return ", ".join(modules)

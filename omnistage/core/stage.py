@@ -78,7 +78,10 @@ class Stage(ABC):
 
     @abstractmethod
     def stats(self) -> StageStats:
-        """Counters as they are now. Called from any thread at any time; it waits for nothing and changes nothing."""
+        """Counters as they are now. Called from any thread at any time; it waits for nothing and changes nothing.
+
+        What a step may change meanwhile is copied before it is counted (`list(...)`).
+        """
 
     def drain(self) -> list[StageChunk]:
         """Step until nothing is runnable; the chunks of all those steps."""

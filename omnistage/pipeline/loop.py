@@ -151,8 +151,6 @@ class StageLoop(Generic[Owner]):
             return self._last_stats
         try:
             self._stats = self.stage.stats()
-        except RuntimeError:  # a container changed its size while it was counted: the last counts will do
-            pass
         except Exception as error:  # the boundary of a stage: nothing fails because it cannot be counted
             log_defect(f"stats of stage {self.stage.name!r}", error)
         return self._stats

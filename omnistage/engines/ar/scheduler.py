@@ -280,7 +280,7 @@ class Scheduler:
 
     def counts(self) -> tuple[int, int, int]:
         """(waiting, running, starved)."""
-        starved = sum(1 for s in self._running if not s.pending)
+        starved = sum(1 for s in list(self._running) if not s.pending)
         return len(self._waiting), len(self._running), starved
 
     def keys(self) -> list[str]:

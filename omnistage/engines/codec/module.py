@@ -158,7 +158,7 @@ class ModuleScheduler:
     @property
     def starved(self) -> int:
         """Requests that have run all their pieces and wait for their upstream."""
-        return sum(request.pieces > 0 and not request.jobs for request in self._requests.values())
+        return sum(request.pieces > 0 and not request.jobs for request in list(self._requests.values()))
 
     def schedule(self) -> ModulePlan:
         """The next batch: its jobs stay at the head of their requests until they are `done`, or go on with `resume`.

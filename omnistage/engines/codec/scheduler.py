@@ -127,7 +127,7 @@ class CodecScheduler:
 
     @property
     def running(self) -> int:
-        return sum(r.started for r in self._requests.values())
+        return sum(r.started for r in list(self._requests.values()))
 
     @property
     def waiting(self) -> int:
@@ -136,7 +136,7 @@ class CodecScheduler:
     @property
     def starved(self) -> int:
         """Requests that have run all they can and wait for their upstream."""
-        return sum(r.started and self._next_shape(r) is None for r in self._requests.values())
+        return sum(r.started and self._next_shape(r) is None for r in list(self._requests.values()))
 
     def schedule(self) -> SchedulerOutput:
         """The next batch. The caller runs it and then calls `update`."""

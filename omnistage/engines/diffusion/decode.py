@@ -116,7 +116,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
         return StageStats(
             waiting=len(self._started) - running,
             running=running,
-            starved=sum(not request.left for request in self._requests.values()),
+            starved=sum(not request.left for request in list(self._requests.values())),
             steps=self._steps,
             tokens=self._decoded,
         )

@@ -77,7 +77,7 @@ class DiffusionScheduler:
 
     @property
     def running(self) -> int:
-        return sum(lane.running for lane in self._lanes.values())
+        return sum(lane.running for lane in list(self._lanes.values()))
 
     @property
     def waiting(self) -> int:
