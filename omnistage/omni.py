@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,13 @@ from types import TracebackType
 from typing import Self, overload
 
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.family import AnyProcessor, Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
-from omnistage.media.context import abort_fetches_on_exit
 from omnistage.pipeline.batch import Batch, BatchBar
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.intake import (
@@ -30,6 +31,7 @@ from omnistage.pipeline.intake import (
 from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
 from omnistage.pipeline.output import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.pipeline.preparation import is_long, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
 Conversation = Sequence[Mapping[str, object]]
@@ -88,13 +90,20 @@ class _Front:
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
         self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
         self._output_buffer = deployment.output_buffer
+        self._preparing: dict[str, Cancellation] = {}
+        """Requests that the orchestrator does not know yet, by id."""
         # Stage threads keep the orchestrator alive: a door that is dropped without being closed must stop them.
         self._finalizer = weakref.finalize(self, self.orchestrator.shutdown, False)
 
     def _plan(
-        self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: ParamsLike,
+        options: RequestOptions,
+        request_id: str | None = None,
+        arrival: float | None = None,
     ) -> RequestPlan:
-        return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id))
+        return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -103,7 +112,11 @@ class _Front:
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
-        return self.orchestrator.abort(_known_id(request_id))
+        preparing = self._preparing.get(_known_id(request_id))
+        if preparing is not None:
+            preparing.cancel()
+            return True
+        return self.orchestrator.abort(request_id)
 
     def trace(self, request_id: str) -> Trace | None:
         """What ran when, for a running or recent request."""
@@ -193,11 +206,29 @@ class AsyncOmni(_Front):
         The caller must read the stream to its end or `close()` it.
         """
         request_id = checked_request_id(request_id)
+        options = options or RequestOptions()
         self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
-        with abort_fetches_on_exit():
-            plan = await asyncio.to_thread(self._plan, prompt, sampling_params, options or RequestOptions(), request_id)
+        with self._preparing_request(request_id) as cancellation:
+            arrival = self._requests.limit_time(cancellation, options.timeout)
+            plan = await prepare(
+                lambda: self._plan(prompt, sampling_params, options, request_id, arrival),
+                cancellation,
+                long=is_long(prompt),
+            )
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
         return OutputStream(self.orchestrator, plan, self._output_buffer)
+
+    @contextlib.contextmanager
+    def _preparing_request(self, request_id: str) -> Iterator[Cancellation]:
+        """The scope of a request's preparation, in which `abort` reaches it by its id."""
+        if request_id in self._preparing:
+            raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
+        with cancellation_scope() as cancellation:
+            self._preparing[request_id] = cancellation
+            try:
+                yield cancellation
+            finally:
+                del self._preparing[request_id]
 
     async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""

@@ -74,6 +74,13 @@ class DeadlineExceededError(OmniError):
     code = "deadline_exceeded"
 
 
+class CancelledRequestError(OmniError):
+    """Someone ended the request before it gave anything."""
+
+    status = 499
+    code = "cancelled"
+
+
 class ConfigError(OmniError):
     """A configuration that cannot be used; `param` is the path of the line at fault."""
 

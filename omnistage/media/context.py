@@ -1,11 +1,10 @@
-"""The context of one request's media: fetches that end with the request, and an inspector of decoded items.
+"""The context of one request's media: an inspector of decoded items.
 
-Media are read and decoded in worker threads, which inherit these context variables.
+Media are read and decoded in worker threads, which inherit this context variable.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,55 +19,6 @@ if TYPE_CHECKING:
     Inspector: TypeAlias = Callable[[Decoded], None]
 
 _INSPECTOR: ContextVar[Inspector | None] = ContextVar("omnistage_media_inspector", default=None)
-
-
-class Fetches:
-    """The open connections of a request, which can be aborted from another thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._aborts: list[Callable[[], None]] = []
-        self._aborted = False
-
-    @contextmanager
-    def register(self, abort: Callable[[], None]) -> Iterator[None]:
-        """Inside the block `abort` ends the connection; it is called at once if the request has ended already."""
-        with self._lock:
-            self._aborts.append(abort)
-            aborted = self._aborted
-        if aborted:
-            abort()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._aborts.remove(abort)
-
-    def abort(self) -> None:
-        with self._lock:
-            self._aborted = True
-            aborts = list(self._aborts)
-        for abort in aborts:
-            abort()
-
-
-_FETCHES: ContextVar[Fetches | None] = ContextVar("omnistage_fetches", default=None)
-
-
-def current_fetches() -> Fetches:
-    return _FETCHES.get() or Fetches()
-
-
-@contextmanager
-def abort_fetches_on_exit() -> Iterator[None]:
-    """Fetches that start inside the block, in any thread, end with it: a cancelled request waits for no host."""
-    fetches = Fetches()
-    token = _FETCHES.set(fetches)
-    try:
-        yield
-    finally:
-        _FETCHES.reset(token)
-        fetches.abort()
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import threading
 import time
 from urllib.parse import urljoin
 
+from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.context import current_fetches
 from omnistage.media.hosts import Target, check_target, is_public_address
 from omnistage.media.limits import MediaLimits
 
@@ -44,7 +44,7 @@ def fetch_url(url: str, limits: MediaLimits) -> bytes:
     timer.daemon = True
     timer.start()
     try:
-        with current_fetches().register(dialer.abort):
+        with current_cancellation().on_cancel(dialer.abort):
             body = _follow(url, dialer, limits)
     except (http.client.HTTPException, OSError, ValueError) as error:
         if dialer.aborted or isinstance(error, TimeoutError):

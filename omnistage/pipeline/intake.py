@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -71,10 +72,22 @@ class RequestFactory:
         self._defaults = defaults or {}
         self._clock = clock
 
-    def build(
-        self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
-    ) -> OmniRequest:
+    def limit_time(self, cancellation: Cancellation, timeout: float | None) -> float:
+        """Give a request's preparation its deadline; the time of its arrival. Raises what is wrong with `timeout`."""
         arrival = self._clock()
+        cancellation.deadline = self._deadline(arrival, timeout)
+        return arrival
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: ParamsLike,
+        options: RequestOptions,
+        request_id: str | None = None,
+        arrival: float | None = None,
+    ) -> OmniRequest:
+        """`arrival` is given where the request has waited since; its deadline counts from there."""
+        arrival = self._clock() if arrival is None else arrival
         info = RequestInfo(
             checked_request_id(request_id),
             modalities=self._modalities(options.modalities),

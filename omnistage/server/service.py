@@ -14,15 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, ShutdownError
+from omnistage.core.cancellation import Cancellation, cancellation_scope
+from omnistage.core.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OmniError,
+    ShutdownError,
+)
 from omnistage.core.params import StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.omni import AsyncOmni, OutputStream
-from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
+from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.pipeline.preparation import call_soon
 from omnistage.server.access.keys import Holder, Keyring
-from omnistage.server.http.errors import CancelledRequestError, ContentFilterError, LoadingError, NotFoundError
+from omnistage.server.http.errors import ContentFilterError, LoadingError, NotFoundError
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
@@ -176,20 +184,23 @@ class Service:
         A failure before the first chunk raises; later the final chunk carries it. An abort by someone else is always
         a failure, a passed deadline only where there is no output yet.
         """
-        with self._admitted(holder, model) as record:
+        preparation = Cancellation()
+        with self._admitted(holder, model, preparation) as record:
             if record.tag is not None and not _TAG.fullmatch(record.tag):
                 raise InvalidRequestError(
                     "the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _"
                 )
-            if self._content_filter is None:
-                stream = await model.omni.start(prompt, params, options, request_id)
-            else:
-                with self._filtered(self._content_filter, record, holder, model) as request_filter:
-                    stream = await start_filtered(request_filter, model.omni, prompt, params, options, request_id)
-            record.requests.append(stream.request_id)
-            _remember(self._holders, stream.request_id, holder.name)
+            request_id = checked_request_id(request_id)
+            _remember(self._holders, request_id, holder.name)  # before it is prepared, so that it can be aborted then
             if record.tag is not None:
-                _remember(self._tagged, (holder.name, record.tag), stream.request_id)
+                _remember(self._tagged, (holder.name, record.tag), request_id)
+            with cancellation_scope(preparation):
+                if self._content_filter is None:
+                    stream = await model.omni.start(prompt, params, options, request_id)
+                else:
+                    with self._filtered(self._content_filter, record, holder, model) as request_filter:
+                        stream = await start_filtered(request_filter, model.omni, prompt, params, options, request_id)
+            record.requests.append(stream.request_id)
             try:
                 yield ObservedStream(stream, record, self, model.name)
             finally:
@@ -211,13 +222,24 @@ class Service:
                 yield request_filter
 
     @contextlib.contextmanager
-    def _admitted(self, holder: Holder, model: ServedModel) -> Iterator[AuditRecord]:
+    def _admitted(
+        self, holder: Holder, model: ServedModel, preparation: Cancellation | None = None
+    ) -> Iterator[AuditRecord]:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
+        preparation = preparation or Cancellation()
         current = CURRENT_RECORD.get()
         with contextlib.nullcontext(current) if current is not None and not current.closed else _background() as record:
             record.who, record.model = holder.name, model.name
-            with self.keyring.admit(holder, model.name):
+            admission = contextlib.ExitStack()
+            admission.enter_context(self.keyring.admit(holder, model.name))
+            try:
                 yield record
+            finally:
+                if preparation.idle:
+                    admission.close()
+                else:  # the holder's place is taken until what it started has really ended
+                    loop = asyncio.get_running_loop()
+                    preparation.when_idle(lambda: call_soon(loop, admission.close))
 
     @contextlib.contextmanager
     def _filtered(

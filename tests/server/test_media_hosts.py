@@ -24,9 +24,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from omnistage.cli.serve import MediaOptions
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch, source
-from omnistage.media.context import abort_fetches_on_exit
 from omnistage.media.hosts import HostRule, is_public_address
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
@@ -363,7 +363,7 @@ def test_a_cancelled_request_ends_its_fetch(site: Site, lookup: Lookup) -> None:
     lookup(media_example_org=[HERE])
 
     async def request() -> None:
-        with abort_fetches_on_exit():
+        with cancellation_scope(Cancellation()):
             await asyncio.to_thread(load_bytes, f"http://{HOST}:{site.port}/hangs", limits(site))
 
     async def main() -> None:

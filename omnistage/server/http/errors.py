@@ -81,13 +81,6 @@ class RateLimitError(QueueFullError):
     code = "rate_limit_exceeded"
 
 
-class CancelledRequestError(OmniError):
-    """Someone ended the request before it gave anything."""
-
-    status = CLIENT_CLOSED
-    code = "cancelled"
-
-
 class ContentFilterError(InvalidRequestError):
     """The content filter refuses it."""
 

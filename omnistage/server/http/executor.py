@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from omnistage.core.errors import QueueFullError, ShutdownError
+from omnistage.core.threads import DaemonThreads
+from omnistage.pipeline.preparation import call_soon
 
 T = TypeVar("T")
 Work = Callable[[threading.Event], T]
@@ -24,7 +25,7 @@ class Workers:
     """
 
     def __init__(self, threads: int, max_queued: int, name: str, unit: str = "clips") -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = DaemonThreads(threads, name)
         self._max_queued = max_queued
         self._unit = unit
         self._queued = 0
@@ -63,11 +64,7 @@ class Workers:
             elif not job.done():
                 loop, kept = asyncio.get_running_loop(), resources.pop_all()
 
-                def release(_job: object) -> None:
-                    with suppress(RuntimeError):  # the loop is closed, and the service with it
-                        loop.call_soon_threadsafe(kept.close)
-
-                job.add_done_callback(release)
+                job.add_done_callback(lambda _: call_soon(loop, kept.close))
 
     async def close(self, timeout: float) -> None:
         """Take no more work; what is queued has `timeout` seconds to end, then nobody waits for it."""

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from typing_extensions import TypedDict
 
 from omnistage.core.errors import (
+    CancelledRequestError,
     DeadlineExceededError,
     InvalidRequestError,
     LimitExceededError,
@@ -25,7 +26,7 @@ from omnistage.media.audio import decode_audio
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import CancelledRequestError, ContentFilterError, ErrorBody, body_of
+from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.audio.capabilities import require_audio_input

@@ -1,0 +1,73 @@
+"""Threads that never keep the process from ending."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+class DaemonThreads(Executor):
+    """An executor of up to `threads` daemon threads, started as they are needed.
+
+    The interpreter waits for every thread of a `ThreadPoolExecutor` when it exits: one piece of work that does not
+    return would keep the process alive.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._max_threads = threads
+        self._name = name
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
+        future: Future[_Result] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # raised again where the result is awaited
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._jobs.append(job)
+            if len(self._jobs) > self._idle and self._threads < self._max_threads:
+                self._threads += 1
+                threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
+            else:
+                self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job()
+            del job  # while the thread waits for more, it keeps none of the data
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            self._idle -= 1
+            return self._jobs.popleft() if self._jobs else None
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work. Nobody waits for the threads, whatever `wait` says; they end with what is queued."""
+        with self._changed:
+            self._closed = True
+            if cancel_futures:
+                self._jobs.clear()
+            self._changed.notify_all()

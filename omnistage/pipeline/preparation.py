@@ -1,0 +1,79 @@
+"""Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
+
+Two groups of threads: requests with media or long texts, which may take seconds each, never keep short ones waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from typing import TypeVar
+
+from omnistage.core.cancellation import Cancellation
+from omnistage.core.errors import DeadlineExceededError
+from omnistage.core.threads import DaemonThreads
+
+_Result = TypeVar("_Result")
+
+SHORT_CHARS = 32_768
+"""Text up to here is tokenised in a few milliseconds."""
+_cores = os.cpu_count() or 1
+_short = DaemonThreads(_cores + 4, "omnistage-prepare")
+_long = DaemonThreads(_cores + 4, "omnistage-prepare-long")
+
+
+async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, long: bool) -> _Result:
+    """The result of `work`, which runs in a thread and in the caller's context.
+
+    Left before its end, at the request's deadline, its abort or because the task was cancelled, it cancels the work and
+    waits no longer. `cancellation.when_idle` tells when the thread is really done.
+    """
+    context, loop = copy_context(), asyncio.get_running_loop()
+
+    def run() -> _Result:
+        cancellation.check()  # it may have waited in the queue
+        return context.run(work)
+
+    cancellation.begin_work()
+    job = (_long if long else _short).submit(run)
+    job.add_done_callback(lambda _: cancellation.end_work())
+    waiting = asyncio.wrap_future(job)
+    try:
+        with cancellation.on_cancel(lambda: call_soon(loop, waiting.cancel)):
+            await asyncio.wait((waiting,), timeout=cancellation.remaining())
+        if waiting.done() and not waiting.cancelled():
+            return waiting.result()
+        cancellation.check()
+        raise DeadlineExceededError("the deadline passed while the request was prepared", param="timeout")
+    finally:
+        if not job.done():
+            waiting.cancel()
+            cancellation.cancel()
+
+
+def is_long(prompt: object) -> bool:
+    """Whether preparing a prompt may take long: it has media, or much text. What is no prompt is refused at once."""
+    if isinstance(prompt, str):
+        return len(prompt) > SHORT_CHARS
+    if isinstance(prompt, Mapping):  # of a drawing with images, or text
+        return any(is_long(value) or not isinstance(value, str | list | tuple) for value in prompt.values())
+    if not isinstance(prompt, list | tuple):
+        return False
+    texts: list[object] = []
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else (content,)
+        for part in parts:
+            if isinstance(part, Mapping) and "text" not in part:
+                return True
+            texts.append(part["text"] if isinstance(part, Mapping) else part)
+    return sum(len(text) for text in texts if isinstance(text, str)) > SHORT_CHARS
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Call in the loop, from any thread; not at all if it is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

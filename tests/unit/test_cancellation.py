@@ -1,0 +1,231 @@
+"""Cancellation of a request's preparation, and the threads that it runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
+from omnistage.core.errors import CancelledRequestError, DeadlineExceededError
+from omnistage.core.threads import DaemonThreads
+from omnistage.pipeline.preparation import SHORT_CHARS, is_long, prepare
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        async def main() -> None:
+            await test(**arguments)
+
+        asyncio.run(main())
+
+    return run
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_check_raises_once_the_deadline_has_passed_or_the_request_was_cancelled() -> None:
+    clock = Clock()
+    cancellation = Cancellation(5.0, clock=clock)
+    cancellation.check()
+    assert cancellation.remaining() == 5.0
+    clock.now = 5.0
+    assert cancellation.remaining() == 0.0
+    with pytest.raises(DeadlineExceededError):
+        cancellation.check()
+    other = Cancellation()
+    assert other.remaining() is None and not other.cancelled
+    other.cancel()
+    assert other.cancelled
+    with pytest.raises(CancelledRequestError):
+        other.check()
+
+
+def test_abort_is_called_by_cancel_inside_the_block_and_never_after_it() -> None:
+    cancellation, calls = Cancellation(), []
+    with cancellation.on_cancel(lambda: calls.append("left")):
+        pass
+    with cancellation.on_cancel(lambda: calls.append("inside")):
+        cancellation.cancel()
+    with cancellation.on_cancel(lambda: calls.append("already")):
+        pass
+    assert calls == ["inside", "already"]
+
+
+def test_result_ends_with_the_work_its_time_the_deadline_or_the_abort() -> None:
+    done: Future[int] = Future()
+    done.set_result(3)
+    pending: Future[int] = Future()
+    assert Cancellation().result(done) == 3
+    with pytest.raises(TimeoutError):
+        Cancellation().result(pending, timeout=0.01)
+    with pytest.raises(DeadlineExceededError):
+        Cancellation(time.monotonic() + 0.01).result(pending, timeout=60)
+    cancellation = Cancellation()
+    threading.Timer(0.01, cancellation.cancel).start()
+    with pytest.raises(CancelledRequestError):
+        cancellation.result(pending, timeout=60)
+
+
+def test_a_scope_is_used_by_the_scopes_inside_it_and_cancelled_at_its_end() -> None:
+    with cancellation_scope() as outer:
+        assert current_cancellation() is outer
+        with cancellation_scope() as inner:
+            assert inner is outer
+        assert not outer.cancelled
+        with cancellation_scope(Cancellation()) as own:
+            assert current_cancellation() is own
+        assert own.cancelled and not outer.cancelled
+    assert outer.cancelled
+    assert not current_cancellation().cancelled
+
+
+def test_idle_callbacks_wait_for_all_work() -> None:
+    cancellation, calls = Cancellation(), []
+    cancellation.when_idle(lambda: calls.append("at once"))
+    cancellation.begin_work()
+    cancellation.begin_work()
+    cancellation.when_idle(lambda: calls.append("later"))
+    cancellation.end_work()
+    assert calls == ["at once"] and not cancellation.idle
+    cancellation.end_work()
+    assert calls == ["at once", "later"] and cancellation.idle
+
+
+# --------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def threads() -> Iterator[DaemonThreads]:
+    pool = DaemonThreads(2, "test")
+    yield pool
+    pool.shutdown()
+
+
+def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> None:
+    meet = threading.Barrier(2)
+    jobs = [threads.submit(meet.wait, 10) for _ in range(2)]
+    assert sorted(job.result(10) for job in jobs) == [0, 1]
+    assert threads.submit(threading.get_ident).result(10)
+    meet.reset()  # both threads are idle: two jobs still run side by side
+    assert sorted(job.result(10) for job in [threads.submit(meet.wait, 10) for _ in range(2)]) == [0, 1]
+
+
+def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(threads: DaemonThreads) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        threads.submit(leave).result(10)
+    assert threads.submit(lambda: 1).result(10) == 1
+
+
+def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> None:
+    pool, go = DaemonThreads(1, "test"), threading.Event()
+    first, second = pool.submit(go.wait, 10), pool.submit(lambda: 2)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.submit(lambda: 3)
+    go.set()
+    assert first.result(10) and second.result(10) == 2
+
+
+def test_the_process_ends_while_a_thread_still_works() -> None:
+    code = (
+        "import time; from omnistage.core.threads import DaemonThreads\n"
+        "DaemonThreads(1, 'x').submit(time.sleep, 600)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# ----------------------------------------------------------------------------------------------- preparation
+
+
+@in_loop
+async def test_work_runs_in_the_callers_context() -> None:
+    with cancellation_scope() as cancellation:
+        assert await prepare(current_cancellation, cancellation, long=False) is cancellation
+
+
+@in_loop
+async def test_the_deadline_ends_the_wait_and_reaches_the_thread() -> None:
+    seen, cancellation = Future[str](), Cancellation(time.monotonic() + 0.05)
+
+    def work() -> None:
+        try:
+            while True:
+                cancellation.check()
+                time.sleep(0.005)
+        except DeadlineExceededError:
+            seen.set_result("deadline")
+            raise
+
+    with pytest.raises(DeadlineExceededError):
+        await prepare(work, cancellation, long=True)
+    assert await asyncio.wrap_future(seen) == "deadline"
+
+
+@pytest.mark.parametrize("by", ["task", "abort"])
+@in_loop
+async def test_leaving_early_cancels_the_work_which_counts_until_it_ends(by: str) -> None:
+    go, idle, cancellation = threading.Event(), asyncio.Event(), Cancellation()
+    loop, began = asyncio.get_running_loop(), asyncio.Event()
+
+    def work() -> bool:
+        loop.call_soon_threadsafe(began.set)
+        return go.wait(30)
+
+    waiting = asyncio.ensure_future(prepare(work, cancellation, long=False))
+    await began.wait()
+    if by == "task":
+        waiting.cancel()
+    else:
+        cancellation.cancel()
+    with pytest.raises(asyncio.CancelledError if by == "task" else CancelledRequestError):
+        await waiting
+    assert cancellation.cancelled and not cancellation.idle
+    cancellation.when_idle(lambda: loop.call_soon_threadsafe(idle.set))
+    go.set()
+    await idle.wait()
+
+
+@in_loop
+async def test_long_work_does_not_keep_short_work_waiting() -> None:
+    go = threading.Event()
+    blocked = [asyncio.ensure_future(prepare(lambda: go.wait(30), Cancellation(), long=True)) for _ in range(64)]
+    assert await prepare(lambda: 1, Cancellation(), long=False) == 1
+    go.set()
+    assert all(await asyncio.gather(*blocked))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "long"),
+    [
+        ("a" * SHORT_CHARS, False),
+        ("a" * (SHORT_CHARS + 1), True),
+        ([{"role": "user", "content": "hello"}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], False),
+        ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], True),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], True),
+        ({"prompt": "a cat"}, False),
+        ({"prompt": "a cat", "image": b"..."}, True),
+        (None, False),
+        ([None, 3, {"content": 4}], False),
+    ],
+)
+def test_prompts_with_media_or_much_text_are_long(prompt: object, long: bool) -> None:
+    assert is_long(prompt) is long
