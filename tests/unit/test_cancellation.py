@@ -146,8 +146,7 @@ def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> Non
 
 def test_the_process_ends_while_a_thread_still_works() -> None:
     code = (
-        "import time; from omnistage.core.threads import DaemonThreads\n"
-        "DaemonThreads(1, 'x').submit(time.sleep, 600)\n"
+        "import time; from omnistage.core.threads import DaemonThreads\nDaemonThreads(1, 'x').submit(time.sleep, 600)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
