@@ -150,7 +150,7 @@ class DiffusionParams(StageParams):
     true_cfg: _FiniteFloat | None = Field(
         default=None, ge=0.0, le=100.0, description="Classifier-free guidance on a guidance-distilled model."
     )
-    negative_prompt: str | None = Field(default=None, max_length=100_000, description="What to avoid.")
+    negative_prompt: str | None = Field(default=None, max_length=32_000, description="What to avoid.")
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="Picture i of n starts from seed + i.")
     n: int = Field(default=1, ge=1, le=64, description="Pictures of one prompt.")
     strength: _FiniteFloat | None = Field(

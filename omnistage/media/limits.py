@@ -30,6 +30,9 @@ class MediaLimits(BaseModel):
     max_text_chars: PositiveInt = Field(
         default=2_000_000, description="Maximum of text characters in one request, over all of its messages."
     )
+    max_drawing_chars: PositiveInt = Field(
+        default=32_000, description="Maximum of characters of a prompt that an image or a video is generated from."
+    )
     max_total_pixels: PositiveInt = Field(
         default=768_000_000,
         description="Maximum of decoded pixels in one request: its images and sampled video frames together.",

@@ -268,6 +268,18 @@ def positive(config: PreTrainedConfig, name: str) -> int:
     return value
 
 
+def max_sequence_length(config: PreTrainedConfig) -> int:
+    """Positions that the model can serve without one request changing another's rotary embedding."""
+    if not getattr(config, "max_position_embeddings", None):
+        raise UnsupportedModelError(f"{type(config).__name__} has no maximum sequence length")
+    max_length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # longrope changes all frequencies once any position of the batch passes the original length.
+    if rope.get("rope_type") == "longrope":
+        max_length = min(max_length, int(rope.get("original_max_position_embeddings") or max_length))
+    return max_length
+
+
 def read_auto_config(folder: Path) -> PreTrainedConfig:
     """The config of a folder by its `model_type`. Code in the folder is never run."""
     kind = read_json(folder / "config.json").get("model_type")

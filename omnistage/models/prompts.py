@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
 import torch
 
-from omnistage.core.errors import InvalidRequestError
+from omnistage.core.cancellation import current_cancellation
+from omnistage.core.errors import InvalidRequestError, PromptTooLongError
 from omnistage.core.types import ARInput, OmniTokensPrompt
 from omnistage.core.validation import is_utf8
 
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 # Two private-use characters around an index: nothing that a template or a tokenizer gives a meaning to.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 _SENTINEL = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_MAX_TOKENS = 2**20
+"""Where a model does not say how many it holds."""
+_MIN_TOKEN_CHARS = 64
+"""A token stands for at most so many characters, or for those of the longest spelling."""
+_PIECE_CHARS = 32_768
+_UNCOUNTED_CHARS = 4 * _PIECE_CHARS
+"""Shorter texts are tokenised at once."""
+_BATCH_PIECES = 512
 
 
 @dataclass(slots=True)
@@ -43,39 +51,90 @@ class GuardedText:
 
 
 class PromptTokenizer:
-    """A fast tokenizer for several threads, which takes parts of a text literally."""
+    """A fast tokenizer for several threads at once, which takes parts of a text literally.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    Text that cannot fit into `max_tokens` is refused before all of it is tokenised, and the request's deadline and
+    abort are obeyed between pieces. No lock is held: nothing changes the state of the tokenizers used here.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self._lock = threading.Lock()
-        # Whether special tokens are parsed is a state of the tokenizer: literals get their own.
-        self._literal = copy.deepcopy(tokenizer)
+        self.max_tokens = max_tokens or _MAX_TOKENS
         special = sorted({str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
         spellings = [re.escape(text) for text in special] + [_OPEN, _CLOSE]
         self._pattern = re.compile("|".join(spellings))
+        self._max_chars = self.max_tokens * max(_MIN_TOKEN_CHARS, *map(len, tokenizer.get_vocab()))
+        # Whether special tokens are parsed is a state of the tokenizer, and others use the given one.
+        self._rendered, self._literal = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+        self._literal_ids: dict[str, list[int]] = {}
+        self._encode_rendered(["a"])  # from here on their state is what these calls need
+        self._encode_literal("a")
 
     def guarded(self) -> GuardedText:
         return GuardedText(self._pattern)
 
     def encode(self, text: str, guarded: GuardedText | None = None) -> tuple[int, ...]:
-        """Ids of a rendered template; sentinels become the ids of their literal spelling."""
-        with self._lock:
-            if guarded is None or not guarded.literals:
-                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-            ids: list[int] = []
-            for number, piece in enumerate(_SENTINEL.split(text)):
-                if number % 2:
-                    ids.extend(self._encode_literal(guarded.literals[int(piece)]))
-                elif piece:
-                    ids.extend(self.tokenizer.encode(piece, add_special_tokens=False))
-            return tuple(ids)
+        """Ids of a rendered template; sentinels become the ids of their literal spelling.
+
+        Raises `PromptTooLongError` for a text that cannot fit.
+        """
+        literals = [] if guarded is None else guarded.literals
+        self.check_length(text, guarded)
+        if not literals:
+            return tuple(self._encode_rendered([text])[0])
+        cancellation, pieces = current_cancellation(), _SENTINEL.split(text)
+        ids: list[int] = []
+        for start in range(0, len(pieces), 2 * _BATCH_PIECES):
+            cancellation.check()
+            batch = pieces[start : start + 2 * _BATCH_PIECES]
+            for number, encoded in enumerate(self._encode_rendered(batch[::2])):
+                ids += encoded
+                if 2 * number + 1 < len(batch):
+                    ids += self._literal_of(literals[int(batch[2 * number + 1])])
+        return tuple(ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Ids of a bare prompt: nothing in it is special; the tokenizer's own prefix (bos) is added."""
         if not is_utf8(text):
             raise InvalidRequestError("has half of a surrogate pair, which is not text; remove it", param="prompt")
-        with self._lock:
-            return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
+        self.check_length(text)
+        return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
+
+    def check_length(self, text: str, guarded: GuardedText | None = None) -> None:
+        """Raise `PromptTooLongError` for a text that is far too long, before the whole of it is tokenised.
+
+        What passes has at most about twice as many tokens as fit; its true number is the stage's to check.
+        """
+        if len(text) > self._max_chars:
+            raise self._too_long(f"{len(text)} characters")
+        literals = [] if guarded is None else guarded.literals
+        if len(literals) > self.max_tokens:
+            raise self._too_long(f"{len(literals)} spellings of special tokens")
+        if len(text) <= _UNCOUNTED_CHARS:
+            return
+        # Cut anywhere, a text gives a few tokens more than in one piece: hence the factor.
+        cancellation, count = current_cancellation(), 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            cancellation.check()
+            count += len(self._encode_rendered([text[start : start + _PIECE_CHARS]])[0])
+            if count > 2 * self.max_tokens:
+                raise self._too_long(f"over {count // 2} tokens")
+
+    def _too_long(self, size: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"has {size}, and the model holds {self.max_tokens} tokens; shorten it", param="prompt"
+        )
+
+    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._rendered(texts, add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def _literal_of(self, spelling: str) -> list[int]:
+        """Ids of a special token's spelling as text. There are only so many spellings."""
+        ids = self._literal_ids.get(spelling)
+        if ids is None:
+            ids = self._literal_ids[spelling] = self._encode_literal(spelling)
+        return ids
 
     def _encode_literal(self, text: str) -> list[int]:
         encoded = self._literal(text, add_special_tokens=False, split_special_tokens=True)

@@ -95,9 +95,10 @@ class PromptBuilder:
 
     def __init__(self, folder: Path) -> None:
         config, tokenizer = read_auto_config(folder).get_text_config(), load_tokenizer(folder)
-        self._processor = CausalLMProcessor(tokenizer, positive(config, "vocab_size"), positive(config, "hidden_size"))
-        self._user = tuple(tokenizer.encode(_USER, add_special_tokens=False))
         self._max_tokens = positive(config, "max_position_embeddings")
+        vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
+        self._processor = CausalLMProcessor(tokenizer, vocab_size, embed_size, self._max_tokens)
+        self._user = tuple(tokenizer.encode(_USER, add_special_tokens=False))
         # A byte-level vocabulary: no token stands for more characters than its own spelling has.
         self._max_characters = self._max_tokens * max(len(spelling) for spelling in tokenizer.get_vocab())
 

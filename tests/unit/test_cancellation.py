@@ -48,7 +48,8 @@ def test_check_raises_once_the_deadline_has_passed_or_the_request_was_cancelled(
     with pytest.raises(DeadlineExceededError):
         cancellation.check()
     other = Cancellation()
-    assert other.remaining() is None and not other.cancelled
+    assert other.remaining() is None
+    assert not other.cancelled
     other.cancel()
     assert other.cancelled
     with pytest.raises(CancelledRequestError):
@@ -89,7 +90,8 @@ def test_a_scope_is_used_by_the_scopes_inside_it_and_cancelled_at_its_end() -> N
         assert not outer.cancelled
         with cancellation_scope(Cancellation()) as own:
             assert current_cancellation() is own
-        assert own.cancelled and not outer.cancelled
+        assert own.cancelled
+        assert not outer.cancelled
     assert outer.cancelled
     assert not current_cancellation().cancelled
 
@@ -101,9 +103,11 @@ def test_idle_callbacks_wait_for_all_work() -> None:
     cancellation.begin_work()
     cancellation.when_idle(lambda: calls.append("later"))
     cancellation.end_work()
-    assert calls == ["at once"] and not cancellation.idle
+    assert calls == ["at once"]
+    assert not cancellation.idle
     cancellation.end_work()
-    assert calls == ["at once", "later"] and cancellation.idle
+    assert calls == ["at once", "later"]
+    assert cancellation.idle
 
 
 # --------------------------------------------------------------------------------------------------- threads
@@ -141,7 +145,8 @@ def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> Non
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(lambda: 3)
     go.set()
-    assert first.result(10) and second.result(10) == 2
+    assert first.result(10)
+    assert second.result(10) == 2
 
 
 def test_the_process_ends_while_a_thread_still_works() -> None:
@@ -196,7 +201,8 @@ async def test_leaving_early_cancels_the_work_which_counts_until_it_ends(by: str
         cancellation.cancel()
     with pytest.raises(asyncio.CancelledError if by == "task" else CancelledRequestError):
         await waiting
-    assert cancellation.cancelled and not cancellation.idle
+    assert cancellation.cancelled
+    assert not cancellation.idle
     cancellation.when_idle(lambda: loop.call_soon_threadsafe(idle.set))
     go.set()
     await idle.wait()

@@ -24,13 +24,14 @@ from omnistage.models.loading import (
     check_size,
     end_token_ids,
     kv_shape,
+    max_sequence_length,
     positive,
     read_auto_config,
     read_generation_config,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _PROBE_TOKENS = 12
 
@@ -43,7 +44,7 @@ class CausalLM(DecoderComponent):
         kv_shape(config)  # a config that is no transformer's is refused before it is run
         expected = _stock_logits(model, positive(config, "vocab_size"))
         head = model.get_output_embeddings()
-        super().__init__(model, model.get_decoder(), head, config, max_length=_max_length(config))
+        super().__init__(model, model.get_decoder(), head, config, max_length=max_sequence_length(config))
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         self._check_same(expected)
@@ -136,18 +137,6 @@ class _RecordingBackend(SdpaBackend):
     ) -> torch.Tensor:
         self._windows[self._layer_of[id(cache)]] = window
         return super().attend(query, key, value, cache, paged, scale=scale, window=window)
-
-
-def _max_length(config: PreTrainedConfig) -> int:
-    """Positions that the model can serve without one request changing another's rotary embedding."""
-    if not getattr(config, "max_position_embeddings", None):
-        raise UnsupportedModelError(f"{type(config).__name__} has no maximum sequence length")
-    max_length = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # longrope changes all frequencies once any position of the batch passes the original length.
-    if rope.get("rope_type") == "longrope":
-        max_length = min(max_length, int(rope.get("original_max_position_embeddings") or max_length))
-    return max_length
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
-from omnistage.models.loading import positive, read_auto_config
+from omnistage.models.loading import max_sequence_length, positive, read_auto_config
 from omnistage.models.prompts import PromptTokenizer, tokens_input
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ class CausalLMProcessor:
 
     input_modalities = frozenset({Modality.TEXT})
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, embed_size: int) -> None:
-        self._prompts = PromptTokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, embed_size: int, max_tokens: int | None = None
+    ) -> None:
+        self._prompts = PromptTokenizer(tokenizer, max_tokens)
         self._vocab_size = vocab_size
         self._embed_size = embed_size
         self._template = ChatTemplate(self._render)
@@ -32,7 +34,8 @@ class CausalLMProcessor:
     @classmethod
     def load(cls, folder: Path) -> CausalLMProcessor:
         config = read_auto_config(folder).get_text_config()
-        return cls(load_tokenizer(folder), positive(config, "vocab_size"), positive(config, "hidden_size"))
+        vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
+        return cls(load_tokenizer(folder), vocab_size, embed_size, max_sequence_length(config))
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         guarded = self._prompts.guarded()

@@ -18,6 +18,7 @@ from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.hashing import content_key
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
+from omnistage.models.loading import positive
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class Qwen25OmniProcessor:
 
     def __init__(self, processor: Qwen2_5OmniProcessor, config: Qwen2_5OmniConfig, voices: Sequence[str]) -> None:
         self._processor = processor
-        self._prompts = PromptTokenizer(processor.tokenizer)
         self._thinker = config.thinker_config
+        max_tokens = positive(self._thinker.text_config, "max_position_embeddings")
+        self._prompts = PromptTokenizer(processor.tokenizer, max_tokens)
         self._voices = tuple(voices)
         self._lock = threading.Lock()
         self._template = ChatTemplate(self._render, parts=True)
@@ -124,6 +126,7 @@ class Qwen25OmniProcessor:
     # ---------------------------------------------------------------------------------------------- media
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
+        self._prompts.check_length(rendered, guarded)  # transformers' processor tokenises it too
         with self._lock:
             features = self._features(rendered, media)
             expanded = self._expand(rendered, media, features)

@@ -108,10 +108,10 @@ def _from_chat(messages: object, limits: MediaLimits) -> Drawing:
 
 
 def _text(prompt: str, limits: MediaLimits) -> str:
-    if len(prompt) > limits.max_text_chars:
-        raise LimitExceededError(
-            f"{len(prompt)} characters exceed the limit of {limits.max_text_chars}; shorten it", param="prompt"
-        )
+    # Less than other text: it is tokenised in the stage's thread, and encoders read its beginning only.
+    limit = min(limits.max_drawing_chars, limits.max_text_chars)
+    if len(prompt) > limit:
+        raise LimitExceededError(f"{len(prompt)} characters exceed the limit of {limit}; shorten it", param="prompt")
     if not prompt.strip():
         raise InvalidRequestError("is empty; say what to draw", param="prompt")
     if not is_utf8(prompt):

@@ -1,0 +1,182 @@
+"""Texts that are far too long are refused before they are tokenised, and tokenising a long one can be ended."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from omnistage.core.cancellation import Cancellation, cancellation_scope
+from omnistage.core.errors import CancelledRequestError, PromptTooLongError
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.models import _tiny_common as common
+from omnistage.models import prompts as prompts_module
+from omnistage.models.causal_lm import tiny
+from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
+from omnistage.models.prompts import PromptTokenizer
+
+SPECIAL = tiny.special_ids()
+OPEN, CLOSE = "\ue0f0", "\ue0f1"
+MAX_TOKENS = 1000
+
+
+class Counted(PromptTokenizer):
+    """Counts the characters and pieces that reach the tokenizer."""
+
+    chars = pieces = 0
+
+    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
+        self.chars += sum(map(len, texts))
+        self.pieces += len(texts)
+        return super()._encode_rendered(texts)
+
+    def _encode_literal(self, text: str) -> list[int]:
+        self.pieces += 1
+        return super()._encode_literal(text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "chat_template": tiny.CHAT_TEMPLATE,
+    }
+    common.write_tokenizer(folder, SPECIAL, settings)
+    return folder
+
+
+@pytest.fixture
+def prompts(folder: Path) -> Counted:
+    counted = Counted(load_tokenizer(folder), MAX_TOKENS)
+    counted.chars = counted.pieces = 0
+    return counted
+
+
+@pytest.mark.parametrize("spelling", [OPEN, CLOSE, "<|im_start|>", f"a{OPEN}", f"{OPEN}0{CLOSE}"])
+def test_more_special_spellings_than_the_model_holds_tokens_are_refused_untokenised(
+    prompts: Counted, spelling: str
+) -> None:
+    guarded = prompts.guarded()
+    text = guarded.guard(spelling * (MAX_TOKENS + 1))
+    with pytest.raises(PromptTooLongError, match="holds 1000 tokens; shorten it"):
+        prompts.encode(text, guarded)
+    assert prompts.pieces == 0
+
+
+@pytest.mark.parametrize("spelling", ["<|im_end|>", OPEN, f"word {CLOSE}"])
+def test_a_spelling_is_tokenised_once_however_often_it_is_there(prompts: Counted, spelling: str) -> None:
+    guarded = prompts.guarded()
+    text = guarded.guard(spelling * (MAX_TOKENS - 1))
+    once = prompts.guarded()
+    expected = prompts.encode(once.guard(spelling), once)
+    prompts.pieces = 0
+    assert prompts.encode(text, guarded) == expected * (MAX_TOKENS - 1)
+    assert prompts.pieces == MAX_TOKENS  # the texts between the spellings; the spelling itself is known by now
+
+
+def test_pieces_and_literals_keep_their_order_over_many_batches(
+    prompts: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts_module, "_BATCH_PIECES", 3)
+    chance = random.Random(0)
+    spellings = ["<|im_start|>", "<|im_end|>", OPEN, CLOSE]
+    for count in range(12):
+        parts = [chance.choice([*spellings, "one ", "two", ""]) for _ in range(count)]
+        guarded = prompts.guarded()
+        ids = prompts.encode(guarded.guard("".join(parts)), guarded)
+        assert prompts.tokenizer.decode(ids) == "".join(parts)
+        assert not set(ids) & set(SPECIAL.values())
+
+
+def test_text_of_more_characters_than_the_tokens_can_stand_for_is_refused_untokenised(prompts: Counted) -> None:
+    for encode in (prompts.encode, prompts.encode_plain):
+        with pytest.raises(PromptTooLongError, match="64001 characters"):
+            encode("a" * 64_001)
+    assert prompts.pieces == 0
+
+
+def test_a_text_far_over_the_limit_is_tokenised_no_further_than_needed(
+    prompts: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts_module, "_PIECE_CHARS", 500)
+    monkeypatch.setattr(prompts_module, "_UNCOUNTED_CHARS", 2000)
+    for encode in (prompts.encode, prompts.encode_plain):
+        prompts.chars = 0
+        with pytest.raises(PromptTooLongError, match=r"over 1\d{3} tokens"):
+            encode("é7\U0001f9d1 " * 10_000)
+        assert prompts.chars <= 2500
+
+
+def test_long_text_that_fits_is_tokenised_as_in_one_piece(prompts: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "How are you today? " * 250
+    expected = prompts.encode(text)
+    monkeypatch.setattr(prompts_module, "_PIECE_CHARS", 500)
+    monkeypatch.setattr(prompts_module, "_UNCOUNTED_CHARS", 2000)
+    assert prompts.encode(text) == expected
+    assert prompts.encode_plain(text) == expected
+
+
+def test_a_cancelled_request_is_tokenised_no_further(prompts: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "_PIECE_CHARS", 500)
+    monkeypatch.setattr(prompts_module, "_UNCOUNTED_CHARS", 2000)
+    with cancellation_scope(Cancellation()) as cancellation:
+        guarded = prompts.guarded()
+        text = guarded.guard(f"word{OPEN}" * 900)
+        cancellation.cancel()
+        with pytest.raises(CancelledRequestError):
+            prompts.encode("word " * 500)
+        with pytest.raises(CancelledRequestError):
+            prompts.encode(text, guarded)
+    assert prompts.pieces == 0
+
+
+def test_one_request_does_not_wait_for_the_tokenising_of_another(folder: Path) -> None:
+    blocked, go = threading.Event(), threading.Event()
+
+    class Slow(PromptTokenizer):
+        def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
+            if texts == ["slow"]:
+                blocked.set()
+                go.wait(30)
+            return super()._encode_rendered(texts)
+
+    prompts = Slow(load_tokenizer(folder))
+    thread = threading.Thread(target=prompts.encode, args=("slow",))
+    thread.start()
+    assert blocked.wait(30)
+    assert prompts.encode("quick") == prompts.encode_plain("quick")
+    go.set()
+    thread.join()
+
+
+def test_threads_at_once_get_what_one_alone_gets(folder: Path) -> None:
+    prompts = PromptTokenizer(load_tokenizer(folder))
+    texts = [f"text {number} <|im_end|> {OPEN}" * 5 for number in range(40)]
+
+    def encode(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        guarded = prompts.guarded()
+        return prompts.encode(guarded.guard(text), guarded), prompts.encode_plain(text)
+
+    expected = [encode(text) for text in texts]
+    results: list[list[object]] = [[] for _ in range(4)]
+
+    def work(into: list[object]) -> None:
+        into += [encode(text) for text in texts]
+
+    threads = [threading.Thread(target=work, args=(into,)) for into in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+
+
+def test_the_limit_is_that_of_the_model(tmp_path: Path) -> None:
+    tiny.write(tmp_path)
+    processor = CausalLMProcessor.load(tmp_path)
+    with pytest.raises(PromptTooLongError, match="holds 2048 tokens"):
+        processor.chat([ChatMessage("user", (TextPart(OPEN * 3000),))])
