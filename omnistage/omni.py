@@ -17,6 +17,7 @@ from omnistage.core.family import AnyProcessor, Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
+from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
 from omnistage.pipeline.batch import Batch, BatchBar
 from omnistage.pipeline.build import EngineParts, build_parts
@@ -232,7 +233,8 @@ class AsyncOmni(_Front):
 
     async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""
-        await asyncio.to_thread(self.orchestrator.shutdown, drain, timeout)
+        # In a thread of its own: those that requests use may all be busy.
+        await asyncio.wrap_future(DaemonThreads(1, "shutdown").submit(self.orchestrator.shutdown, drain, timeout))
 
     async def __aenter__(self) -> Self:
         return self

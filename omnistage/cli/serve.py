@@ -31,7 +31,9 @@ class ServiceOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every network.")
     port: int = option(8000, "Port; 0 takes a free one.", min=0, max=65535)
     max_body_mib: int = option(64, "Largest request body in MiB.", min=1, max=4096)
-    drain_seconds: float = option(30.0, "Time for running requests when the service stops.", min=0.0)
+    drain_seconds: float = option(
+        30.0, "Time for running requests when the service stops; 5 s later the process ends.", min=0.0, max=86_400.0
+    )
     stall_seconds: float = option(60.0, "Disconnect clients that neither read nor send for this long.", min=0.1)
     state: Path | None = option(
         None, "Keep video jobs and image files in this folder; default: only while it runs.", metavar="DIR"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 _Args = ParamSpec("_Args")
@@ -71,3 +72,18 @@ class DaemonThreads(Executor):
             if cancel_futures:
                 self._jobs.clear()
             self._changed.notify_all()
+
+
+class DaemonThreadPool(ThreadPoolExecutor):
+    """Daemon threads where a `ThreadPoolExecutor` is required, as for asyncio's default executor; as many as there."""
+
+    def __init__(self, name: str) -> None:
+        threads = min(32, (os.cpu_count() or 1) + 4)
+        super().__init__(threads, name)
+        self._daemons = DaemonThreads(threads, name)
+
+    def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
+        return self._daemons.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._daemons.shutdown(wait, cancel_futures=cancel_futures)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omnistage.core.errors import (
@@ -406,6 +406,8 @@ class Orchestrator:
         """
         give_up = time.monotonic() + timeout
         with self._room:
+            if self._closed_stages:  # also where a stage is stuck in a step: nobody waits for it twice
+                return
             self._closing = True
             self._room.notify_all()
             if drain and self._threads:
@@ -422,11 +424,15 @@ class Orchestrator:
         give_up = max(give_up, time.monotonic() + 1.0)
         stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 0.0))]
         self._timer.stop(1.0)
+        self._close_stages(stopped)
+
+    def _close_stages(self, stopped: Sequence[str]) -> None:
+        """Close those that have stopped, once: a stage that is stuck in a step cannot be closed safely."""
         with self._room:
             if self._closed_stages:
                 return
             self._closed_stages = True
-        for name in stopped:  # a stage that is stuck in a step cannot be closed safely
+        for name in stopped:
             self.stages[name].close()
 
 

@@ -26,8 +26,8 @@ LONG = {"model": "chat", "prompt": "Once", "max_tokens": 800, "ignore_eos": True
 class Command:
     """The running command, and what it has written so far."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-c", "from omnistage.cli import app; app()", "serve", *arguments]
+    def __init__(self, *arguments: str, script: str = "from omnistage.cli import app; app()") -> None:
+        command = [sys.executable, "-c", script, "serve", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._lines: list[str] = []
@@ -56,6 +56,15 @@ class Command:
             match = found()
         assert match is not None, "".join(self._lines)
         return match
+
+    def lines(self, pattern: str, count: int, timeout: float = 90) -> None:
+        """Wait for a number of lines."""
+
+        def found() -> bool:
+            return sum(bool(re.search(pattern, line)) for line in self._lines) >= count
+
+        with self._changed:
+            assert self._changed.wait_for(found, timeout), "".join(self._lines)
 
     def end(self, timeout: float = 30) -> int:
         code = self.process.wait(timeout)

@@ -15,7 +15,7 @@ import typer.main
 import yaml
 
 from omnistage.cli import app
-from omnistage.server.http.run import WRITE_SECONDS
+from omnistage.server.http.stopping import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -109,7 +109,7 @@ def test_compose_leaves_time_to_drain_and_gives_nothing_away() -> None:
         assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Containerfile"
         assert build["target"] in targets
         drain = float(option(service["command"], "--drain-seconds"))
-        assert seconds(service["stop_grace_period"]) > drain + WRITE_SECONDS
+        assert seconds(service["stop_grace_period"]) > drain + STOP_SECONDS
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["ports"] == ["127.0.0.1:8000:8000"]
@@ -124,7 +124,7 @@ def test_kubernetes_asks_the_right_doors_and_waits_long_enough() -> None:
     assert doors == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
     paused = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = float(option(container["args"], "--drain-seconds"))
-    assert pod["terminationGracePeriodSeconds"] > paused + drain + WRITE_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > paused + drain + STOP_SECONDS
     assert {word for word in container["args"] if word.startswith("--")} <= serve_options()
     users = {rest for name, rest in instructions() if name == "USER"} - {"root"}
     assert users == {f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"}
@@ -151,7 +151,7 @@ def test_the_unit_leaves_time_to_drain_and_its_options_exist() -> None:
     (started,) = found["ExecStart"]
     words = shlex.split(started)
     assert {word for word in words if word.startswith("--")} <= serve_options()
-    assert float(found["TimeoutStopSec"][0]) > float(option(words, "--drain-seconds")) + WRITE_SECONDS
+    assert float(found["TimeoutStopSec"][0]) > float(option(words, "--drain-seconds")) + STOP_SECONDS
     assert found["KillSignal"] == ["SIGTERM"]
     (waiting,) = found["ExecStartPost"]
     assert f"http://127.0.0.1:{option(words, '--port')}/ready" in waiting

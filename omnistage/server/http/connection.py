@@ -179,6 +179,9 @@ class Exchange:
                 state.gone = True
                 working.cancel()
             await asyncio.wait({working})
+        except asyncio.CancelledError:  # the process ends without waiting for this request
+            state.gone = True
+            await cut()
         finally:
             working.cancel()
             watching.cancel()
@@ -187,7 +190,7 @@ class Exchange:
             return
         if state.gone and record.ended != SLOW_READER:
             record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
-        error = None if working.cancelled() else working.exception()
+        error = None if not working.done() or working.cancelled() else working.exception()
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
             await self._failed(error, scope, receive, guarded, record, state)
 

@@ -1,11 +1,10 @@
-"""Runs the application: listens at once, loads the models in a thread, drains on a signal."""
+"""Runs the application: listens at once, loads the models in a thread, drains on a signal and ends in time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,11 +14,15 @@ from fastapi import FastAPI
 
 from omnistage.core.errors import ConfigError, InternalError, OmniError
 from omnistage.core.failures import log_defect
+from omnistage.core.threads import DaemonThreadPool
 from omnistage.server.http.connection import Connection
+from omnistage.server.http.stopping import EXIT_SECONDS, STOP_SECONDS, StopSignals
 from omnistage.server.service import Service
 
 WRITE_SECONDS = 5
 """For responses that are still being written once all requests have ended."""
+_ABORT_SECONDS = 2.5
+"""For ending what the drain has left: stages in a step, sessions, jobs."""
 _KEEP_ALIVE_SECONDS = 75
 
 Notify = Callable[[str, str], None]
@@ -46,6 +49,7 @@ def run(
 ) -> None:
     """Serve until a signal; a second signal stops waiting for running requests.
 
+    The process ends within `drain_seconds` and `STOP_SECONDS` of the signal, also where a thread does not.
     `load` adds the models, in a thread of its own. If it fails the service ends and its error is raised.
     """
     listening = _listen(host, port)
@@ -71,38 +75,47 @@ def run(
         _announce(service, listening, notify)
 
     async def main() -> None:
-        stop = asyncio.Event()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):  # Windows has no such handlers
-                asyncio.get_running_loop().add_signal_handler(name, stop.set)
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        threading.Thread(target=loading, name="loading", daemon=True).start()
-        if not await _done_before(serving, stop):
-            await _drain(service, drain_seconds, stop, notify)
-            server.should_exit = True
-        await serving
+        # Work that does not return is not waited for: not by asyncio when it closes, not when the interpreter exits.
+        asyncio.get_running_loop().set_default_executor(DaemonThreadPool("omnistage-worker"))
+        with StopSignals(drain_seconds) as signals:
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            threading.Thread(target=loading, name="loading", daemon=True).start()
+            if not await _done_before(serving, signals.received):
+                await _drain(service, signals, notify)
+                left = signals.seconds_left - EXIT_SECONDS
+                server.config.timeout_graceful_shutdown = max(1, min(WRITE_SECONDS, int(left)))
+                server.should_exit = True
+            await serving
 
     asyncio.run(main())
     if failures:
         raise failures[0]
 
 
-async def _drain(service: Service, seconds: float, stop: asyncio.Event, notify: Notify) -> None:
-    """Let running requests finish, until `stop` is set once more."""
+async def _drain(service: Service, signals: StopSignals, notify: Notify) -> None:
+    """Let running requests finish, until there is another signal; then end what is left."""
     notify("stopping: running requests may finish", "dim")
-    stop.clear()
-    draining = asyncio.create_task(service.drain(seconds))
-    if not await _done_before(draining, stop):
+    signals.received.clear()
+    tasks = [asyncio.create_task(service.drain(signals.drain_seconds_left))]
+    done = await _done_before(tasks[0], signals.received, signals.drain_seconds_left + _ABORT_SECONDS)
+    if not done and signals.received.is_set():
         notify("stopping at once", "dim")
-        await service.drain(0)
-    await draining
+        tasks.append(asyncio.create_task(service.drain(0)))
+        await asyncio.wait(tasks, timeout=max(0.0, signals.seconds_left - STOP_SECONDS + _ABORT_SECONDS))
+    if not all(task.done() for task in tasks):
+        notify("something does not end; stopping without it", "yellow")
+    for task in tasks:
+        task.cancel()
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(error, Exception):  # a defect, which must not keep the process from ending
+            log_defect("stopping", error)
 
 
-async def _done_before(work: asyncio.Task[None], stop: asyncio.Event) -> bool:
-    """Wait for either; whether the work is done."""
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+async def _done_before(work: asyncio.Task[None], event: asyncio.Event, timeout: float | None = None) -> bool:
+    """Wait for either, at most `timeout` seconds; whether the work is done."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait({work, waiting}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
     return work.done()
 
 

@@ -6,6 +6,7 @@ Only imported where tracing is on.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 _PATH = "/v1/traces"
+_CLOSE_SECONDS = 1.0
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -109,8 +111,10 @@ class Tracing:
             span.end(at(max(stage.submitted, stage.last_chunk or now)))
 
     def close(self) -> None:
-        """Export what is left; waits for the exporter, within its own timeout."""
-        self._provider.shutdown()
+        """Export what is left, within a second: the exporter would wait longer for a collector that is away."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
 
 
 def _genai_attributes(record: AuditRecord, route: str | None) -> dict[str, AttributeValue]:

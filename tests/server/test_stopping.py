@@ -1,0 +1,93 @@
+"""A signal ends the process in time, whatever its threads, its stages and its event loop are doing."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omnistage.server.http.stopping import STOP_SECONDS
+from tests.server.harness import make
+from tests.server.test_serve_command import Command
+
+DRAIN_SECONDS = 0.5
+SECONDS = DRAIN_SECONDS + STOP_SECONDS + 15
+"""With time for a busy machine; without a bound it would take for ever."""
+
+# The command, with parts that never return.
+STUCK = """
+import sys, threading
+from omnistage.cli import app
+from omnistage.engines.ar.stage import ARStage
+from omnistage.server.observe import metrics
+from omnistage.server.openai.files import FileStore
+
+def wait_for_ever(*_):
+    print("is stuck", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+def compute_for_ever(*_):
+    print("is stuck", file=sys.stderr, flush=True)
+    while True:
+        pass
+
+FileStore.get = wait_for_ever  # in a worker thread: GET /files/NAME
+ARStage.step = wait_for_ever  # in the stage's thread: a completion
+metrics.render = compute_for_ever  # in the event loop: GET /metrics
+app()
+"""
+FILE = "GET /files/name HTTP/1.1\r\nHost: localhost\r\n\r\n"
+METRICS = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+_BODY = '{"model": "lm", "prompt": "Once", "max_tokens": 4}'
+COMPLETION = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    f"Content-Length: {len(_BODY)}\r\n\r\n{_BODY}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("causal_lm", tmp_path_factory.mktemp("stopping") / "lm")
+
+
+@contextlib.contextmanager
+def stuck(folder: Path, *requests: str, drain_seconds: float = DRAIN_SECONDS) -> Iterator[Command]:
+    """A service in which each of these requests is stuck."""
+    options = ("--port", "0", "--drain-seconds", str(drain_seconds), "--dtype", "float32", "--device", "cpu")
+    command = Command(str(folder), *options, script=STUCK)
+    with contextlib.ExitStack() as stack:
+        stack.callback(command.process.kill)
+        host, port = command.line(r"ready: http://([\d.]+):(\d+)/v1").groups()
+        for number, request in enumerate(requests):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            connection.sendall(request.encode())
+            command.lines(r"is stuck", number + 1)
+        yield command
+
+
+def test_threads_and_stages_that_never_return_do_not_hold_it_up(folder: Path) -> None:
+    with stuck(folder, COMPLETION, *[FILE] * 5) as command:
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end(SECONDS) == 0, command.text
+        assert "Traceback" not in command.text
+
+
+def test_a_blocked_event_loop_ends_with_the_stacks_of_all_threads(folder: Path) -> None:
+    with stuck(folder, METRICS) as command:
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end(SECONDS) == 1
+        assert "Timeout (" in command.text
+        assert "in compute_for_ever" in command.text
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_the_drain(folder: Path) -> None:
+    with stuck(folder, COMPLETION, drain_seconds=3600) as command:
+        command.process.send_signal(signal.SIGTERM)
+        command.line(r"stopping: running requests may finish")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end(SECONDS) == 0, command.text
