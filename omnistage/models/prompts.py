@@ -31,20 +31,49 @@ _UNCOUNTED_CHARS = 4 * _PIECE_CHARS
 _BATCH_PIECES = 512
 
 
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """How much text can fit into a model's context at all."""
+
+    max_tokens: int
+    max_chars: int
+
+    def check_chars(self, chars: int) -> None:
+        if chars > self.max_chars:
+            raise self.too_long(f"{chars} characters")
+
+    def check_literals(self, literals: int) -> None:
+        if literals > self.max_tokens:
+            raise self.too_long(f"more than {self.max_tokens} spellings of special tokens")
+
+    def too_long(self, size: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"has {size}, and the model holds {self.max_tokens} tokens; shorten it", param="prompt"
+        )
+
+
 @dataclass(slots=True)
 class GuardedText:
     """Users' text of one prompt: spellings of special tokens are set aside while the template is applied."""
 
     pattern: re.Pattern[str] | None
+    limits: TextLimits = field(default_factory=lambda: TextLimits(_MAX_TOKENS, _MAX_TOKENS * _MIN_TOKEN_CHARS))
     literals: list[str] = field(default_factory=list)
+    _chars: int = 0
 
     def guard(self, text: str) -> str:
-        """`text` with every special token's spelling (and stray sentinels) replaced by a sentinel."""
+        """`text` with every special token's spelling (and stray sentinels) replaced by a sentinel.
+
+        Raises `PromptTooLongError` as soon as the prompt's texts together cannot fit.
+        """
+        self._chars += len(text)
+        self.limits.check_chars(self._chars)
         if self.pattern is None:
             return text
 
         def set_aside(match: re.Match[str]) -> str:
             self.literals.append(match.group())
+            self.limits.check_literals(len(self.literals))
             return f"{_OPEN}{len(self.literals) - 1}{_CLOSE}"
 
         return self.pattern.sub(set_aside, text)
@@ -59,11 +88,11 @@ class PromptTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self.max_tokens = max_tokens or _MAX_TOKENS
+        max_tokens = max_tokens or _MAX_TOKENS
         special = sorted({str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
         spellings = [re.escape(text) for text in special] + [_OPEN, _CLOSE]
         self._pattern = re.compile("|".join(spellings))
-        self._max_chars = self.max_tokens * max(_MIN_TOKEN_CHARS, *map(len, tokenizer.get_vocab()))
+        self.limits = TextLimits(max_tokens, max_tokens * max(_MIN_TOKEN_CHARS, *map(len, tokenizer.get_vocab())))
         # Whether special tokens are parsed is a state of the tokenizer, and others use the given one.
         self._rendered, self._literal = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
         self._literal_ids: dict[str, list[int]] = {}
@@ -71,7 +100,7 @@ class PromptTokenizer:
         self._encode_literal("a")
 
     def guarded(self) -> GuardedText:
-        return GuardedText(self._pattern)
+        return GuardedText(self._pattern, self.limits)
 
     def encode(self, text: str, guarded: GuardedText | None = None) -> tuple[int, ...]:
         """Ids of a rendered template; sentinels become the ids of their literal spelling.
@@ -79,7 +108,7 @@ class PromptTokenizer:
         Raises `PromptTooLongError` for a text that cannot fit.
         """
         literals = [] if guarded is None else guarded.literals
-        self.check_length(text, guarded)
+        self.check_length(text)
         if not literals:
             return tuple(self._encode_rendered([text])[0])
         cancellation, pieces = current_cancellation(), _SENTINEL.split(text)
@@ -100,16 +129,12 @@ class PromptTokenizer:
         self.check_length(text)
         return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 
-    def check_length(self, text: str, guarded: GuardedText | None = None) -> None:
+    def check_length(self, text: str) -> None:
         """Raise `PromptTooLongError` for a text that is far too long, before the whole of it is tokenised.
 
         What passes has at most about twice as many tokens as fit; its true number is the stage's to check.
         """
-        if len(text) > self._max_chars:
-            raise self._too_long(f"{len(text)} characters")
-        literals = [] if guarded is None else guarded.literals
-        if len(literals) > self.max_tokens:
-            raise self._too_long(f"{len(literals)} spellings of special tokens")
+        self.limits.check_chars(len(text))
         if len(text) <= _UNCOUNTED_CHARS:
             return
         # Cut anywhere, a text gives a few tokens more than in one piece: hence the factor.
@@ -117,13 +142,8 @@ class PromptTokenizer:
         for start in range(0, len(text), _PIECE_CHARS):
             cancellation.check()
             count += len(self._encode_rendered([text[start : start + _PIECE_CHARS]])[0])
-            if count > 2 * self.max_tokens:
-                raise self._too_long(f"over {count // 2} tokens")
-
-    def _too_long(self, size: str) -> PromptTooLongError:
-        return PromptTooLongError(
-            f"has {size}, and the model holds {self.max_tokens} tokens; shorten it", param="prompt"
-        )
+            if count > 2 * self.limits.max_tokens:
+                raise self.limits.too_long(f"over {count // 2} tokens")
 
     def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
         encoded: list[list[int]] = self._rendered(texts, add_special_tokens=False)["input_ids"]

@@ -61,9 +61,13 @@ def test_more_special_spellings_than_the_model_holds_tokens_are_refused_untokeni
     prompts: Counted, spelling: str
 ) -> None:
     guarded = prompts.guarded()
-    text = guarded.guard(spelling * (MAX_TOKENS + 1))
     with pytest.raises(PromptTooLongError, match="holds 1000 tokens; shorten it"):
-        prompts.encode(text, guarded)
+        guarded.guard(spelling * 4 * MAX_TOKENS)
+    assert len(guarded.literals) == MAX_TOKENS + 1  # no further than needed
+    guarded = prompts.guarded()
+    guarded.guard(spelling)
+    with pytest.raises(PromptTooLongError):  # the texts of a prompt count together
+        guarded.guard(spelling * MAX_TOKENS)
     assert prompts.pieces == 0
 
 
@@ -93,9 +97,9 @@ def test_pieces_and_literals_keep_their_order_over_many_batches(
 
 
 def test_text_of_more_characters_than_the_tokens_can_stand_for_is_refused_untokenised(prompts: Counted) -> None:
-    for encode in (prompts.encode, prompts.encode_plain):
+    for take in (prompts.encode, prompts.encode_plain, prompts.guarded().guard):
         with pytest.raises(PromptTooLongError, match="64001 characters"):
-            encode("a" * 64_001)
+            take("a" * 64_001)
     assert prompts.pieces == 0
 
 

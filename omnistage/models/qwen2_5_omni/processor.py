@@ -126,7 +126,7 @@ class Qwen25OmniProcessor:
     # ---------------------------------------------------------------------------------------------- media
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
-        self._prompts.check_length(rendered, guarded)  # transformers' processor tokenises it too
+        self._prompts.check_length(rendered)  # transformers' processor tokenises it too
         with self._lock:
             features = self._features(rendered, media)
             expanded = self._expand(rendered, media, features)

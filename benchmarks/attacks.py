@@ -1,0 +1,218 @@
+"""Ordinary requests beside hostile ones: `omnistage serve` over HTTP while others send what is dear to process.
+
+    python benchmarks/attacks.py [--attackers 16] [--seconds 15] [--only TEXT]
+
+Serves two small random checkpoints. For each kind of hostile request it keeps `--attackers` of them in flight, to one
+of the models, and meanwhile sends ordinary chats to that model and to the other, and asks for `/health`. At last the
+service gets SIGTERM in the middle of an attack. Times are compared with those of the service at rest, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import http.client
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from PIL import Image
+
+from omnistage.bench.child import serve_models
+
+MODELS = ("causal_lm", "qwen2_5_omni")
+DRAIN_SECONDS = 2
+_QUIET_CHATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    name: str
+    target: str
+    body: bytes
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of what was sent while an attack ran."""
+
+    health: list[float] = field(default_factory=list)
+    chats: dict[str, list[float]] = field(default_factory=lambda: {model: [] for model in MODELS})
+    statuses: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Of the hostile requests."""
+
+
+# ------------------------------------------------------------------------------------------------- hostile requests
+
+
+def jpeg_of_many_scans(scans: int, side: int) -> bytes:
+    """A progressive JPEG whose last scan, which changes nothing, is there again and again."""
+    buffer = io.BytesIO()
+    Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + data[last:-2] * scans + data[-2:]
+
+
+def attacks() -> list[Attack]:
+    text, omni = MODELS
+    image = base64.b64encode(jpeg_of_many_scans(8000, 3000)).decode()
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}]
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(.{1,500}){400,500}$"}}}
+    structured = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "required": ["a"]}}}
+    zeros = _chat(text, "hi", tools="?").replace(b'"?"', b"[" + b"0," * (2 * 2**20) + b"0]")
+    return [
+        Attack("JPEG of 8,000 scans", omni, _chat(omni, [*parts, {"type": "text", "text": "hi"}])),
+        Attack("4 MiB of tools: [0, 0, ...]", text, zeros),
+        Attack("grammar dear to step", text, _chat(text, "hi", response_format=structured, max_tokens=64)),
+        Attack("2,000,000 x U+E0F0", text, _chat(text, "\ue0f0" * 2_000_000)),
+        Attack("200,000 special tokens", text, _chat(text, "<|im_start|>" * 160_000)),
+    ]
+
+
+def _chat(model: str, content: object, **more: object) -> bytes:
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **more}
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def send(address: str, body: bytes | None, timeout: float = 120.0) -> int:
+    """POST a chat, or GET /health; the status."""
+    host = urlsplit(address)
+    connection = http.client.HTTPConnection(str(host.hostname), host.port, timeout=timeout)
+    try:
+        if body is None:
+            connection.request("GET", "/health")
+        else:
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def timed(address: str, body: bytes | None) -> float:
+    start = time.perf_counter()
+    status = send(address, body)
+    if status != 200:
+        raise SystemExit(f"an ordinary request was answered with {status}")
+    return time.perf_counter() - start
+
+
+@contextmanager
+def attacked(address: str, attack: Attack, attackers: int, times: Times) -> Iterator[None]:
+    """Inside the block so many hostile requests are in flight all the time."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            try:
+                times.statuses[str(send(address, attack.body))] += 1
+            except (OSError, http.client.HTTPException) as error:
+                times.statuses[type(error).__name__] += 1
+                over.wait(0.1)
+
+    for _ in range(attackers):
+        threading.Thread(target=run, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def ordinary(model: str) -> bytes:
+    return _chat(model, "How are you today?")
+
+
+def measure(address: str, attack: Attack, attackers: int, seconds: float) -> Times:
+    times = Times()
+    over = threading.Event()
+
+    def repeat(into: list[float], body: bytes | None) -> None:
+        while not over.is_set():
+            into.append(timed(address, body))
+            over.wait(0.05)
+
+    tasks: list[Callable[[], None]] = [lambda: repeat(times.health, None)]
+    tasks += [lambda model=model: repeat(times.chats[model], ordinary(model)) for model in MODELS]  # type: ignore[misc]
+    with attacked(address, attack, attackers, times):
+        time.sleep(1.0)  # until all of them are being processed
+        threads = [threading.Thread(target=task, daemon=True) for task in tasks]
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        over.set()
+        for thread in threads:
+            thread.join(120)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attackers", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=15.0, help="for each attack")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the attacks whose name has this in it")
+    args = parser.parse_args()
+    chosen = [attack for attack in attacks() if args.only in attack.name]
+    with tempfile.TemporaryDirectory() as scratch:
+        models = []
+        for family in MODELS:
+            folder = Path(scratch) / family
+            command = [sys.executable, "-m", "omnistage", "tiny", family, str(folder)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            models += ["--model", f"{family}={folder}"]
+        with serve_models([*models, "--drain-seconds", str(DRAIN_SECONDS)]) as (address, process):
+            run_all(address, process, chosen, args.attackers, args.seconds)
+
+
+def run_all(address: str, process: int, chosen: list[Attack], attackers: int, seconds: float) -> None:
+    quiet = {model: [timed(address, ordinary(model)) for _ in range(_QUIET_CHATS + 3)][3:] for model in MODELS}
+    typical = {model: statistics.median(quiet[model]) for model in MODELS}
+    print(f"{attackers} hostile requests at once, {seconds:g} s each; times in ms, and as multiples of those at rest")
+    print("at rest: " + ", ".join(f"{model} {1000 * typical[model]:.0f}" for model in MODELS))
+    print("\n| attack | /health, longest | same model, median | other model, median | answers to it |")
+    print("| --- | ---: | ---: | ---: | --- |")
+    for attack in chosen:
+        times = measure(address, attack, attackers, seconds)
+        other = next(model for model in MODELS if model != attack.target)
+        cells = [f"{1000 * max(times.health):.0f}"]
+        for model in (attack.target, other):
+            median = statistics.median(times.chats[model])
+            cells.append(f"{1000 * median:.0f} ({median / typical[model]:.1f})")
+        answers = ", ".join(f"{status}: {count}" for status, count in sorted(times.statuses.items()))
+        print(f"| {attack.name} | {' | '.join(cells)} | {answers} |", flush=True)
+    with attacked(address, chosen[0], attackers, Times()):
+        time.sleep(1.0)
+        start = time.perf_counter()
+        os.kill(process, signal.SIGTERM)
+        while _alive(process) and time.perf_counter() - start < 60:
+            time.sleep(0.05)
+        took = time.perf_counter() - start
+        print(f"\nSIGTERM during the first: ended after {took:.1f} s (--drain-seconds {DRAIN_SECONDS})")
+
+
+def _alive(process: int) -> bool:
+    """Whether it runs; one that has ended stays a zombie until its parent asks."""
+    with suppress(OSError):
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return False
+
+
+if __name__ == "__main__":
+    main()
