@@ -118,7 +118,7 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Where requests may take media from, beside their own bodies."""
+    """Where requests may take media from, beside their own bodies, and what decodes them."""
 
     PANEL: ClassVar[str] = "Remote and local media"
     media_host: list[str] = option(
@@ -126,6 +126,24 @@ class MediaOptions:
     )
     media_http: bool = option(False, "Also from http URLs of these hosts.", "--media-http")
     media_path: list[Path] = option([], "Read media files below this folder. Repeatable.", metavar="DIR")
+    decode_processes: int | None = option(
+        None,
+        "Processes that decode media; default: one for each core, 2 to 16. 0: the service itself, which a hostile file "
+        "can stop.",
+        min=0,
+        max=256,
+        metavar="N",
+    )
+
+    def processes(self) -> int:
+        """How many processes decode media."""
+        from omnistage.media.decode_pool import default_processes
+
+        if self.decode_processes is None:
+            return default_processes()
+        if self.decode_processes and not default_processes():
+            raise InvalidRequestError("is not supported on this system; leave it out", param="--decode-processes")
+        return self.decode_processes
 
     def overrides(self) -> list[str]:
         """As settings that stand above everything else."""
@@ -207,6 +225,7 @@ def serve(
         from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
+    from omnistage.media.decode_pool import decode_processes
     from omnistage.server.moderation.filters import make_filter
     from omnistage.server.service import Service
 
@@ -225,15 +244,16 @@ def serve(
     )
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
     try:
-        run(
-            app,
-            service,
-            load,
-            host=options.host,
-            port=options.port,
-            drain_seconds=options.drain_seconds,
-            notify=_notify,
-        )
+        with decode_processes(media.processes()):
+            run(
+                app,
+                service,
+                load,
+                host=options.host,
+                port=options.port,
+                drain_seconds=options.drain_seconds,
+                notify=_notify,
+            )
     finally:
         if tracing is not None:
             tracing.close()

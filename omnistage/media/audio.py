@@ -12,9 +12,11 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from omnistage.core.cancellation import current_cancellation
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.container import check_decoder, open_container
+from omnistage.media.decode_pool import active_decode_pool
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 
@@ -40,7 +42,8 @@ def decode_audio(
     `source` is what `load_bytes` takes, a clip, or `(samples, rate)` with samples `[n]` or `[n, channels]`, float
     or int16/int32. Channels are averaged. `format="pcm16"` means headerless 16-bit little-endian mono at 24 kHz; any
     other container is recognised by its content. Audio longer than `limits.max_audio_seconds` is refused from its
-    header, or as soon as decoding passes the limit.
+    header, or as soon as decoding passes the limit. Encoded audio is decoded in another process where
+    `use_decode_pool` has set that up.
     """
     if target_rate is not None:
         _check_rate(target_rate, InvalidRequestError)
@@ -54,6 +57,15 @@ def decode_audio(
         if len(data) % 2:
             raise MediaError(f"pcm16 audio has an odd number of bytes ({len(data)}); send whole 16-bit samples")
         return _from_array(np.frombuffer(data, dtype="<i2"), PCM16_RATE, target_rate, seconds)
+    pool = active_decode_pool()
+    if pool is not None:
+        return pool.decode_audio(data, limits, target_rate)
+    return decode_audio_bytes(data, limits, target_rate)
+
+
+def decode_audio_bytes(data: bytes, limits: MediaLimits, target_rate: int | None) -> AudioClip:
+    """Decode an audio file in this process."""
+    seconds = limits.max_audio_seconds
     _check_seconds(_wav_header_seconds(data), seconds)
     file = _open_soundfile(data)
     if file is not None:
@@ -135,7 +147,9 @@ def _collect(
     resampler = StreamResampler(rate, rate if target_rate is None else target_rate)
     done: list[NDArray[np.float32]] = []
     count = 0
+    cancellation = current_cancellation()
     for block in blocks:
+        cancellation.check()
         count += len(block)
         _check_seconds(count / rate, max_seconds)
         mono = _to_mono(block)

@@ -1,6 +1,6 @@
-"""The context of one request's media: an inspector of decoded items.
+"""The context of one request's media: an inspector of decoded items, and whose request it is.
 
-Media are read and decoded in worker threads, which inherit this context variable.
+Media are read and decoded in worker threads, which inherit these context variables.
 """
 
 from __future__ import annotations
@@ -36,3 +36,20 @@ def notify_inspector(decoded: Decoded) -> None:
     inspector = _INSPECTOR.get()
     if inspector is not None:
         inspector(decoded)
+
+
+_OWNER: ContextVar[str | None] = ContextVar("omnistage_media_owner", default=None)
+
+
+@contextmanager
+def decode_for(owner: str | None) -> Iterator[None]:
+    """Media that are decoded in the block belong to this owner, who gets no more than a share of the processes."""
+    token = _OWNER.set(owner)
+    try:
+        yield
+    finally:
+        _OWNER.reset(token)
+
+
+def current_owner() -> str | None:
+    return _OWNER.get()

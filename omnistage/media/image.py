@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.decode_pool import active_decode_pool
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 
@@ -33,6 +34,9 @@ _DECODE_ERRORS = (
 )
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _ORIENTATION_TAG = 0x0112
+_JPEG, _SCAN, _JPEG_END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+"""Not zeros that follow a data byte, nor markers without a segment: TEM, RSTn, SOI."""
 
 
 def decode_image(source: ImageSource, limits: MediaLimits) -> Image.Image:
@@ -41,6 +45,7 @@ def decode_image(source: ImageSource, limits: MediaLimits) -> Image.Image:
     EXIF orientation is applied, transparency is laid over white, an animation gives its first frame. Arrays are
     `[h, w]` or `[h, w, 1|3|4]`, `uint8` or floats in 0..1. Size and aspect are checked from the header, before
     any pixel is decoded. Raises `MediaError` for what does not decode, `LimitExceededError` for what is too big.
+    Encoded images are decoded in another process where `use_decode_pool` has set that up.
     """
     if isinstance(source, np.ndarray):
         return _from_array(source, limits)
@@ -48,8 +53,16 @@ def decode_image(source: ImageSource, limits: MediaLimits) -> Image.Image:
         _check_size(*source.size, limits)
         return _convert(source)
     data = load_bytes(source, limits)
+    pool = active_decode_pool()
+    return decode_image_bytes(data, limits) if pool is None else pool.decode_image(data, limits)
+
+
+def decode_image_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
+    """Decode an encoded image in this process."""
     with _open(data, limits) as image:
         _check_size(*image.size, limits)
+        if data.startswith(_JPEG):
+            _check_scans(data, limits.max_image_scans)
         return _convert(image)
 
 
@@ -73,6 +86,19 @@ def _check_size(width: int, height: int, limits: MediaLimits) -> None:
         raise LimitExceededError(
             f"image of {width}x{height} has an aspect ratio over the limit of {limits.max_image_aspect:g}; crop it"
         )
+
+
+def _check_scans(data: bytes, max_scans: int) -> None:
+    """Refuse a JPEG by the number of its scans, from its markers; those of a thumbnail inside of it do not count."""
+    if data.count(_SCAN) <= max_scans:
+        return
+    scans, position = 0, 2
+    while (found := _JPEG_MARKER.search(data, position)) is not None and found.group() != _JPEG_END:
+        scans += found.group() == _SCAN
+        if scans > max_scans:
+            raise LimitExceededError(f"JPEG with over {max_scans} scans, the limit; save it with fewer, or as PNG")
+        position = found.end()
+        position += int.from_bytes(data[position : position + 2], "big")  # every other marker begins a segment
 
 
 def _too_many_pixels(pixels: str, limits: MediaLimits) -> LimitExceededError:

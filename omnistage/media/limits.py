@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from omnistage.media.hosts import HostRule
 
 MIB = 1024 * 1024
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
 
 class MediaLimits(BaseModel):
@@ -49,6 +51,10 @@ class MediaLimits(BaseModel):
     max_image_aspect: float = Field(
         default=200.0, ge=1.0, description="Largest ratio of an image's longer side to its shorter side."
     )
+    max_image_scans: PositiveInt = Field(
+        default=100,
+        description="Maximum of scans of a progressive JPEG, each of which goes over the whole image; most have 10.",
+    )
 
     max_audio_seconds: PositiveFloat = Field(
         default=1800.0, description="Maximum duration of an audio clip, by its header and again while decoding."
@@ -69,6 +75,22 @@ class MediaLimits(BaseModel):
             "Maximum of pixels held for one video, over all sampled frames (3 bytes each). Frames are scaled down, "
             "keeping their aspect, to stay within it."
         ),
+    )
+
+    max_decode_seconds: PositiveFloat = Field(
+        default=30.0,
+        description=(
+            "Maximum of processor time for decoding one image or audio clip. This and the next two are for media that "
+            "are decoded in processes of their own, as `omnistage serve` does."
+        ),
+    )
+    max_video_decode_seconds: PositiveFloat = Field(
+        default=300.0, description="The same for one video, over all of its decoder's threads."
+    )
+    max_decode_memory: int = Field(
+        default=4096 * MIB,
+        ge=64 * MIB,
+        description="Maximum of memory in bytes for decoding one item, its decoded form included.",
     )
 
     allow_urls: bool = Field(default=False, description="Whether URLs are fetched.")
@@ -92,6 +114,10 @@ class MediaLimits(BaseModel):
         default=(),
         description="Folders that files must lie in once symbolic links are resolved; empty means any folder.",
     )
+
+    def decode_seconds(self, kind: MediaKind) -> float:
+        """Processor time for decoding one item."""
+        return self.max_video_decode_seconds if kind == "video" else self.max_decode_seconds
 
     @field_validator("url_hosts")
     @classmethod

@@ -14,10 +14,12 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
+from omnistage.core.cancellation import current_cancellation
 from omnistage.core.clips import VideoClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.audio import decode_audio_track
 from omnistage.media.container import check_decoder, open_container
+from omnistage.media.decode_pool import active_decode_pool
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 
@@ -60,7 +62,8 @@ def decode_video(
     The number of frames is even (but for a video of one frame) and they are evenly spaced from the first to the
     last. `source` is what `load_bytes` takes, a clip (checked, and returned as it is) or `(frames, fps)` with
     frames uint8 `[n, h, w, 3]`. `with_audio` also decodes the first audio track; `audio` stays None where the
-    video has none. Length and frame size are checked before decoding, and again while it goes on.
+    video has none. Length and frame size are checked before decoding, and again while it goes on. Encoded videos are
+    decoded in another process where `use_decode_pool` has set that up.
     """
     sampling = _sampling(fps, min_frames, max_frames, limits)
     if isinstance(source, VideoClip):
@@ -70,6 +73,22 @@ def decode_video(
     if isinstance(source, tuple):
         return _sample_array(source, sampling, limits)
     data = load_bytes(source, limits)
+    pool = active_decode_pool()
+    decode = decode_video_bytes if pool is None else pool.decode_video
+    return decode(data, limits, fps, max_frames, min_frames, with_audio, audio_rate)
+
+
+def decode_video_bytes(
+    data: bytes,
+    limits: MediaLimits,
+    fps: float,
+    max_frames: int | None,
+    min_frames: int,
+    with_audio: bool,
+    audio_rate: int,
+) -> VideoClip:
+    """Decode a video file in this process."""
+    sampling = _sampling(fps, min_frames, max_frames, limits)
     total, source_fps = _measure(data, limits)
     seconds = float(total / source_fps)
     frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits)
@@ -110,7 +129,9 @@ def _measure(data: bytes, limits: MediaLimits) -> tuple[int, Fraction]:
         max_packets = math.ceil(limits.max_video_seconds * _MAX_SOURCE_FPS)
         total = 0
         # Counted: the header's number may be missing or wrong.
+        cancellation = current_cancellation()
         for packet in container.demux(stream):
+            cancellation.check()
             if not packet.size:
                 continue
             total += 1
@@ -134,7 +155,9 @@ def _keep(
 ) -> tuple[NDArray[np.uint8] | None, int]:
     frames: NDArray[np.uint8] | None = None
     width = height = turns = done = position = 0
+    cancellation = current_cancellation()
     for frame in decoded:
+        cancellation.check()
         _check_frame_size(frame.width, frame.height, limits)
         if indices[done] == position:
             if frames is None:

@@ -25,6 +25,7 @@ from omnistage.core.errors import (
 from omnistage.core.params import StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
+from omnistage.media.context import decode_for
 from omnistage.omni import AsyncOmni, OutputStream
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
@@ -194,7 +195,7 @@ class Service:
             _remember(self._holders, request_id, holder.name)  # before it is prepared, so that it can be aborted then
             if record.tag is not None:
                 _remember(self._tagged, (holder.name, record.tag), request_id)
-            with cancellation_scope(preparation):
+            with cancellation_scope(preparation), self.decoding(holder):
                 if self._content_filter is None:
                     stream = await model.omni.start(prompt, params, options, request_id)
                 else:
@@ -211,10 +212,19 @@ class Service:
                     if self.tracing is not None:
                         self.tracing.stages(model.name, trace)
 
+    def decoding(self, holder: Holder) -> contextlib.AbstractContextManager[None]:
+        """Media that are decoded in the block are the holder's; without keys nobody can be told from anybody."""
+        return decode_for(holder.name if self.keyring.required else None)
+
     @contextlib.contextmanager
-    def run_without_stages(self, holder: Holder, model: ServedModel) -> Iterator[RequestFilter | None]:
-        """Work of a key's holder that counts as a request but runs no stage. Gives its filter, if there is one."""
-        with self._admitted(holder, model) as record:
+    def run_without_stages(
+        self, holder: Holder, model: ServedModel, preparation: Cancellation
+    ) -> Iterator[RequestFilter | None]:
+        """Work of a key's holder that counts as a request but runs no stage. Gives its filter, if there is one.
+
+        It counts until the work for `preparation` has ended, too.
+        """
+        with self._admitted(holder, model, preparation) as record:
             if self._content_filter is None:
                 yield None
                 return
@@ -222,11 +232,8 @@ class Service:
                 yield request_filter
 
     @contextlib.contextmanager
-    def _admitted(
-        self, holder: Holder, model: ServedModel, preparation: Cancellation | None = None
-    ) -> Iterator[AuditRecord]:
+    def _admitted(self, holder: Holder, model: ServedModel, preparation: Cancellation) -> Iterator[AuditRecord]:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
-        preparation = preparation or Cancellation()
         current = CURRENT_RECORD.get()
         with contextlib.nullcontext(current) if current is not None and not current.closed else _background() as record:
             record.who, record.model = holder.name, model.name

@@ -20,11 +20,16 @@ Rename = Callable[[str], str] | Mapping[str, str]
 async def final_output(running: Running) -> OmniRequestOutput:
     """Run a request to its end. Raises its error; a client that leaves meanwhile cancels this task."""
     async with running as stream:
-        async for item in stream:
-            if item.final is not None:
-                if item.final.error is not None:
-                    raise item.final.error
-                return item.final
+        return await final_of(stream)
+
+
+async def final_of(stream: OutputStream) -> OmniRequestOutput:
+    """The output of a running request at its end. Raises its error."""
+    async for item in stream:
+        if item.final is not None:
+            if item.final.error is not None:
+                raise item.final.error
+            return item.final
     raise StageError("the request ended without its last item")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
@@ -18,6 +19,7 @@ from omnistage.core.errors import (
 from omnistage.core.failures import log_defect
 from omnistage.core.types import Modality
 from omnistage.media.image import decode_image
+from omnistage.pipeline.preparation import prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.realtime import events
@@ -313,11 +315,16 @@ class Session:
                 if Modality.IMAGE not in omni.processor.input_modalities:
                     raise UnsupportedModalityError("this model has no image input; send text", param=part_path)
                 try:
-                    await asyncio.to_thread(decode_image, part.url, omni.media_limits)
+                    await self._check_image(part)
                 except InvalidRequestError as error:
                     error.param = f"{part_path}.image_url"
                     raise
         return item
+
+    async def _check_image(self, part: Image) -> None:
+        """Decode an image as a response would; a client that leaves ends it."""
+        with cancellation_scope(Cancellation()) as cancellation, self._service.decoding(self._holder):
+            await prepare(lambda: decode_image(part.url, self.model.omni.media_limits), cancellation, long=True)
 
     async def _retrieve_item(self, event: events.ItemEvent) -> None:
         item = self.conversation.get(event.item_id)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import DeadlineExceededError, InvalidRequestError
 from omnistage.core.family import AudioLimits, Transcriber
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
+from omnistage.pipeline.preparation import prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.moderation.filters import AnswerText, PromptText, Redact, Refuse, RequestFilter
 from omnistage.server.service import ServedModel, Service
 
 if TYPE_CHECKING:
+    from omnistage.core.clips import AudioClip
     from omnistage.media.context import Decoded
 
 TIMED_OUT = "the timeout passed before the transcription was complete; allow more time"
@@ -41,27 +44,33 @@ async def transcribe(
     if timeout is not None and timeout <= 0:
         raise InvalidRequestError("must be a number of seconds above 0", param="timeout")
     limits = _limits(model)
+    preparation = Cancellation(None if timeout is None else time.monotonic() + timeout)
     with contextlib.ExitStack() as resources:
-        request_filter = resources.enter_context(service.run_without_stages(holder, model))
+        request_filter = resources.enter_context(service.run_without_stages(holder, model, preparation))
 
         def inspect(media: Decoded) -> None:
             if request_filter is not None and isinstance(request_filter.check_media(media), Refuse | Redact):
                 raise ContentFilterError("the content filter refuses this; send another", param="file")
 
-        def work(over: threading.Event) -> Transcript:
+        def decode() -> AudioClip:
             with inspect_media(inspect):
                 clip = decode_audio(data, limits, transcriber.audio_sample_rate)
                 notify_inspector(clip)
-            return Transcript(transcriber.transcribe(clip, over.is_set), clip.seconds)
+            return clip
 
         try:
-            async with asyncio.timeout(timeout):
-                transcript = await service.transcribe_workers.run(work, resources)
-        except TimeoutError as error:
+            with cancellation_scope(preparation), service.decoding(holder):
+                clip = await prepare(decode, preparation, long=True)
+            async with asyncio.timeout(preparation.remaining()):
+                text = await service.transcribe_workers.run(
+                    lambda over: transcriber.transcribe(clip, over.is_set), resources
+                )
+        except (TimeoutError, DeadlineExceededError) as error:
             raise DeadlineExceededError(TIMED_OUT, param="timeout") from error
         except InvalidRequestError as error:
             error.param = "file"
             raise
+        transcript = Transcript(text, clip.seconds)
         return transcript if request_filter is None else await _filtered(request_filter, transcript)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated, Literal, NotRequired
 
@@ -11,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field, field_validator
 from typing_extensions import TypedDict
 
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
     CancelledRequestError,
     DeadlineExceededError,
@@ -25,6 +25,7 @@ from omnistage.core.types import FinishReason
 from omnistage.media.audio import decode_audio
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
+from omnistage.pipeline.preparation import prepare
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
@@ -34,7 +35,7 @@ from omnistage.server.openai.audio.transcriber import TIMED_OUT, Transcript, tra
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import final_output, renaming
+from omnistage.server.openai.running import final_of, renaming
 
 router = APIRouter()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
@@ -185,12 +186,15 @@ async def transcriptions(
                         yield event(data)
 
         return await stream_response(events())
-    final = await final_output(running)
-    if (failure := _failure(final)) is not None:
-        raise failure
     seconds = 0.0
-    if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
-        seconds = (await asyncio.to_thread(decode_audio, data, served.omni.media_limits)).seconds
+    async with running as stream:
+        final = await final_of(stream)
+        if (failure := _failure(final)) is not None:
+            raise failure
+        if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
+            with cancellation_scope(Cancellation()) as cancellation, service.decoding(holder):
+                clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, long=True)
+            seconds = clip.seconds
     # The language is what the client said: it is not recognised.
     return _whole(form, final.text.strip(), _usage(final.usage), form.language or "", seconds)
 

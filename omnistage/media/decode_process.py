@@ -1,0 +1,155 @@
+"""One process that decodes media, seen from the service: it can be killed at any time."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+from pydantic import ValidationError
+
+from omnistage.media.decode_protocol import (
+    ANSWERS,
+    MAX_LINE_BYTES,
+    Answer,
+    Task,
+    memory_file,
+    read_all,
+    release,
+    write_all,
+)
+from omnistage.media.limits import MIB
+
+MAX_ITEMS = 5_000
+"""A process is replaced after so many, whatever libraries have leaked by then."""
+_ENVIRONMENT = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT")
+
+
+class ProcessEndedError(Exception):
+    """The process ended without an answer; `code` is its exit code, the negative number of a signal."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the decoding process ended with code {code}")
+        self.code = code
+
+
+class DecodeProcess:
+    """Used by one thread at a time, except for `kill`."""
+
+    def __init__(self) -> None:
+        self._input, self._output = memory_file(), memory_file()
+        files = (self._input.fileno(), self._output.fileno())
+        task_end, self._tasks = os.pipe()
+        self._answers, answer_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "omnistage.media.decode_worker", *map(str, files)],
+                stdin=task_end,
+                stdout=answer_end,
+                pass_fds=files,
+                env=_environment(),
+                cwd="/",
+            )
+        except OSError:
+            self._close_files()
+            raise
+        finally:
+            os.close(task_end)
+            os.close(answer_end)
+        self._items = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it can decode another item."""
+        return self._process.poll() is None and self._items < MAX_ITEMS
+
+    def decode(self, task: Task, data: bytes, seconds: float) -> Answer:
+        """What the process answers; what it decoded is read by `read`, then `release` gives back its memory.
+
+        Raises `ProcessEndedError` where it ended, `TimeoutError` where there is no answer within `seconds`; it can only
+        be closed then.
+        """
+        self._items += 1
+        try:
+            self._input.seek(0)
+            write_all(self._input, memoryview(data))
+            os.write(self._tasks, task.model_dump_json().encode() + b"\n")  # far less than a pipe holds
+            line = self._read_line(seconds)
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise ProcessEndedError(self._process.wait())
+        self._output.seek(0)
+        try:
+            return ANSWERS.validate_json(line)
+        except ValidationError:  # whatever wrote this is not our code any longer
+            self.kill()
+            raise ProcessEndedError(0) from None
+
+    def _read_line(self, seconds: float) -> bytes:
+        """The line that answers a task; empty where the process ended."""
+        end = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        line = b""
+        while not line.endswith(b"\n"):
+            if not poll.poll(max(end - time.monotonic(), 0.0) * 1000):
+                raise TimeoutError
+            piece = os.read(self._answers, MAX_LINE_BYTES)
+            if not piece or len(line) + len(piece) > MAX_LINE_BYTES:
+                self.kill()
+                return b""
+            line += piece
+        return line
+
+    def read(self, nbytes: int) -> bytearray:
+        """The next bytes of what was decoded. Raises `ProcessEndedError` where there are fewer."""
+        if nbytes > os.fstat(self._output.fileno()).st_size - self._output.tell():  # before memory is taken for it
+            raise ProcessEndedError(0)
+        buffer = bytearray(nbytes)
+        if not read_all(self._output, memoryview(buffer)):
+            raise ProcessEndedError(0)
+        return buffer
+
+    def release(self) -> None:
+        """Give back the memory of a large item."""
+        release(self._input)
+        release(self._output)
+
+    def kill(self) -> None:
+        """End it, from any thread; `decode` raises then."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it and free all that it held."""
+        self._process.kill()
+        self._process.wait()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in (self._input, self._output):
+            file.close()
+        for descriptor in (self._tasks, self._answers):
+            os.close(descriptor)
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the service's own variables, which may hold keys, but what an interpreter needs to start."""
+    return {
+        **{name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+        # Memory of ordinary items is kept for the next one: taking it from the system takes longer than decoding.
+        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
+        "MALLOC_TRIM_THRESHOLD_": str(64 * MIB),
+        "PILLOW_BLOCKS_MAX": "2",
+    }

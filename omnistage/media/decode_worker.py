@@ -1,0 +1,150 @@
+"""A process that decodes media, one item after the other: `python -m omnistage.media.decode_worker INPUT OUTPUT`.
+
+It is started by `decode_process`, reads tasks from its standard input and answers on its standard output. `INPUT` and
+`OUTPUT` are the file descriptors of the two files that items and results go through.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import OmniError
+from omnistage.media.audio import decode_audio_bytes
+from omnistage.media.decode_protocol import (
+    Answer,
+    AudioAnswer,
+    AudioJob,
+    Decoded,
+    DefectAnswer,
+    ErrorAnswer,
+    ImageAnswer,
+    ImageJob,
+    MemoryAnswer,
+    Task,
+    VideoAnswer,
+    read_all,
+    write_all,
+)
+from omnistage.media.image import decode_image_bytes
+from omnistage.media.video import decode_video_bytes
+
+_MAX_OPEN_FILES = 64
+_NICENESS = 5
+"""On busy cores the service itself has three times the share of such a process."""
+_STATM = Path("/proc/self/statm")
+
+
+def main(arguments: list[str]) -> None:
+    source, target = (FileIO(int(descriptor), "r+b") for descriptor in arguments)
+    tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    _restrict()
+    _end_with_parent(tasks.fileno())
+    base = _address_space()
+    while line := tasks.readline():
+        task = Task.model_validate_json(line)
+        _limit_item(task, base)
+        answers.write(_answer(task, source, target).model_dump_json().encode() + b"\n")
+        answers.flush()
+
+
+def _restrict() -> None:
+    """Give up what decoding does not need."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes: the service decides
+    with open(os.devnull, "r+b") as null:  # libraries write about the items to their standard error
+        for descriptor in (0, 1, 2):
+            os.dup2(null.fileno(), descriptor)
+    os.nice(_NICENESS)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    _set_limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End at once when nobody holds the other end of this pipe any longer; the main thread may be decoding then."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, 0)  # only that it was closed
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _limit_item(task: Task, base: int | None) -> None:
+    """What the next item may use; time and memory of those before it are not its own."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = usage.ru_utime + usage.ru_stime + task.limits.decode_seconds(task.job.kind)
+    _set_limit(resource.RLIMIT_CPU, math.ceil(seconds))
+    _set_limit(resource.RLIMIT_FSIZE, task.limits.max_decode_memory)
+    if base is not None:
+        _set_limit(resource.RLIMIT_AS, base + task.limits.max_decode_memory)
+
+
+def _set_limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    with suppress(ValueError, OSError):  # macOS takes not all of them
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _address_space() -> int | None:
+    """Bytes of address space in use, where the system says so and limits it."""
+    if not _STATM.exists():
+        return None
+    return int(_STATM.read_text().split()[0]) * resource.getpagesize()
+
+
+def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
+    """Decode an item into the output file."""
+    try:
+        data = bytearray(task.size)
+        source.seek(0)
+        if not read_all(source, memoryview(data)):
+            raise EOFError("the input file is shorter than its item")
+        target.seek(0)
+        return _decode(task, bytes(data), target)
+    except OmniError as error:
+        return ErrorAnswer(error=type(error).__name__, message=error.message, param=error.param)
+    except MemoryError:
+        return MemoryAnswer()
+    except Exception as error:  # the boundary of the process: whatever a library raises ends this item only
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:  # of the output file
+            return MemoryAnswer()
+        return DefectAnswer(error=type(error).__name__, frames="".join(traceback.format_tb(error.__traceback__)))
+
+
+def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
+    job, limits = task.job, task.limits
+    if isinstance(job, ImageJob):
+        image = decode_image_bytes(data, limits)
+        write_all(target, memoryview(image.tobytes()))
+        return ImageAnswer(width=image.width, height=image.height)
+    if isinstance(job, AudioJob):
+        return _write_audio(decode_audio_bytes(data, limits, job.target_rate), target)
+    clip = decode_video_bytes(data, limits, job.fps, job.max_frames, job.min_frames, job.with_audio, job.audio_rate)
+    frames, height, width, _ = clip.frames.shape
+    write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
+    audio = None if clip.audio is None else _write_audio(clip.audio, target)
+    return VideoAnswer(frames=frames, width=width, height=height, fps=clip.fps, seconds=clip.seconds, audio=audio)
+
+
+def _write_audio(clip: AudioClip, target: FileIO) -> AudioAnswer:
+    write_all(target, np.ascontiguousarray(clip.samples).data.cast("B"))
+    return AudioAnswer(samples=len(clip.samples), rate=clip.sample_rate)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
