@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from omnistage.core.errors import InvalidRequestError
-from omnistage.server.openai.base import check_readable
+from omnistage.server.http.json_body import check_readable
 from tests.server.harness import Running
 
 HALF = "\ud800"

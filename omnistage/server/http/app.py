@@ -13,6 +13,7 @@ from omnistage.server.access.middleware import AccessMiddleware
 from omnistage.server.http import errors, openapi
 from omnistage.server.http.body_limits import BodyLimit
 from omnistage.server.http.connection import Exchange
+from omnistage.server.http.json_body import JsonLimits
 from omnistage.server.observe import live, status
 from omnistage.server.openai import completions, images
 from omnistage.server.openai.audio import speech, transcriptions
@@ -24,6 +25,7 @@ from omnistage.server.realtime import route as realtime
 from omnistage.server.service import Service
 
 DEFAULT_MAX_BODY = 64 * 2**20
+DEFAULT_JSON_LIMITS = JsonLimits()
 DEFAULT_STALL_SECONDS = 60.0
 
 
@@ -31,6 +33,7 @@ def create_app(
     service: Service,
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY,
+    json_limits: JsonLimits = DEFAULT_JSON_LIMITS,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     cors: Sequence[str] = (),
     allowed_hosts: Sequence[str] | None = None,
@@ -43,6 +46,7 @@ def create_app(
     app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
+    app.state.json_limits = json_limits
     app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
     errors.install(app)
     openapi.install(app)

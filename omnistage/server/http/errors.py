@@ -8,6 +8,7 @@ from typing import Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
@@ -170,16 +171,23 @@ def body_kind(content_type: str | None) -> Literal["json", "form"] | None:
 
 NOT_JSON = "the body is not valid JSON; check it"
 FIELD_WORDS = {"extra_forbidden": "there is no such field; leave it out"}
+_NOT_AN_OBJECT = "the body must be a JSON object; send one with the fields that this endpoint takes"
 _ABOUT_FIELDS = ("value_error", "field_error")
 """Problems that pydantic reports for a whole body and that are about some of its fields."""
 
 
+def invalid_body(error: ValidationError, values: object) -> InvalidRequestError:
+    """400 with the field's path for the first problem that pydantic found in the values of a JSON body."""
+    problem = first_problem(error, values, words=FIELD_WORDS)
+    if not isinstance(values, dict):
+        return InvalidRequestError(_NOT_AN_OBJECT)
+    return problem.error()
+
+
 def _invalid_request(error: RequestValidationError, content_type: str | None) -> InvalidRequestError:
-    """400 with the field's path for the first problem that pydantic found."""
+    """The same for what FastAPI validates: forms, parameters in path and query, bodies that are not JSON."""
     problems, body = error.errors(), error.body
     kind, (place, *steps) = problems[0]["type"], problems[0]["loc"]
-    if kind == "json_invalid":
-        return InvalidRequestError(NOT_JSON)
     if isinstance(body, FormData) and not body and body_kind(content_type) != "form":
         return InvalidRequestError("the body is not sent as a form; send Content-Type: multipart/form-data")
     if place == "body" and not steps and kind not in _ABOUT_FIELDS:
@@ -197,4 +205,4 @@ def _whole_body(body: object, content_type: str | None) -> str:
         return "the body is missing; send a JSON object, with Content-Type: application/json"
     if body_kind(content_type) != "json":
         return "the body is not sent as JSON; send Content-Type: application/json"
-    return "the body must be a JSON object; send one with the fields that this endpoint takes"
+    return _NOT_AN_OBJECT

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from functools import cache
+from typing import Annotated
 
-from omnistage.core.errors import InvalidRequestError
-from omnistage.core.validation import field_path, is_utf8
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, model_validator
 
-_MAX_DEPTH = 100
-"""Deeper than any schema or message is; much deeper breaks every function that walks through it."""
+MAX_METADATA = 16
+"""As with OpenAI."""
+MAX_MODALITIES = 8
+_MAX_OPTIONS = 64
 
 
 class WireModel(BaseModel):
@@ -18,9 +20,19 @@ class WireModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_readable(cls, data: object) -> object:
-        check_readable(data)
-        return data
+    def _one_unknown_field(cls, data: object) -> object:
+        """Drop all unknown fields but one, which is enough to refuse them: pydantic would keep an error for each."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = _field_names(cls)
+        unknown = next(name for name in data if name not in known)
+        return {name: data[name] for name in (*known, unknown) if name in data}
+
+
+@cache
+def _field_names(model: type[BaseModel]) -> tuple[str, ...]:
+    """As clients write them."""
+    return tuple(field.alias or name for name, field in model.model_fields.items())
 
 
 def only(*values: object, why: str) -> BeforeValidator:
@@ -34,37 +46,22 @@ def only(*values: object, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_Place = tuple["_Place", str | int] | None
-"""Where a value is: the place around it and its key there."""
+def max_items(limit: int) -> BeforeValidator:
+    """For lists and objects: counted before pydantic visits the items, as it would keep an error for each."""
+
+    def check(value: object) -> object:
+        check_items(value, limit)
+        return value
+
+    return BeforeValidator(check)
 
 
-def check_readable(data: object) -> None:
-    """Raise for JSON that is nested too deeply, or has strings that are not text, wherever they are."""
-    left: list[tuple[object, _Place, int]] = [(data, None, 0)]
-    while left:
-        value, place, depth = left.pop()
-        if isinstance(value, str):
-            if not value.isascii() and not is_utf8(value):
-                raise InvalidRequestError(
-                    "contains half of a surrogate pair, which is not text; remove it", param=_path(place)
-                )
-            continue
-        if not isinstance(value, dict | list):
-            continue
-        if depth == _MAX_DEPTH:
-            raise InvalidRequestError(f"is nested more than {_MAX_DEPTH} levels deep; flatten it", param=_path(place))
-        if isinstance(value, dict):
-            for key, item in value.items():
-                left += ((key, place, depth), (item, (place, str(key)), depth + 1))
-        else:
-            left += [(item, (place, index), depth + 1) for index, item in enumerate(value)]
+def check_items(value: object, limit: int) -> None:
+    """Raise `ValueError` for a list or an object of more than `limit` items."""
+    if isinstance(value, list | tuple | dict) and len(value) > limit:
+        raise ValueError(f"has {len(value)} items, and may have {limit}; send fewer")
 
 
-def _path(place: _Place) -> str | None:
-    keys: list[str | int] = []
-    while place is not None:
-        place, key = place
-        keys.append(key)
-    # A few are enough to find it, and keys are the client's text.
-    shown = [key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]]
-    return field_path(shown) or None
+Metadata = Annotated[dict[str, str], max_items(MAX_METADATA)]
+IgnoredOptions = Annotated[dict[str, JsonValue], max_items(_MAX_OPTIONS)]
+"""Of an object without effect."""

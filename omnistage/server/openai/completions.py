@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
@@ -25,14 +25,29 @@ from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.request_models import SamplingFields
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
 from omnistage.server.openai.running import renaming, text_stage
 from omnistage.server.service import ServedModel, Service
 
-router = APIRouter()
+router = api_router()
 _MAX_PROMPTS = 64
+
+
+def _check_prompts(value: object) -> object:
+    """Refuse a list before pydantic visits the items. Token ids are bounded by the values that a body may have."""
+    if not isinstance(value, list):
+        return value
+    kinds = set(map(type, value))
+    if kinds != {int} and len(value) > _MAX_PROMPTS:
+        raise LimitExceededError(f"{len(value)} prompts exceed the limit of {_MAX_PROMPTS}", param="prompt")
+    if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
+        return value
+    if kinds not in ({int}, {str}, set()):
+        raise ValueError("must be a text, token ids, or a list of either")
+    return value
 
 
 class CompletionRequest(SamplingFields):
@@ -41,7 +56,9 @@ class CompletionRequest(SamplingFields):
     not_exposed: ClassVar[frozenset[str]] = SamplingFields.not_exposed | {"structured"}
     derived: ClassVar[frozenset[str]] = frozenset()
 
-    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    prompt: Annotated[
+        str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...], BeforeValidator(_check_prompts)
+    ]
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
@@ -155,8 +172,6 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
         raise InvalidRequestError("is empty; send a text", param="prompt")
     if isinstance(prompt[0], int):
         return [OmniTokensPrompt(tuple(prompt))]
-    if len(prompt) > _MAX_PROMPTS:
-        raise LimitExceededError(f"{len(prompt)} prompts exceed the limit of {_MAX_PROMPTS}", param="prompt")
     return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in prompt]
 
 

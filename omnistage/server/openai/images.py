@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Annotated, Literal, NotRequired, Self
 
-from fastapi import APIRouter, Form, Request, Response, UploadFile
+from fastapi import Form, Request, Response, UploadFile
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
@@ -32,6 +32,7 @@ from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, NotFoundError, body_of
 from omnistage.server.http.openapi import bounds_of, response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
@@ -40,7 +41,7 @@ from omnistage.server.openai.response_models import TokenCounts
 from omnistage.server.openai.running import final_output, rename_param, renaming
 from omnistage.server.service import ServedModel, Service
 
-router = APIRouter()
+router = api_router()
 _FIELDS = {"images": "image", "width": "size", "height": "size"}
 """Fields as the engines name them, and as clients know them."""
 _FEW_STEPS = 4

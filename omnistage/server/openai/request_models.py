@@ -11,9 +11,11 @@ from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.validation import short_repr
 from omnistage.server.http.openapi import bounds_of
-from omnistage.server.openai.base import WireModel
+from omnistage.server.openai.base import WireModel, max_items
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+MAX_STOP = 64
+MAX_LOGIT_BIAS = 4096
 SIZE_PATTERN = r"^(auto|\d{2,5}x\d{2,5})$"
 
 
@@ -91,10 +93,10 @@ class SamplingFields(SamplesText):
     n: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: str | tuple[str, ...] | None = None
+    stop: Annotated[str | tuple[str, ...], max_items(MAX_STOP)] | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
-    logit_bias: dict[int, Finite] | None = None
+    logit_bias: Annotated[dict[int, Finite], max_items(MAX_LOGIT_BIAS)] | None = None
     seed: int | None = None
     user: str | None = None
     # Ours
@@ -103,7 +105,7 @@ class SamplingFields(SamplesText):
     repetition_penalty: Finite | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: Annotated[tuple[int, ...], max_items(MAX_STOP)] | None = None
     priority: int = 0
     timeout: Finite | None = None
 

@@ -14,15 +14,16 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
+from annotated_types import Len, MaxLen
 from pydantic import Field, field_validator
 from typing_extensions import TypedDict
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import StructuredOutput
 from omnistage.core.validation import short_repr
-from omnistage.server.openai.base import WireModel
+from omnistage.server.openai.base import WireModel, max_items
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -30,10 +31,12 @@ _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _MAX_WHITESPACE = 32
 """In a row, inside a call's arguments: a model that is constrained to JSON can otherwise go on with spaces for ever."""
 MAX_TOOLS = 128
+_MAX_KEYWORDS = 128
+"""At the top of a JSON schema. Its other levels are bounded by the values that a body may have."""
 
 # --------------------------------------------------------------------------------------------------- requests
 
-JsonSchema = dict[str, object]
+JsonSchema = Annotated[dict[str, object], max_items(_MAX_KEYWORDS)]
 
 
 class Function(WireModel):
@@ -91,7 +94,7 @@ class NamedChoice(ToolChoice):
 
 class AllowedTools(WireModel):
     mode: Literal["auto", "required"]
-    tools: tuple[NamedChoice, ...] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: Annotated[tuple[NamedChoice, ...], Len(1, MAX_TOOLS), max_items(MAX_TOOLS)]
 
 
 class AllowedChoice(ToolChoice):
@@ -153,7 +156,7 @@ class ToolRules(WireModel):
 class ToolFields(ToolRules):
     """The fields of a chat that are about tools."""
 
-    tools: tuple[Tool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[tuple[Tool, ...], MaxLen(MAX_TOOLS), max_items(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, ValidationError, model_validator
+from pydantic import BeforeValidator, ValidationError
 
 from omnistage.core.validation import first_problem
 from omnistage.server.openai.base import WireModel
@@ -26,16 +26,6 @@ ModelT = TypeVar("ModelT", bound="ClientModel")
 
 class ClientModel(WireModel):
     """The base of what clients send over the socket."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_readable(cls, data: object) -> object:
-        """Replaces the base's walk through all data, which `events.parse` has done once for the whole message."""
-        known = cls.model_fields
-        if not isinstance(data, dict) or len(data) <= len(known):
-            return data
-        unknown = next(name for name in data if name not in known)  # one is enough to refuse them all
-        return {name: data[name] for name in (*known, unknown) if name in data}
 
 
 def validate(model: type[ModelT], values: JsonObject, prefix: str = "") -> ModelT:

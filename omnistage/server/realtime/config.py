@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import AudioLimits
@@ -17,6 +17,7 @@ from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
 from omnistage.core.validation import short_repr
 from omnistage.server.openai.audio import capabilities
+from omnistage.server.openai.base import Metadata
 from omnistage.server.openai.responses.tools import FlatTool
 from omnistage.server.openai.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
 from omnistage.server.realtime.audio import RATES, FormatName
@@ -26,7 +27,6 @@ from omnistage.server.realtime.vad import require_vad, vad_available
 from omnistage.server.service import ServedModel
 
 MAX_INSTRUCTIONS = 200_000
-_MAX_METADATA = 16
 
 
 class AudioFormat(ClientModel):
@@ -185,19 +185,12 @@ class SessionConfig(ResponseConfig):
         return {**data, "id": session_id, "object": "realtime.session"}
 
 
-def _check_pairs(value: object) -> object:
-    """Counts the pairs before each is validated."""
-    if isinstance(value, dict) and len(value) > _MAX_METADATA:
-        raise ValueError(f"has {len(value)} pairs, and may have {_MAX_METADATA}; leave some out")
-    return value
-
-
 class ResponseOptions(ClientModel):
     """Fields of `response.create` that are not settings."""
 
     conversation: Literal["auto", "none"] = "auto"
     input: tuple[JsonObject, ...] | None = None
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_pairs)] = None
+    metadata: Metadata | None = None
 
 
 _NULL_IS_DEFAULT = ("instructions", "max_output_tokens", "tools", "tool_choice", "truncation")

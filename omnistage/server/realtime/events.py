@@ -9,7 +9,7 @@ from pydantic import Field
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
-from omnistage.server.openai.base import check_readable
+from omnistage.server.http.json_body import check_readable
 from omnistage.server.realtime.base import ClientModel, JsonObject, validate
 
 _MAX_ID_CHARS = 512

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Annotated, Literal, NotRequired
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -27,6 +27,7 @@ from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import body_of
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.audio.encode import CONTENT_TYPES, AudioWriter, audio_writer
 from omnistage.server.openai.base import WireModel, only
@@ -35,7 +36,7 @@ from omnistage.server.openai.response_models import TokenCounts, speech_tokens
 from omnistage.server.openai.running import Running
 from omnistage.server.service import ServedModel
 
-router = APIRouter()
+router = api_router()
 _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
 _MAX_READ_CHARS = 4096
 """As with OpenAI. A chat model is limited by its context instead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Annotated, Literal, NotRequired
 
-from fastapi import APIRouter, Form, Request, Response, UploadFile
+from fastapi import Form, Request, Response, UploadFile
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field, field_validator
 from typing_extensions import TypedDict
@@ -29,6 +29,7 @@ from omnistage.pipeline.preparation import prepare
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.audio.capabilities import require_audio_input
 from omnistage.server.openai.audio.transcriber import TIMED_OUT, Transcript, transcribe
@@ -37,7 +38,7 @@ from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import TokenCounts
 from omnistage.server.openai.running import final_of, renaming
 
-router = APIRouter()
+router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
 _MAX_TOKENS = 1_000_000

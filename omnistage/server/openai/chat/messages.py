@@ -9,7 +9,13 @@ from pydantic import AfterValidator, Field, SkipValidation
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from omnistage.server.openai.tools import ToolCall
+from omnistage.core.validation import field_error
+from omnistage.server.openai.base import check_items, max_items
+from omnistage.server.openai.tools import MAX_TOOLS, ToolCall
+
+MAX_MESSAGES = 16_384
+_MAX_ITEMS = {"content": 1024, "output": 1024, "tool_calls": MAX_TOOLS}
+"""Parts and calls of one message."""
 
 
 class UrlObject(TypedDict):
@@ -66,11 +72,18 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-def _is_object(value: object) -> object:
+def _has_bounds(value: object) -> object:
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "must be an object")
+    for field, limit in _MAX_ITEMS.items():
+        try:
+            check_items(value.get(field), limit)
+        except ValueError as error:
+            raise field_error(field, str(error)) from None
     return value
 
 
-UncheckedMessage = Annotated[Message, SkipValidation, AfterValidator(_is_object)]
-UncheckedMessages = Annotated[tuple[UncheckedMessage, ...], Field(json_schema_extra={"minItems": 1})]
+UncheckedMessage = Annotated[Message, SkipValidation, AfterValidator(_has_bounds)]
+UncheckedMessages = Annotated[
+    tuple[UncheckedMessage, ...], max_items(MAX_MESSAGES), Field(json_schema_extra={"minItems": 1})
+]

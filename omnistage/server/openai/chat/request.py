@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import DiffusionParams, SamplingParams, StructuredOutput
 from omnistage.core.validation import field_error
-from omnistage.server.openai.base import WireModel, only
+from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import UncheckedMessages
 from omnistage.server.openai.request_models import AudioOptions, SamplingFields
 from omnistage.server.openai.tools import JsonSchema, ToolFields
 
-Modalities = tuple[Literal["text", "audio", "image"], ...]
+_Drawing = Annotated[DiffusionParams, max_items(len(DiffusionParams.model_fields))]
+Modalities = Annotated[tuple[Literal["text", "audio", "image"], ...], max_items(MAX_MODALITIES)]
 NO_VIDEOS = "videos are made by jobs; use /v1/videos"
 _NOT_SUPPORTED = "parameter not supported; leave it out"
 _ERROR_PATHS = {
@@ -70,12 +71,12 @@ class ChatRequest(SamplingFields, ToolFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     # OpenAI's, without effect on the result
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, JsonValue] | None = Field(default=None, description="Prefixes are always reused.")
-    prediction: dict[str, JsonValue] | None = Field(default=None, description="Could only change the speed.")
+    prompt_cache_options: IgnoredOptions | None = Field(default=None, description="Prefixes are always reused.")
+    prediction: IgnoredOptions | None = Field(default=None, description="Could only change the speed.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     # OpenAI's, of which only the value that changes nothing is accepted
     store: Annotated[Literal[False] | None, only(False, why="responses are not stored; leave it out")] = None
@@ -88,7 +89,7 @@ class ChatRequest(SamplingFields, ToolFields):
     web_search_options: Annotated[object, only(why="web search is not supported; leave it out")] = None
     # Ours
     use_audio_in_video: bool = False
-    drawing: DiffusionParams | None = Field(default=None, description="For models that draw.")
+    drawing: _Drawing | None = Field(default=None, description="For models that draw.")
 
     @field_validator("modalities", mode="before")
     @classmethod

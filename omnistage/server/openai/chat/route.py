@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
@@ -12,6 +12,7 @@ from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
@@ -19,7 +20,7 @@ from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.running import final_output, renaming
 from omnistage.server.service import ServedModel
 
-router = APIRouter()
+router = api_router()
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=response_docs(ChatCompletion, events=ChatChunk))

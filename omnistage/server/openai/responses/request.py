@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.core.validation import field_error
 from omnistage.server.http.openapi import bounds_of
-from omnistage.server.openai.base import WireModel, only
-from omnistage.server.openai.chat.messages import UncheckedMessages
+from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
+from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
 from omnistage.server.openai.request_models import AudioOptions, Finite, SamplesText
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
 from omnistage.server.openai.tools import JsonSchema
@@ -70,6 +70,7 @@ class ResponseStreamOptions(WireModel):
     include_obfuscation: bool | None = None
 
 
+_MAX_INCLUDE = 32
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "file_search_call.results",
@@ -134,7 +135,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     }
 
     model: str
-    input: str | UncheckedMessages
+    input: Annotated[str | UncheckedMessages, max_items(MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: Finite | None = None
@@ -143,16 +144,16 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = TextOptions()
     # OpenAI's, without effect on the result
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, JsonValue] | None = Field(default=None, description="Prefixes are always reused.")
+    prompt_cache_options: IgnoredOptions | None = Field(default=None, description="Prefixes are always reused.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
     max_tool_calls: int | None = Field(default=None, description="Of tools that a service runs; there are none here.")
-    include: tuple[Includable, ...] | None = None
+    include: Annotated[tuple[Includable, ...], max_items(_MAX_INCLUDE)] | None = None
     # OpenAI's, of which only what changes nothing is accepted
     background: Annotated[
         Literal[False] | None, only(False, why="background responses are not supported; leave it out")
@@ -171,7 +172,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     access_programs: Annotated[object, only([], {}, why="access programs are not supported; leave it out")] = None
     context_management: Annotated[object, only([], {}, why="a conversation is never truncated; leave it out")] = None
     # Ours
-    modalities: tuple[Literal["text", "audio"], ...] | None = None
+    modalities: Annotated[tuple[Literal["text", "audio"], ...], max_items(MAX_MODALITIES)] | None = None
     audio: AudioOptions | None = None
     seed: int | None = None
     priority: int = 0

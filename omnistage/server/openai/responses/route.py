@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from omnistage.core.errors import InvalidRequestError
@@ -12,6 +12,7 @@ from omnistage.core.params import StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
@@ -19,7 +20,7 @@ from omnistage.server.openai.responses.response import ResponseEvent, ResponseOb
 from omnistage.server.openai.running import final_output, renaming, text_stage
 from omnistage.server.service import ServedModel
 
-router = APIRouter()
+router = api_router()
 
 
 @router.post("/v1/responses", response_model=None, responses=response_docs(ResponseObject, events=ResponseEvent))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from annotated_types import Len, MaxLen
+from pydantic import model_validator
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.validation import field_error, short_repr
+from omnistage.server.openai.base import max_items
 from omnistage.server.openai.tools import MAX_TOOLS, Function, ToolChoice, ToolRules
 
 
@@ -38,7 +40,7 @@ class FlatChoice(ToolChoice):
 class FlatAllowed(ToolChoice):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: tuple[FlatChoice, ...] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: Annotated[tuple[FlatChoice, ...], Len(1, MAX_TOOLS), max_items(MAX_TOOLS)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ class FlatAllowed(ToolChoice):
 class ResponseToolFields(ToolRules):
     """The fields of a request that are about tools."""
 
-    tools: tuple[FlatTool, ...] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[tuple[FlatTool, ...], MaxLen(MAX_TOOLS), max_items(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field, ValidationError
 from starlette.datastructures import Headers, UploadFile
@@ -24,7 +24,6 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import (
     FIELD_WORDS,
-    NOT_JSON,
     ErrorBody,
     NotFoundError,
     RangeError,
@@ -32,6 +31,7 @@ from omnistage.server.http.errors import (
     response_of,
 )
 from omnistage.server.http.openapi import Json, response_docs
+from omnistage.server.http.routing import api_router
 from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite, Size, diffusion_params
@@ -39,7 +39,7 @@ from omnistage.server.openai.running import renaming
 from omnistage.server.openai.videos.jobs import Job, Status, new_job
 from omnistage.server.service import ServedModel
 
-router = APIRouter()
+router = api_router()
 
 _FIELDS = {"image": "input_reference", "images": "input_reference", "width": "size", "height": "size"}
 """Fields as the engines name them, and as clients know them."""
@@ -300,10 +300,7 @@ async def _parsed(request: Request) -> tuple[VideoRequest, bytes | str | None]:
 
 
 async def _json(request: Request) -> tuple[dict[str, object], None]:
-    try:
-        values = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(NOT_JSON) from error
+    values = await request.json()
     if not isinstance(values, dict):
         raise InvalidRequestError("the body must be a JSON object; send one with model and prompt")
     return values, None

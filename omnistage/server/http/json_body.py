@@ -1,0 +1,198 @@
+"""JSON that clients send: bounded before it is parsed, parsed, and checked once as a whole.
+
+Many small values take a hundred times the memory of their text, and seconds to parse and to walk through. So values and
+text are counted on the bytes first. Media, a few long strings of base64, are cheap and not counted as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.threads import DaemonThreads
+from omnistage.core.validation import field_path, is_utf8
+from omnistage.server.http.errors import NOT_JSON
+
+T = TypeVar("T")
+MAX_DEPTH = 100
+"""Deeper than any schema or message is; much deeper breaks every function that walks through it."""
+_SMALL_BYTES, _SMALL_VALUES = 2**16, 2**12
+"""What is parsed in the event loop: about a millisecond of work."""
+_PIECE = 2**20
+"""Bytes that one call looks at, as no other thread runs meanwhile."""
+_BLOCK = 2**12
+"""Strings of twice this length are recognised as media."""
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_\\"
+"""With the backslash of escaped slashes and newlines."""
+_MAX_URL_HEAD = 200
+_MEDIA_ROOTS = frozenset({"messages", "input", "input_reference", "item", "response", "audio"})
+_MEDIA_KEYS = frozenset({"data", "url", "image", "audio", "video", "image_url", "audio_url", "video_url"})
+"""Where media are: fields of these names, somewhere in the top-level fields above."""
+_THREADS = DaemonThreads(2, "json")
+"""Not asyncio's: those wait for media and files."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """Of one body."""
+
+    max_text_bytes: int = 8 * 2**20
+    """Of everything but media."""
+    max_values: int = 2**18
+
+
+async def run_json(work: Callable[[], T], *, small: bool) -> T:
+    """The result of parsing or validating: at once where it is little, else from a thread of its own."""
+    if small:
+        return work()
+    return await asyncio.wrap_future(_THREADS.submit(work))
+
+
+def is_small(body: bytes) -> bool:
+    """Whether this JSON can be parsed in the event loop."""
+    return len(body) <= _SMALL_BYTES and _separators(body) <= _SMALL_VALUES
+
+
+def parse_json(body: bytes, limits: JsonLimits) -> Any:
+    """The values of a body.
+
+    Raises `LimitExceededError` before parsing more than `limits` allow, and `InvalidRequestError` for what is not JSON,
+    is nested too deeply, or has strings that are not text or numbers that are not finite.
+    """
+    _check_size(body, limits)
+    try:
+        values = json.loads(body)
+    except RecursionError:
+        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} levels deep; flatten it") from None
+    except ValueError:
+        raise InvalidRequestError(NOT_JSON) from None
+    check_readable(values)
+    # The bytes of a long text may be those of base64: only the place of a string says what it is.
+    if len(body) > limits.max_text_bytes and text_chars(values) > limits.max_text_bytes:
+        raise _too_much_text(text_chars(values), limits)
+    return values
+
+
+# ------------------------------------------------------------------------------------------------- before parsing
+
+
+def _check_size(body: bytes, limits: JsonLimits) -> None:
+    if len(body) > limits.max_text_bytes:
+        text = len(body) - _media_bytes(body)
+        if text > limits.max_text_bytes:
+            raise _too_much_text(text, limits)
+    # An upper bound first: text has commas and brackets too.
+    if sum(map(_separators, _pieces(body))) > limits.max_values and (count := _count_values(body)) > limits.max_values:
+        raise LimitExceededError(f"the body has {count} JSON values, over the limit of {limits.max_values}; send fewer")
+
+
+def _too_much_text(size: int, limits: JsonLimits) -> LimitExceededError:
+    return LimitExceededError(
+        f"the body has {size} bytes besides media, over the limit of {limits.max_text_bytes}; send less text"
+    )
+
+
+def _separators(text: bytes) -> int:
+    """An upper bound of the number of values: each but the first is in brackets or behind a comma."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """The body in pieces, none of which ends within an escape."""
+    start = 0
+    while start < len(body):
+        piece = body[start : start + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = body[start : start + _PIECE + 1]
+        yield piece
+        start += len(piece)
+
+
+def _count_values(body: bytes) -> int:
+    """The number of values, without what strings contain."""
+    count, in_string = 0, False
+    for piece in _pieces(body):
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        count += _separators(b"".join(parts[in_string::2]))
+        in_string ^= len(parts) % 2 == 0
+    return count
+
+
+def _media_bytes(body: bytes) -> int:
+    """The bytes of long strings that can be base64 or `data:` URLs."""
+    total = start = 0
+    while start + _BLOCK <= len(body):
+        if body.find(b'"', start, start + _BLOCK) >= 0:
+            start += _BLOCK
+            continue
+        first, end = body.rfind(b'"', 0, start) + 1, body.find(b'"', start + _BLOCK)
+        end = len(body) if end < 0 else end
+        if body.startswith(b"data:", first):
+            first = body.find(b",", first, first + _MAX_URL_HEAD) + 1 or first
+        if all(not body[at : min(at + _PIECE, end)].translate(None, _BASE64) for at in range(first, end, _PIECE)):
+            total += end - first
+        start = end
+    return total
+
+
+# -------------------------------------------------------------------------------------------------- after parsing
+
+_Place = tuple["_Place", str | int] | None
+"""Where a value is: the place around it and its key there."""
+
+
+def check_readable(data: object) -> None:
+    """Raise for deep nesting, strings that are not text and numbers that are not finite, wherever they are."""
+    left: list[tuple[object, _Place, int]] = [(data, None, 0)]
+    while left:
+        value, place, depth = left.pop()
+        if isinstance(value, str):
+            if not value.isascii() and not is_utf8(value):
+                raise InvalidRequestError(
+                    "contains half of a surrogate pair, which is not text; remove it", param=_path(place)
+                )
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError("is not a finite number; send one that is", param=_path(place))
+        if not isinstance(value, dict | list):
+            continue
+        if depth == MAX_DEPTH:
+            raise InvalidRequestError(f"is nested more than {MAX_DEPTH} levels deep; flatten it", param=_path(place))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                left += ((key, place, depth), (item, (place, str(key)), depth + 1))
+        else:
+            left += [(item, (place, index), depth + 1) for index, item in enumerate(value)]
+
+
+def _path(place: _Place) -> str | None:
+    keys: list[str | int] = []
+    while place is not None:
+        place, key = place
+        keys.append(key)
+    # A few are enough to find it, and keys are the client's text.
+    shown = [key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]]
+    return field_path(shown) or None
+
+
+def text_chars(values: object) -> int:
+    """The characters of all strings but media."""
+    fields = values.items() if isinstance(values, dict) else [("", values)]
+    total = 0
+    for root, value in fields:
+        left: list[tuple[str, object]] = [(root, value)]
+        while left:
+            key, item = left.pop()
+            if isinstance(item, str):
+                total += 0 if root in _MEDIA_ROOTS and key in _MEDIA_KEYS else len(item)
+            elif isinstance(item, dict):
+                total += sum(map(len, item))
+                left += item.items()
+            elif isinstance(item, list):
+                left += [(key, one) for one in item]
+    return total

@@ -1,0 +1,276 @@
+"""One JSON body cannot stop the service: values, text and lists are counted before they are parsed and validated."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.server.http import json_body
+from omnistage.server.http.json_body import JsonLimits, is_small, parse_json
+from omnistage.server.service import Service
+from tests.server.harness import Running, data_url, serving
+
+MANY = 2 * 2**20
+"""Values in 4 MiB. Each of these bodies used to block the event loop for 5 to 20 seconds."""
+FEWER = 200_000
+"""Within the limit of values, and far beyond what any list may have."""
+MAX_PAUSE = 2.0
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def zeros(count: int) -> str:
+    return "[" + "0," * (count - 1) + "0]"
+
+
+def pairs(count: int, value: str = "0") -> str:
+    return "{" + ",".join(f'"{index}":{value}' for index in range(count)) + "}"
+
+
+def body_with(field: str, value: str, **others: Any) -> bytes:
+    return f'{json.dumps({"model": "lm", **others})[:-1]},"{field}":{value}}}'.encode()
+
+
+HOSTILE: dict[str, tuple[str, Callable[[int], bytes]]] = {
+    "tools": ("chat/completions", lambda n: body_with("tools", zeros(n), messages=MESSAGES)),
+    "messages": ("chat/completions", lambda n: body_with("messages", zeros(n))),
+    "stop": ("chat/completions", lambda n: body_with("stop", zeros(n), messages=MESSAGES)),
+    "logit_bias": ("chat/completions", lambda n: body_with("logit_bias", pairs(n, '"x"'), messages=MESSAGES)),
+    "metadata": ("chat/completions", lambda n: body_with("metadata", pairs(n), messages=MESSAGES)),
+    "modalities": ("chat/completions", lambda n: body_with("modalities", zeros(n), messages=MESSAGES)),
+    "drawing": ("chat/completions", lambda n: body_with("drawing", pairs(n), messages=MESSAGES)),
+    "messages[0].content": (
+        "chat/completions",
+        lambda n: body_with("messages", f'[{{"role":"user","content":{zeros(n)}}}]'),
+    ),
+    "messages[0].tool_calls": (
+        "chat/completions",
+        lambda n: body_with("messages", f'[{{"role":"assistant","content":null,"tool_calls":{zeros(n)}}}]'),
+    ),
+    "response_format.json_schema.schema": (
+        "chat/completions",
+        lambda n: body_with(
+            "response_format", f'{{"type":"json_schema","json_schema":{{"schema":{pairs(n)}}}}}', messages=MESSAGES
+        ),
+    ),
+    "input": ("responses", lambda n: body_with("input", zeros(n))),
+    "include": ("responses", lambda n: body_with("include", zeros(n), input="a")),
+    "prompt": ("completions", lambda n: body_with("prompt", zeros(n - 1)[:-1] + ',"a"]')),
+    "stop_token_ids": ("completions", lambda n: body_with("stop_token_ids", pairs(n), prompt="a")),
+}
+"""By the field at fault: the endpoint, and its body with so many values."""
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Running]:
+    """A service without models: these requests never reach one."""
+    service = Service()
+    service.loading = False
+    with serving(service) as running:
+        yield running
+
+
+@contextmanager
+def longest_pause(server: Running, limit: float = MAX_PAUSE) -> Iterator[None]:
+    """Fail where the event loop does nothing else for longer than `limit` seconds."""
+    pauses: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            pauses.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = asyncio.run_coroutine_threadsafe(tick(), server.loop)
+    try:
+        yield
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    finally:
+        ticking.cancel()
+    assert max(pauses) < limit
+
+
+def post(server: Running, path: str, body: bytes) -> httpx.Response:
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=120)
+
+
+@pytest.mark.parametrize("field", ["tools", "messages", "stop", "logit_bias", "metadata", "input", "prompt"])
+def test_millions_of_values_are_refused_at_once(empty: Running, field: str) -> None:
+    path, make = HOSTILE[field]
+    body = make(MANY // 5 if field in ("logit_bias", "metadata") else MANY)  # 4 MiB in either case
+    with longest_pause(empty):
+        answer = post(empty, path, body)
+    assert answer.status_code == 413, answer.text
+    message = answer.json()["error"]["message"]
+    assert "JSON values" in message
+    assert str(JsonLimits().max_values) in message
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_a_list_is_counted_before_its_items_are_validated(empty: Running, field: str) -> None:
+    path, make = HOSTILE[field]
+    body = make(FEWER)
+    with longest_pause(empty):
+        answer = post(empty, path, body)
+    assert answer.status_code in (400, 413), answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field
+    if field not in ("prompt", "stop_token_ids"):  # of the wrong kind, whatever their number
+        assert f"has {FEWER} items, and may have" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "images/generations", "audio/speech", "videos"])
+def test_unknown_fields_are_refused_with_the_first_of_them(empty: Running, path: str) -> None:
+    required = {"model": "lm", "prompt": "a", "input": "a", "messages": MESSAGES}
+    known = {"chat/completions": "messages", "responses": "input", "audio/speech": "input"}.get(path, "prompt")
+    extra = {f"unknown-{index}": index for index in range(FEWER)}
+    body = json.dumps({"model": "lm", known: required[known], **extra}).encode()
+    with longest_pause(empty):
+        answer = post(empty, path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "unknown-0"
+
+
+def test_many_prompts_are_counted_before_they_are_validated(empty: Running) -> None:
+    for item in ('"a"', "[]", "null"):
+        with longest_pause(empty):
+            answer = post(empty, "completions", body_with("prompt", f"[{','.join([item] * 100_000)}]"))
+        assert answer.status_code == 413
+        assert "exceed the limit of 64" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
+@pytest.mark.parametrize("depth", [150, 900, 100_000])
+def test_deep_nesting_is_refused(empty: Running, opening: str, depth: int) -> None:
+    closing = {"[": "]", '{"a":': "}", '[{"a":': "}]"}[opening]
+    with longest_pause(empty):
+        answer = post(empty, "chat/completions", body_with("metadata", opening * depth + "1" + closing * depth))
+    assert answer.status_code == 400, answer.text
+    assert "nested" in answer.json()["error"]["message"]
+
+
+def test_too_much_text_is_refused_and_says_so(empty: Running) -> None:
+    for text in ("word, " * (12 * 2**20 // 6), "A" * (12 * 2**20)):  # the second could be base64 by its bytes
+        with longest_pause(empty):
+            answer = post(empty, "chat/completions", json.dumps({"model": "lm", "messages": text}).encode())
+        assert answer.status_code == 413
+        assert "besides media" in answer.json()["error"]["message"]
+
+
+def test_text_in_the_place_of_media_of_a_tool_is_text() -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"data": "A" * 2**17}}}
+    with pytest.raises(LimitExceededError, match="besides media"):
+        parse_json(json.dumps({"tools": [tool]}).encode(), JsonLimits(max_text_bytes=2**16))
+
+
+def test_large_text_within_the_limit_is_served(server: Running) -> None:
+    text = 'He said "no, [never]", and left.\n' * (6 * 2**20 // 40)  # more commas and brackets than values are allowed
+    body = json.dumps({"model": "nobody", "messages": [{"role": "user", "content": text}]}).encode()
+    with longest_pause(server):
+        answer = post(server, "chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")  # all but its model is right
+
+
+def test_a_large_image_is_no_text(server: Running) -> None:
+    data = base64.b64decode(data_url().partition(",")[2]) + bytes(15 * 2**20)  # decoders ignore what follows an image
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    content = json.dumps({"model": "omni", "messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+    for body in (content, content.replace("/", "\\/")):  # some writers escape slashes
+        answer = post(server, "chat/completions", body.encode())
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_hundred_thousand_token_ids_are_a_prompt(server: Running) -> None:
+    body = json.dumps({"model": "lm", "prompt": [5] * 100_000, "max_tokens": 1}).encode()
+    with longest_pause(server):
+        answer = post(server, "completions", body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_too_long")
+
+
+def test_numbers_that_json_does_not_have_are_refused(empty: Running) -> None:
+    for value in ("NaN", "Infinity", "-Infinity", "1e999"):
+        tools = f'[{{"type":"function","name":"a","parameters":{{"maximum":{value}}}}}]'
+        answer = post(empty, "responses", body_with("tools", tools, input="a"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters.maximum")
+
+
+# ------------------------------------------------------------------------------------------------------ counting
+
+
+def values_of(data: Any) -> int:
+    """The number of values besides the first, as they are in memory."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return sum(1 + values_of(item) for item in items)
+
+
+def any_json(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(7 if depth < 5 else 5)
+    if kind == 5:
+        return [any_json(rng, depth + 1) for _ in range(rng.randrange(6))]
+    if kind == 6:
+        return {f'k{index}",[{{\\': any_json(rng, depth + 1) for index in range(rng.randrange(6))}
+    text = "".join(rng.choices('ab,[]{}"\\\n\u00e9\U0001f600/', k=rng.randrange(12)))
+    return (None, True, rng.randrange(10**6), rng.random(), text)[kind]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 2**20])
+def test_values_are_counted_without_what_strings_contain(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body, "_PIECE", piece)
+    rng = random.Random(piece)
+    for _ in range(200):
+        data = [any_json(rng) for _ in range(4)]
+        body = json.dumps(data, ensure_ascii=rng.random() < 0.5).encode()
+        count = json_body._count_values(body)
+        assert values_of(data) <= count <= json_body._separators(body)
+        # An empty list or object is a bracket without a value.
+        assert count <= values_of(data) + body.count(b"[") + body.count(b"{")
+
+
+def test_a_refusal_needs_hardly_more_memory_than_the_body() -> None:
+    body = HOSTILE["tools"][1](MANY)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitExceededError):
+            parse_json(body, JsonLimits())
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_strings_of_base64_are_media_wherever_they_begin() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        media = [base64.b64encode(rng.randbytes(rng.randrange(8_000, 40_000))).decode() for _ in range(3)]
+        texts = ["x, " * rng.randrange(4_000) for _ in range(3)]
+        body = json.dumps([*zip(media, texts, strict=True)]).encode()
+        assert json_body._media_bytes(body) == sum(map(len, media))
+        urls = json.dumps([f"data:image/png;base64,{one}" for one in media]).encode()
+        assert json_body._media_bytes(urls) == sum(map(len, media))
+
+
+def test_little_is_parsed_at_once_and_much_in_a_thread() -> None:
+    assert is_small(b'{"model": "lm", "prompt": "Once"}')
+    assert not is_small(b'"' + b"a" * 2**17 + b'"')
+    assert not is_small(zeros(10_000).encode())
+
+
+def test_json_is_parsed_as_before() -> None:
+    limits = JsonLimits()
+    assert parse_json(b'\xef\xbb\xbf{"a": 1, "a": 2}', limits) == {"a": 2}
+    assert parse_json('{"a": "ä"}'.encode("utf-16"), limits) == {"a": "ä"}
+    for broken in (b"", b"{", b"[1,]", b'"\xff"', b"{} x", b"1" * 5000):
+        with pytest.raises(InvalidRequestError, match="not valid JSON"):
+            parse_json(broken, limits)
