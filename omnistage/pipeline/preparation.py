@@ -49,8 +49,9 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
         cancellation.check()
         raise DeadlineExceededError("the deadline passed while the request was prepared", param="timeout")
     finally:
+        if not waiting.cancel() and not waiting.cancelled():
+            waiting.exception()  # seen, even where it came too late to be raised: asyncio logs it otherwise
         if not job.done():
-            waiting.cancel()
             cancellation.cancel()
 
 

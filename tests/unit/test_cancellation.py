@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import subprocess
 import sys
 import threading
@@ -206,6 +207,28 @@ async def test_leaving_early_cancels_the_work_which_counts_until_it_ends(by: str
     cancellation.when_idle(lambda: loop.call_soon_threadsafe(idle.set))
     go.set()
     await idle.wait()
+
+
+@in_loop
+async def test_a_failure_as_late_as_the_deadline_is_not_left_to_asyncio(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+
+    async def wait_past_the_deadline(_awaited: object, timeout: float | None) -> None:
+        ended.wait(30)  # blocks the loop: it learns of the end of the work only after the deadline
+
+    def work() -> None:
+        raise DeadlineExceededError("late")
+
+    monkeypatch.setattr("omnistage.pipeline.preparation.asyncio.wait", wait_past_the_deadline)
+    cancellation = Cancellation(time.monotonic())
+    threading.Timer(0.05, ended.set).start()
+    with pytest.raises(DeadlineExceededError):
+        await prepare(work, cancellation, long=False)
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert not caplog.records
 
 
 @in_loop
