@@ -21,6 +21,7 @@ from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
 from omnistage.pipeline.batch import Batch, BatchBar
 from omnistage.pipeline.build import EngineParts, build_parts
+from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import (
     ParamsLike,
     Prompt,
@@ -87,6 +88,9 @@ class _Front:
             max_inflight=deployment.max_inflight,
             trace_history=deployment.trace_history,
             model=parts.model,
+            rebuilds=parts.rebuilds,
+            max_step_seconds=deployment.max_step_seconds,
+            max_rebuilds=deployment.max_rebuilds,
         )
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
         self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
@@ -125,6 +129,10 @@ class _Front:
 
     def stats(self) -> OrchestratorStats:
         return self.orchestrator.stats()
+
+    def health(self) -> dict[str, StageHealth]:
+        """By stage: whether it takes requests."""
+        return self.orchestrator.health()
 
 
 # --------------------------------------------------------------------------------------------------- async

@@ -387,6 +387,13 @@ class DeploymentConfig(ConfigModel):
     trace_history: CountOrZero = Field(default=1024, description="Traces of finished requests that are kept.")
     output_buffer: Count = Field(default=1024, description="Chunks buffered for a slow reader.")
     torch_threads: Count | None = Field(default=None, description="CPU threads of torch; null: torch's choice.")
+    max_step_seconds: Seconds | None = Field(
+        default=120.0,
+        description="A stage that is in one step for longer is reported and takes no new requests; null: no limit.",
+    )
+    max_rebuilds: CountOrZero = Field(
+        default=3, description="Attempts to rebuild a stage that has failed, each within 10 minutes of the last."
+    )
 
 
 class LimitsConfig(ConfigModel):

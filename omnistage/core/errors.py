@@ -124,6 +124,13 @@ class StageError(OmniError):
     code = "stage_failed"
 
 
+class StageUnavailableError(OmniError):
+    """A stage that the request needs has failed, or has been stuck in a step for too long."""
+
+    status = 503
+    code = "stage_unavailable"
+
+
 class BridgeError(OmniError):
     """A bridge failed on this request's chunk."""
 

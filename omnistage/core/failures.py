@@ -1,8 +1,16 @@
-"""Rules for failures inside a stage: what is logged, what the request is told, and who else is affected (nobody)."""
+"""Rules for failures inside a stage: what is caught, what is logged, what the request is told, and who else is affected
+(nobody).
+
+A boundary around a stage, a component, a bridge or a sink catches `BaseException`, and calls `log_defect` or
+`stage_failure` first. `Exception` is not enough: a Rust extension panics with a `PanicException`, a library may call
+`sys.exit`, and a thread that either of them ends leaves everyone who waits for it waiting. One rule is in `log_defect`:
+Ctrl-C, which only ever reaches the main thread, is raised again there.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,10 +22,50 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
+_LOST_DEVICE = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "device-side assert",
+    "unspecified launch failure",
+    "launch timed out",
+    "hardware stack error",
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "context is destroyed",
+)
+"""What CUDA says in an error after which no call of this process succeeds on the device."""
+
+
 def log_defect(where: str, error: BaseException) -> None:
-    """Log an unexpected error by its type and frames. Its message may quote user content, so it is left out."""
+    """Log an unexpected error by its type and frames. Its message may quote user content, so it is left out.
+
+    Raises Ctrl-C again: whoever drives stages in the main thread (a test, a notebook) wants to stop them.
+    """
+    raise_interrupt(error)
     frames = "".join(traceback.format_tb(error.__traceback__))
     _log.error("%s failed with %s\n%s", where, type(error).__name__, frames)
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """Raise Ctrl-C again, where it was caught in the main thread."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+
+
+def loses_device(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that a CUDA device cannot be used by this process any more."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        # torch.AcceleratorError, which is a RuntimeError; torch is not imported here.
+        if isinstance(cause, RuntimeError) and (text := str(cause)).startswith("CUDA error"):
+            return any(words in text for words in _LOST_DEVICE)
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def stage_failure(error: BaseException, failed: str) -> OmniError:
@@ -48,7 +96,8 @@ def isolate(
         if len(results) != len(batch):
             raise StageError(f"{failed} gave {len(results)} results for {len(batch)} inputs")
         return list(zip(batch, results, strict=True))
-    except Exception as error:  # the boundary of a step: whatever a component raises ends at most this batch
+    except BaseException as error:  # the boundary of a step: whatever a component raises ends at most this batch
+        raise_interrupt(error)
         if len(batch) == 1:
             return [(batch[0], stage_failure(error, failed))]
         _log.warning("a batch of %d failed (%s); running each item by itself", len(batch), type(error).__name__)

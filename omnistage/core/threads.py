@@ -9,6 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from omnistage.core.errors import InternalError
+from omnistage.core.failures import log_defect
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -37,8 +40,14 @@ class DaemonThreads(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # raised again where the result is awaited
+            except Exception as error:  # raised again where the result is awaited
                 future.set_exception(error)
+            except BaseException as error:
+                # An event loop that awaits a result which is SystemExit would end, and the server with it.
+                log_defect(f"work in {self._name}", error)
+                failure = InternalError(f"failed with {type(error).__name__}")
+                failure.__cause__ = error
+                future.set_exception(failure)
             else:
                 future.set_result(result)
 

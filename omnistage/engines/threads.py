@@ -1,4 +1,4 @@
-"""How many threads torch has on the CPU, and where (`omnistage.pipeline.loop.LoopThread` says why it matters).
+"""How many threads torch has on the CPU, and where (`omnistage.pipeline.loop_threads.LoopThread` says why it matters).
 
 torch keeps the number for each thread, and another for threads to come: setting one sets the other as well.
 """

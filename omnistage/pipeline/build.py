@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from omnistage.config import (
     LimitsConfig,
     OmniEngineArgs,
     OmniModelConfig,
-    ResolvedConfig,
     StageConfig,
     resolve,
 )
@@ -32,6 +31,7 @@ from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.core.types import DTypeName
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.supervision import Rebuild
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,8 @@ class EngineParts:
     limits: LimitsConfig
     model: str = ""
     """Its name, as pictures carry it."""
+    rebuilds: Mapping[str, Rebuild] = field(default_factory=dict)
+    """For each stage what builds it anew after it has failed."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -70,39 +72,79 @@ def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Regist
     family = registry.family(resolved.model.family)
     with _reading(resolved.model.folder, "the processor"):
         processor = family.processor(resolved.model)
+    factories = {
+        name: StageFactory(resolved.model, name, config.pipeline.stages[name], config.deployment, registry)
+        for name in graph.order
+    }
     return EngineParts(
         graph,
-        _build_stages(resolved, progress, registry),
+        _build_stages(factories, progress),
         bridges,
         {name: stage.params for name, stage in config.pipeline.stages.items()},
         processor,
         config.deployment,
         config.limits,
         resolved.model.name,
+        {name: factory.rebuild for name, factory in factories.items()},
     )
 
 
-def _build_stages(resolved: ResolvedConfig, progress: bool, registry: Registry) -> dict[str, Stage]:
+def _build_stages(factories: Mapping[str, StageFactory], progress: bool) -> dict[str, Stage]:
     stages: dict[str, Stage] = {}
-    config = resolved.config
     console = Console(stderr=True)
     hidden = not (progress and console.is_terminal)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
     with ExitStack() as undo, Progress(*columns, console=console, disable=hidden) as bar:
-        for name in resolved.graph.order:
+        for name, factory in factories.items():
             task = bar.add_task(f"loading {name}", total=1.0, doing="")
 
             def report(doing: str, done: float, task: object = task) -> None:
                 bar.update(task, completed=done, doing=doing)  # type: ignore[arg-type]
 
-            stage = build_stage(
-                resolved.model, name, config.pipeline.stages[name], config.deployment, report, registry=registry
-            )
+            stage = factory.build(report)
             undo.callback(stage.close)
             stages[name] = stage
             report("", 1.0)
         undo.pop_all()
     return stages
+
+
+class StageFactory:
+    """Builds one stage of a model, and builds it anew after it has failed."""
+
+    def __init__(
+        self,
+        model: OmniModelConfig,
+        name: str,
+        stage_cfg: StageConfig,
+        deployment: DeploymentConfig,
+        registry: Registry,
+    ) -> None:
+        self._registry = registry
+        self._component: object | None = None
+        """Kept where a new stage can run it again: stages of the other engines close theirs."""
+        self._keeps_component = isinstance(stage_cfg, ARStageConfig)
+        self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
+
+    def build(self, progress: Report | None = None) -> Stage:
+        return self._build(progress)
+
+    def rebuild(self, attempts: int) -> Stage:
+        """The first attempt uses the component that is loaded; the next load the checkpoint again."""
+        import torch
+
+        if attempts > 0:
+            self._component = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()  # what the failed stage held: the new one plans with what is free
+        return self._build()
+
+    def _load(self, context: LoadContext) -> object:
+        component = self._component
+        if component is None:
+            component = load_component(context, registry=self._registry)
+            self._component = component if self._keeps_component else None
+        return component
 
 
 def build_stage(
@@ -113,19 +155,21 @@ def build_stage(
     progress: Report | None = None,
     *,
     registry: Registry = REGISTRY,
+    load: Callable[[LoadContext], object] | None = None,
 ) -> Stage:
     """Load a stage's component where the configuration says and put it on its engine."""
+    load = load or partial(load_component, registry=registry)
     device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
     dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
     context = LoadContext(
         model, name, stage_cfg, device, dtype, progress, deployment.torch_threads, requested_dtype=deployment.dtype
     )
     if device.type != "cpu":
-        return _engine_stage(name, stage_cfg, load_component(context, registry=registry))
+        return _engine_stage(name, stage_cfg, load(context))
     from omnistage.engines.threads import set_single_threaded, set_threads, single_threaded
 
     with single_threaded() as threads:  # loading a model leaves no idle OpenMP team behind
-        stage = _engine_stage(name, stage_cfg, load_component(context, registry=registry))
+        stage = _engine_stage(name, stage_cfg, load(context))
     if stage.uses_torch:
         stage.cpu_threads = threads
         stage.enter_thread = partial(set_threads, threads)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from omnistage.core.failures import log_defect
+
 Owner = TypeVar("Owner")
 
 
@@ -53,7 +55,10 @@ class DeadlineTimer(Generic[Owner]):
         """Expire everything whose time has come; whether there was any."""
         due = self._pop_due()
         for owner in due:
-            self._expire(owner)
+            try:
+                self._expire(owner)
+            except BaseException as error:  # the boundary of one owner: the deadlines of all others still count
+                log_defect("a deadline", error)
         return bool(due)
 
     def _pop_due(self) -> list[Owner]:

@@ -13,11 +13,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omnistage.core.errors import (
     BridgeError,
-    ConfigError,
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
@@ -31,17 +30,24 @@ from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage, StageStats
-from omnistage.core.types import FinishReason, Modality, StageChunk, StageFeed, StageInput, StagePayloadIn
+from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.loop import StageLoop, answers, loop_threads, sharing
+from omnistage.pipeline.ending import emit_final
+from omnistage.pipeline.health import FailedStage, StageHealth, close_stages
+from omnistage.pipeline.loop import StageLoop
+from omnistage.pipeline.loop_threads import loop_threads, sharing
 from omnistage.pipeline.output import Sink
-from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
-from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun, spread
+from omnistage.pipeline.outputs import Trace
+from omnistage.pipeline.planning import RequestPlanner, check_parts
+from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun
 from omnistage.pipeline.routing import call_bridge, check_length, internal_error
+from omnistage.pipeline.supervision import Rebuild, Supervisor
 from omnistage.pipeline.timing import StepSeconds
 
 _RECENT_FINISHES = 64
 _RETRY_AFTER_RANGE = (0.1, 60.0)
+_CLOSE_SECONDS = 2.0
+"""For stages to release what they hold, all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class OrchestratorStats:
     finished: Mapping[FinishReason, int]
     stages: Mapping[str, StageStats]
     step_seconds: Mapping[str, StepSeconds]
+    health: Mapping[str, StageHealth]
 
 
 class Orchestrator:
@@ -75,16 +82,18 @@ class Orchestrator:
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
+        rebuilds: Mapping[str, Rebuild] | None = None,
+        max_step_seconds: float | None = None,
+        max_rebuilds: int = 3,
     ) -> None:
-        _check_parts(graph, stages, bridges)
+        """`rebuilds` builds stages anew after they failed; a stage that is not in it stays failed."""
+        check_parts(graph, stages, bridges)
         self.graph = graph
-        self.stages = stages
+        self.stages = dict(stages)
         self.max_inflight = max_inflight
         self.model = model
         self._bridges = bridges
-        self._types = {name: stages[name].params_type for name in graph.order}
-        params = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
-        self._defaults = spread(params, self._types)
+        self._planner = RequestPlanner(graph, self.stages, defaults)
         self._clock = clock
         self._threads = threads
         self._room = threading.Condition()  # its lock guards everything from here to the loops
@@ -98,13 +107,29 @@ class Orchestrator:
         self._closing = False
         self._closed_stages = False
         self._timer: DeadlineTimer[RequestRun] = DeadlineTimer(self._expire, clock=clock)
+        self._supervisor = Supervisor(
+            self._stage_failed,
+            self.stages.__setitem__,
+            rebuilds or {},
+            max_step_seconds=max_step_seconds,
+            max_rebuilds=max_rebuilds,
+            clock=clock,
+        )
         shared, changed = sharing(stages.values()), threading.Condition()
         self._loops: dict[str, StageLoop[RequestRun]] = {
-            name: StageLoop(stages[name], self._on_chunk, clock=clock, changed=changed if name in shared else None)
+            name: StageLoop(
+                stages[name],
+                self._on_chunk,
+                clock=clock,
+                changed=changed if name in shared else None,
+                supervisor=self._supervisor,
+            )
             for name in graph.order
         }
+        self._supervisor.watch(self._loops)
         if threads:
             self._timer.start()
+            self._supervisor.start()
             for thread in loop_threads(list(self._loops.values()), shared):
                 thread.start()
 
@@ -119,42 +144,14 @@ class Orchestrator:
 
     def plan(self, request: OmniRequest) -> RequestPlan:
         """Everything that can be said about a request without taking it; raises what is wrong with it."""
-        info, entry = request.info, self.graph.entry
-        needed = self.graph.needed(info.modalities)
-        params = self._merged(request.params)
-        lead = self.graph.lead if self.graph.lead in needed else entry
-        count = answers(params[lead])
-        if count > 1 and needed != self.graph.ancestors([lead]):
-            raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
-        order = tuple(name for name in self.graph.order if name in needed)
-        for name in order:
-            if name != lead and answers(params[name]) > 1:
-                raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
-        plan = RequestPlan(request, order, params, lead, count)
-        for name in order:
-            self.stages[name].check_params(params[name])
-        reads_hidden = any(target in needed for target in self.graph.targets(entry))
-        self.stages[entry].check(StageInput(info, params[entry], request.payload, emit_hidden=reads_hidden))
+        plan = self._planner.plan(request)
+        self._check_stages(plan)
+        self._planner.check(plan)
         return plan
 
     def default_params(self, stage: str) -> StageParams:
         """What a stage uses where a request says nothing."""
-        return self._defaults[stage]
-
-    def _merged(self, overrides: Mapping[str, StageParams]) -> dict[str, StageParams]:
-        if unknown := sorted(overrides.keys() - self._defaults.keys()):
-            raise InvalidRequestError(
-                f"no stage is called {', '.join(unknown)}; stages: {', '.join(self.graph.order)}",
-                param="sampling_params",
-            )
-        for name, override in overrides.items():
-            expected = self.stages[name].params_type
-            if not isinstance(override, expected):
-                raise InvalidRequestError(
-                    f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
-                )
-        params = spread(overrides, self._types)
-        return {name: default.merged(params.get(name)) for name, default in self._defaults.items()}
+        return self._planner.defaults[stage]
 
     def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
@@ -164,6 +161,7 @@ class Orchestrator:
                 "the deadline passed before the request could be admitted; allow more time", param="timeout"
             )
         run = RequestRun(plan, self.graph, sink, self.model)
+        self._check_stages(plan)
         with self._room:
             self._check_room(info.request_id)
             self._runs[info.request_id] = run
@@ -172,8 +170,15 @@ class Orchestrator:
         with run.lock:
             if info.deadline is not None and not run.over:
                 run.timer = self._timer.add(info.deadline, run)
-        self._launch(run, self.graph.entry, plan.request.payload)
+        try:
+            self._launch(run, self.graph.entry, plan.request.payload)
+        except OmniError as error:  # the stage failed, or was stopped, just now
+            self._end(run, FinishReason.ERROR, error)
         return run
+
+    def _check_stages(self, plan: RequestPlan) -> None:
+        for name in plan.stages:
+            self._loops[name].health.check_available()
 
     def check_room(self, request_id: str) -> None:
         """Raise what `start` would raise now for want of room: worth a look before costly preparation."""
@@ -226,9 +231,11 @@ class Orchestrator:
             self._advance(run, chunk)
         except OmniError as error:
             self._end(run, FinishReason.ERROR, error)
-        except Exception as error:
-            log_defect("routing a chunk", error)
-            self._end(run, FinishReason.ERROR, internal_error("routing a chunk", error))
+        except BaseException as error:
+            log_defect(f"routing a chunk of stage {chunk.stage!r}", error)
+            self._end(run, FinishReason.ERROR, internal_error(f"routing a chunk of stage {chunk.stage!r}", error))
+        if run.final_due:  # it ended while this thread was in its sink
+            emit_final(run)
 
     def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
         pending = deque([chunk])
@@ -311,6 +318,17 @@ class Orchestrator:
     def _expire(self, run: RequestRun) -> None:
         self._end(run, FinishReason.DEADLINE)
 
+    def _stage_failed(self, name: str) -> None:
+        """End every request that is in a stage or still has to reach it."""
+        health = self._loops[name].health
+        self.stages[name] = FailedStage(health, self.stages[name].params_type)
+        with self._room:
+            runs = list(self._runs.values())
+        for run in runs:
+            stage = run.stages.get(name)
+            if stage is not None and stage.phase is not Phase.ENDED:
+                self._end(run, FinishReason.ERROR, health.error())
+
     def _end(self, run: RequestRun, reason: FinishReason, error: OmniError | None = None) -> bool:
         """End a request unless it is over. The only way a request ends."""
         now = self._clock()
@@ -318,38 +336,24 @@ class Orchestrator:
         if running is None:
             return False
         request_id = run.info.request_id
-        # Queued before the id is free: a new request with this id must find each stage rid of the old one.
-        for name in running:
-            self._loops[name].abort(request_id, run)
-        if run.timer is not None:
-            self._timer.discard(run.timer)
-        with self._room:
-            del self._runs[request_id]
-            self._finished[reason] += 1
-            self._finish_times.append(now)
-            self._history.pop(request_id, None)
-            self._history[request_id] = run.trace
-            while len(self._history) > self._trace_history:
-                self._history.popitem(last=False)
-            self._room.notify_all()
-        self._emit_final(run, reason, error)
+        try:
+            # Queued before the id is free: a new request with this id must find each stage rid of the old one.
+            for name in running:
+                self._loops[name].abort(request_id, run)
+            if run.timer is not None:
+                self._timer.discard(run.timer)
+            with self._room:
+                del self._runs[request_id]
+                self._finished[reason] += 1
+                self._finish_times.append(now)
+                self._history.pop(request_id, None)
+                self._history[request_id] = run.trace
+                while len(self._history) > self._trace_history:
+                    self._history.popitem(last=False)
+                self._room.notify_all()
+        finally:
+            emit_final(run)
         return True
-
-    def _emit_final(self, run: RequestRun, reason: FinishReason, error: OmniError | None) -> None:
-        with run.emit_lock:
-            try:
-                item = run.output.final(reason, error, run.usage(), run.trace)
-            except Exception as failure:
-                # Every request must end: one whose output cannot be put together ends without it.
-                log_defect("assembling an output", failure)
-                output = OmniRequestOutput(run.info.request_id, finish_reason=FinishReason.ERROR, trace=run.trace)
-                output.error = error or internal_error("assembling the output", failure)
-                item = OutputChunk(run.info.request_id, Modality.TEXT, final=output)
-            try:
-                run.sink(item)
-            except Exception as failure:
-                # The boundary of a consumer: it is gone or broken, and its request is over anyway.
-                log_defect("the consumer of a request's last item", failure)
 
     # ------------------------------------------------------------------------------------------ inspection
 
@@ -361,7 +365,12 @@ class Orchestrator:
                 return self._history.get(request_id)
         return run.trace_now()
 
+    def health(self) -> dict[str, StageHealth]:
+        """A copy of every stage's condition."""
+        return {name: replace(loop.health) for name, loop in self._loops.items()}
+
     def stats(self) -> OrchestratorStats:
+        stages = {name: loop.stats() for name, loop in self._loops.items()}  # without the lock: it is the stages' code
         with self._room:
             return OrchestratorStats(
                 len(self._runs),
@@ -369,8 +378,9 @@ class Orchestrator:
                 self._admitted,
                 self._rejected,
                 dict(self._finished),
-                {name: loop.stats() for name, loop in self._loops.items()},
+                stages,
                 {name: loop.step_seconds() for name, loop in self._loops.items()},
+                self.health(),
             )
 
     def check_idle(self, timeout: float = 10.0) -> None:
@@ -390,6 +400,7 @@ class Orchestrator:
     def run_once(self) -> bool:
         """Without threads: expire deadlines, then one turn of every stage in graph order. Whether anything ran."""
         ran = self._timer.tick()
+        ran = self._supervisor.tick() or ran
         for loop in self._loops.values():
             ran = loop.run_pending() or ran
         return ran
@@ -424,6 +435,7 @@ class Orchestrator:
         give_up = max(give_up, time.monotonic() + 1.0)
         stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 0.0))]
         self._timer.stop(1.0)
+        self._supervisor.stop(1.0)
         self._close_stages(stopped)
 
     def _close_stages(self, stopped: Sequence[str]) -> None:
@@ -432,13 +444,4 @@ class Orchestrator:
             if self._closed_stages:
                 return
             self._closed_stages = True
-        for name in stopped:
-            self.stages[name].close()
-
-
-def _check_parts(graph: PipelineGraph, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:
-    for name in graph.order:
-        if name not in stages:
-            raise ConfigError(f"the pipeline has a stage {name!r}, but none was built", param=f"stages.{name}")
-        if graph.sources(name) and name not in bridges:
-            raise ConfigError(f"stage {name!r} has sources, but no bridge", param=f"stages.{name}")
+        close_stages([self.stages[name] for name in stopped], _CLOSE_SECONDS)

@@ -31,6 +31,15 @@ It is called from stage threads, so it must return at once and never wait for th
 """
 
 
+_PAYLOADS: dict[Modality, tuple[type, ...]] = {
+    Modality.TEXT: (TokenChunk,),
+    Modality.AUDIO: (AudioChunk,),
+    Modality.IMAGE: (ImageChunk, VideoChunk),
+    Modality.VIDEO: (VideoChunk, ImageChunk),
+}
+"""What a stage emits for each modality: a picture may be a video's only frame."""
+
+
 class OutputAssembler:
     """Collects one request's chunks. Not thread-safe: the request's emit lock guards it.
 
@@ -66,6 +75,8 @@ class OutputAssembler:
         if modality is None or self.closed:
             return None
         item = OutputChunk(self._request_id, modality, chunk.index, finish_reason=chunk.finish)
+        if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
+            raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
         if modality is Modality.TEXT:
             answer = self._answers[chunk.index]
             answer.finish_reason = chunk.finish

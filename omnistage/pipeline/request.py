@@ -168,6 +168,8 @@ class RequestRun:
         self.over = False
         self.reason: FinishReason | None = None
         self.error: OmniError | None = None
+        self.final_due = False
+        """It is over and its sink has not got the last item yet."""
         self.timer: int | None = None
         self.steps = 0
         """Denoising steps done."""
@@ -266,6 +268,7 @@ class RequestRun:
             if self.over:
                 return None
             self.reason, self.error, self.over = reason, error, True
+            self.final_due = True
             self.trace.finished = now - self.info.arrival
             running = [stage for stage in self.stages.values() if stage.phase is Phase.RUNNING]
             for stage in running:

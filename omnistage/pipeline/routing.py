@@ -19,7 +19,7 @@ def call_bridge(
         result = bridge(run.info, state, chunk)
     except OmniError as error:
         raise BridgeError(f"the bridge into {target!r} failed: {error}") from error
-    except Exception as error:
+    except BaseException as error:
         log_defect(f"the bridge into {target!r}", error)
         raise BridgeError(f"the bridge into {target!r} failed with {type(error).__name__}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list | tuple):

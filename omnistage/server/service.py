@@ -27,6 +27,7 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
 from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import call_soon
@@ -130,6 +131,15 @@ class Service:
     @property
     def ready(self) -> bool:
         return not self.loading and not self.draining
+
+    def unavailable_stages(self) -> list[tuple[str, StageHealth]]:
+        """Stages that take no requests now, with the names of their models."""
+        return [
+            (name, health)
+            for name, model in list(self.models.items())
+            for health in model.omni.health().values()
+            if not health.available
+        ]
 
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)

@@ -34,6 +34,7 @@ from omnistage.core.types import (
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.request import OmniRequest
+from omnistage.pipeline.supervision import Rebuild
 
 RATE = 100
 TEXT, AUDIO = Modality.TEXT, Modality.AUDIO
@@ -277,6 +278,8 @@ class Pipeline:
         threads: bool = False,
         max_inflight: int = 100,
         trace_history: int = 100,
+        rebuilds: Mapping[str, Rebuild] | None = None,
+        max_step_seconds: float | None = None,
     ) -> None:
         self.graph = graph or linear()
         self.clock = FakeClock()
@@ -298,6 +301,8 @@ class Pipeline:
             max_inflight=max_inflight,
             trace_history=trace_history,
             threads=threads,
+            rebuilds=rebuilds,
+            max_step_seconds=max_step_seconds,
             **kwargs,
         )
         self.threads = threads

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import pytest
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
-from omnistage.core.errors import CancelledRequestError, DeadlineExceededError
+from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, InternalError
 from omnistage.core.threads import DaemonThreads
 from omnistage.pipeline.preparation import SHORT_CHARS, is_long, prepare
 
@@ -131,10 +131,16 @@ def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> No
 
 
 def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(threads: DaemonThreads) -> None:
+    def fail() -> None:
+        raise LookupError
+
     def leave() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(LookupError):
+        threads.submit(fail).result(10)
+    # An event loop that awaits this would end if it were SystemExit itself.
+    with pytest.raises(InternalError, match="SystemExit"):
         threads.submit(leave).result(10)
     assert threads.submit(lambda: 1).result(10) == 1
 

@@ -14,7 +14,8 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk, StageInput, TokenChunk
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.loop import LoopThread, StageLoop
+from omnistage.pipeline.loop import StageLoop
+from omnistage.pipeline.loop_threads import LoopThread
 from tests.unit.fakes import FakeClock, FakeStage, _Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -203,10 +204,12 @@ def test_each_answer_ends_by_itself_and_an_error_ends_them_all() -> None:
     assert rig.loop.leftovers() == []
 
 
-def test_chunks_of_requests_that_the_stage_does_not_hold_are_dropped() -> None:
+def test_late_chunks_of_requests_that_have_ended_are_dropped() -> None:
     rig = Rig()
-    rig.stage.step = lambda: [StageChunk("ghost", "s", TokenChunk((1,)))]  # type: ignore[method-assign]
+    rig.submit("gone")
+    rig.loop.abort("gone", "gone")
     rig.submit("a")
+    rig.stage.step = lambda: [StageChunk("gone", "s", TokenChunk((1,)))]  # type: ignore[method-assign]
     rig.loop.run_pending()
     assert rig.got == []
 

@@ -12,8 +12,9 @@ import torch
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, StageInput
 from omnistage.engines import threads
-from omnistage.pipeline import loop as stage_loops
-from omnistage.pipeline.loop import LoopThread, StageLoop, loop_threads, sharing
+from omnistage.pipeline import loop_threads as stage_loops
+from omnistage.pipeline.loop import StageLoop
+from omnistage.pipeline.loop_threads import LoopThread, loop_threads, sharing
 from tests.unit.fakes import FakeStage
 
 pytestmark = pytest.mark.timeout(60)

@@ -542,7 +542,8 @@ def test_a_defect_in_routing_ends_the_request() -> None:
     pipeline = Pipeline()
     thinker = pipeline.stages["thinker"]
     sink = pipeline.submit()
-    thinker.step = lambda: [StageChunk("r", "nobody", TokenChunk((1,)))]  # type: ignore[method-assign]
+    broken = TokenChunk(None)  # type: ignore[arg-type]
+    thinker.step = lambda: [StageChunk("r", "thinker", broken)]  # type: ignore[method-assign]
     pipeline.orchestrator.run_once()
     pipeline.run()
     assert isinstance(sink.final.error, InternalError)

@@ -147,7 +147,7 @@ class Runner:
                 if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
                     try:
                         rows.media_rows = self._encode_media(rows)
-                    except Exception as error:  # the boundary of one request's media: it ends this sequence alone
+                    except BaseException as error:  # the boundary of one request's media: it ends this sequence alone
                         result.failed[item.key] = stage_failure(error, "the media encoder")
                         continue
                 if len(item.blocks) > len(rows.table):

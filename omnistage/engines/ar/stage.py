@@ -196,7 +196,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             return chunks
         try:
             result = self.runner.execute(plan)
-        except Exception as error:  # the boundary of a step: its requests end, the stage goes on
+        except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
             return chunks + self._fail_batch(plan, error)
         chunks += [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
         self.scheduler.commit(plan)
@@ -204,7 +204,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if item.key in self._answers:
                 try:
                     chunk = self._update(item.key, result)
-                except Exception as error:  # the boundary of one answer: what breaks in it ends it alone
+                except BaseException as error:  # the boundary of one answer: what breaks in it ends it alone
                     failure = stage_failure(error, f"an answer of stage {self.name!r}")
                     chunk = self._end(item.key, FinishReason.ERROR, error=failure)
                 if chunk is not None:
@@ -270,7 +270,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             self.abort(answer.request_id)
         return StageChunk(answer.request_id, self.name, payload, answer.index, finish, error)
 
-    def _fail_batch(self, plan: SchedulerOutput, error: Exception) -> list[StageChunk]:
+    def _fail_batch(self, plan: SchedulerOutput, error: BaseException) -> list[StageChunk]:
         if isinstance(error, torch.cuda.OutOfMemoryError):
             log_defect(f"a step of {len(plan.batch)} sequences in stage {self.name!r}", error)
             error = StageError(

@@ -240,7 +240,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
         self._scheduler.remove(request_id)
         try:
             self.component.forget(request_id)
-        except Exception as error:  # the boundary of a component: the request is over, and others must not suffer
+        except BaseException as error:  # the boundary of a component: the request is over, and others must not suffer
             log_defect(f"forgetting a request in stage {self.name!r}", error)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:

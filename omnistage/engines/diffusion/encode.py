@@ -141,7 +141,7 @@ class EncodeStage(BatchedStage[DiffusionInput, DiffusionParams]):
             parts.append(tensors)
         try:
             condition = self.encoder.condition(item.payload, item.params, parts)
-        except Exception as error:  # the boundary of one request's pictures
+        except BaseException as error:  # the boundary of one request's pictures
             return self._fail(request_id, stage_failure(error, _FAILED))
         return self._finish(request_id, condition)
 

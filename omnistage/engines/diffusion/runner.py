@@ -204,7 +204,7 @@ class DiffusionRunner:
             if running.convergence is not None and running.convergence.reached(lane):
                 lane.latents = expected_picture(lane)
                 lane.timesteps = lane.timesteps[: lane.step]
-        except Exception as error:  # the boundary of one lane's schedule
+        except BaseException as error:  # the boundary of one lane's schedule
             return stage_failure(error, "denoising")
         return None
 

@@ -123,7 +123,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
                 continue  # another of its pictures failed to open
             try:
                 groups, tokens = self._runner.open(key)
-            except Exception as error:  # the boundary of one request's preparation
+            except BaseException as error:  # the boundary of one request's preparation
                 chunks.append(self._fail(key.request_id, stage_failure(error, "preparing a picture")))
                 continue
             self._scheduler.opened(key, groups, tokens)
@@ -159,7 +159,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         """Set a lane's next step; its preview, where one is due."""
         try:
             self._scheduler.opened(key, self._runner.groups(key), self._runner.tokens(key))
-        except Exception as error:  # the boundary of one request's next step
+        except BaseException as error:  # the boundary of one request's next step
             return [self._fail(key.request_id, stage_failure(error, "preparing a step"))]
         every = self._requests[key.request_id].params.preview_every
         if every and self._runner.progress(key)[0] % every == 0:
@@ -176,7 +176,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
     def _latents(self, key: LaneKey, *, preview: bool, final: bool) -> StageChunk:
         try:
             latents = self._runner.result(key, preview=preview, final=final)
-        except Exception as error:  # the boundary of one picture
+        except BaseException as error:  # the boundary of one picture
             return self._fail(key.request_id, stage_failure(error, "finishing a picture"))
         if final:
             return self._finish(key.request_id, latents)

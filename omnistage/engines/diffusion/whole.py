@@ -60,7 +60,7 @@ class _Run:
         """Steps done, of those that there are; none where the pipeline does not say."""
         self.ended = False
         self.pixels: np.ndarray | None = None
-        self.error: BaseException | None = None
+        self.failure: OmniError | None = None
         self._draw = draw
         self._go = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
@@ -73,8 +73,8 @@ class _Run:
         if self._started:
             self._go.release()
         else:
-            self._started = True
             self._thread.start()
+            self._started = True
         self._stopped.acquire()
         if self.ended:
             self._thread.join()
@@ -92,7 +92,8 @@ class _Run:
         try:
             self.pixels = self._draw(self._on_step)
         except BaseException as error:  # the boundary of one request's pipeline; else the stage would never be woken
-            self.error = error
+            if not self._abandoned:
+                self.failure = stage_failure(error, "the pipeline")
         finally:
             self.ended = True
             self._stopped.release()
@@ -214,8 +215,8 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         return [*chunks, StageChunk(request_id, self.name, picture)]
 
     def _picture(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk:
-        if run.error is not None:
-            raise stage_failure(run.error, "the pipeline")
+        if run.failure is not None:
+            raise run.failure
         pixels, seed = run.pixels, (request.seed + request.index) % 2**63
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[-1:] != (3,):
             raise StageError("the pipeline returned no picture")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import asyncio
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -10,7 +11,9 @@ from pydantic import JsonValue
 from typing_extensions import TypedDict
 
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
+from omnistage.core.threads import DaemonThreads
 from omnistage.core.validation import short_repr
+from omnistage.pipeline.health import StageHealth, StageState
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
@@ -19,6 +22,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
+_scrapes = DaemonThreads(4, "omnistage-metrics")
 _DEFAULTS: dict[str, type[StageParams]] = {"sampling": SamplingParams, "drawing": DiffusionParams}
 
 
@@ -38,8 +42,20 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+class UnavailableStage(TypedDict):
+    model: str
+    stage: str
+    state: Literal["rebuilding", "failed", "overdue"]
+
+
 class Readiness(TypedDict):
-    status: Literal["ready", "loading", "draining"]
+    status: Literal["ready", "loading", "draining", "unavailable"]
+    stages: NotRequired[list[UnavailableStage]]
+    """Those because of which it is `unavailable`."""
+
+
+class Health(TypedDict):
+    status: Literal["ok", "failed"]
 
 
 class CancelledRequest(TypedDict):
@@ -82,20 +98,32 @@ def _card(model: ServedModel) -> ModelCard:
     )
 
 
-@router.get("/health", include_in_schema=True)
-async def health() -> dict[str, str]:
-    """Whether the process is alive."""
-    return {"status": "ok"}
+@router.get("/health", responses={**response_docs(Health), 503: {"model": Health}})
+async def health(request: Request) -> JSONResponse:
+    """Whether the process is alive: 503 once a stage has failed or hangs that only a restart brings back."""
+    failed = any(health.needs_restart for _, health in service_of(request).unavailable_stages())
+    return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
 
 
 @router.get("/ready", responses={**response_docs(Readiness), 503: {"model": Readiness}})
 async def ready(request: Request) -> JSONResponse:
-    """Whether requests are accepted."""
+    """Whether requests are accepted, by every stage of every model."""
     service = service_of(request)
-    if service.ready:
+    state: Readiness
+    if not service.ready:
+        state = {"status": "loading" if service.loading else "draining"}
+    elif stages := service.unavailable_stages():
+        state = {"status": "unavailable", "stages": [_unavailable(model, health) for model, health in stages]}
+    else:
         return JSONResponse({"status": "ready"})
-    state = {"status": "loading" if service.loading else "draining"}
     return JSONResponse(state, status_code=503, headers={"Retry-After": str(RETRY_SECONDS)})
+
+
+def _unavailable(model: str, health: StageHealth) -> UnavailableStage:
+    state: Literal["rebuilding", "failed", "overdue"] = "overdue"
+    if health.state is not StageState.UP:
+        state = "rebuilding" if health.state is StageState.REBUILDING else "failed"
+    return UnavailableStage(model=model, stage=health.name, state=state)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -103,7 +131,9 @@ async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     from omnistage.server.observe.metrics import CONTENT_TYPE, render
 
-    return Response(render(service_of(request)), media_type=CONTENT_TYPE)
+    # Not in the event loop: the statistics come from the stages' own code.
+    text = await asyncio.wrap_future(_scrapes.submit(render, service_of(request)))
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/v1/requests/{request_id}")

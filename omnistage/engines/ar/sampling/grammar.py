@@ -181,7 +181,7 @@ class GrammarCompiler:
         def run() -> None:
             try:
                 result.set_result(work())
-            except Exception as error:  # raised again in the caller's thread
+            except BaseException as error:  # raised again in the caller's thread
                 result.set_exception(error)
             finally:
                 self._slots.release()

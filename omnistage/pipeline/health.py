@@ -1,0 +1,180 @@
+"""Whether a stage can take requests, and what stands in for one that has failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from omnistage.core.errors import OmniError, StageError, StageUnavailableError
+from omnistage.core.failures import log_defect
+from omnistage.core.params import StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import (
+    AudioChunk,
+    Condition,
+    FinishReason,
+    ImageChunk,
+    Latents,
+    ModuleOutput,
+    Progress,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    TokenChunk,
+    VideoChunk,
+)
+
+
+class StageState(StrEnum):
+    UP = "up"
+    REBUILDING = "rebuilding"
+    """It failed; a new one is being built."""
+    FAILED = "failed"
+    """It failed, and only a restart of the process brings it back."""
+
+
+@dataclass(slots=True)
+class StageHealth:
+    """One stage's condition. Written by its loop and its supervisor, read by anyone."""
+
+    name: str
+    state: StageState = StageState.UP
+    overdue: float | None = None
+    """How long its present step has taken, where that is longer than it should."""
+    hung: bool = False
+    """It has taken so long that it is not expected to end."""
+    failures: int = 0
+    rebuilds: int = 0
+
+    @property
+    def available(self) -> bool:
+        return self.state is StageState.UP and self.overdue is None
+
+    @property
+    def needs_restart(self) -> bool:
+        return self.state is StageState.FAILED or self.hung
+
+    def check_up(self) -> None:
+        """Raise `StageUnavailableError` for a stage that has failed."""
+        if self.state is not StageState.UP:
+            raise self.error()
+
+    def check_available(self) -> None:
+        """Raise it for a stage that is stuck in a step as well: a new request would only wait there."""
+        if not self.available:
+            raise self.error()
+
+    def error(self) -> StageUnavailableError:
+        if self.state is StageState.FAILED:
+            return StageUnavailableError(f"stage {self.name!r} has failed and cannot be rebuilt; restart the service")
+        if self.state is StageState.REBUILDING:
+            return StageUnavailableError(f"stage {self.name!r} has failed and is being rebuilt; try again later")
+        return StageUnavailableError(
+            f"stage {self.name!r} has been in one step for {self.overdue or 0.0:.0f} s; try again later"
+        )
+
+
+class FailedStage(Stage):
+    """Stands in for a stage that has failed, so that nothing keeps that one's memory. It takes no requests."""
+
+    uses_torch = False
+
+    def __init__(self, health: StageHealth, params_type: type[StageParams]) -> None:
+        self.name = health.name
+        self.params_type = params_type
+        self._health = health
+
+    def check(self, stage_input: StageInput) -> None:
+        raise self._health.error()
+
+    def check_params(self, params: StageParams) -> None:
+        raise self._health.error()
+
+    def submit(self, stage_input: StageInput) -> None:
+        raise self._health.error()
+
+    def feed(self, request_id: str, feed: StageFeed) -> None:
+        pass
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+    def step(self) -> list[StageChunk]:
+        return []
+
+    def has_work(self) -> bool:
+        return False
+
+    def stats(self) -> StageStats:
+        return StageStats()
+
+
+PAYLOADS = (
+    type(None),
+    TokenChunk,
+    AudioChunk,
+    Condition,
+    Latents,
+    Progress,
+    ImageChunk,
+    VideoChunk,
+    ModuleOutput,
+)
+"""What a chunk may carry; a tuple, which `isinstance` goes through faster than a union."""
+
+
+def chunk_defect(chunk: StageChunk, stage: str) -> StageError | None:
+    """What is wrong with a chunk of a request that the stage holds; None if it is whole. Nothing of it is quoted."""
+    payload: object = chunk.payload
+    finish: object = chunk.finish
+    error: object = chunk.error
+    if chunk.stage != stage:
+        problem = "is marked as another stage's"
+    elif not isinstance(payload, PAYLOADS):
+        problem = f"carries a {type(payload).__name__}"
+    elif not isinstance(finish, FinishReason | None):
+        problem = f"has a {type(finish).__name__} as its finish reason"
+    elif not isinstance(error, OmniError | None):
+        problem = f"has a {type(error).__name__} as its error"
+    else:
+        return None
+    return StageError(f"stage {stage!r} emitted a chunk that {problem}")
+
+
+class LoopSupervisor(Protocol):
+    """Told by a loop about its stage, from the loop's thread."""
+
+    def stage_failed(self, name: str, *, permanent: bool) -> None:
+        """The stage takes no more requests. Sets its state; the loop ends the requests in it next."""
+
+    def stage_released(self, name: str) -> None:
+        """The failed stage is closed and forgotten: another may be built."""
+
+    def stage_replaced(self, name: str, stage: Stage) -> None:
+        """Another stage runs from now on."""
+
+
+def close_stage(stage: Stage) -> None:
+    try:
+        stage.close()
+    except BaseException as error:  # the boundary of a stage: it is not used any more
+        log_defect(f"close of stage {stage.name!r}", error)
+
+
+def close_stages(stages: Sequence[Stage], timeout: float) -> None:
+    """Close stages, and wait for that no longer than `timeout` seconds."""
+
+    def close() -> None:
+        for stage in stages:
+            close_stage(stage)
+
+    closing = threading.Thread(target=close, name="omnistage-close", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # the interpreter is exiting and starts no more threads
+        close()
+    else:
+        closing.join(timeout)

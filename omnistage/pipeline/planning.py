@@ -1,0 +1,81 @@
+"""What a request will run: its stages, their parameters, and whether each of them can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
+from omnistage.core.failures import log_defect
+from omnistage.core.family import Bridge
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import StageParams
+from omnistage.core.stage import Stage
+from omnistage.core.types import StageInput
+from omnistage.pipeline.commands import answers
+from omnistage.pipeline.request import OmniRequest, RequestPlan, spread
+from omnistage.pipeline.routing import internal_error
+
+
+class RequestPlanner:
+    """Plans requests over a graph. Thread-safe. `stages` may change: a stage that failed is replaced there."""
+
+    def __init__(self, graph: PipelineGraph, stages: Mapping[str, Stage], defaults: Mapping[str, StageParams]) -> None:
+        self._graph = graph
+        self._stages = stages
+        self._types = {name: stages[name].params_type for name in graph.order}
+        params = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
+        self.defaults = spread(params, self._types)
+        """What stages use where a request says nothing."""
+
+    def plan(self, request: OmniRequest) -> RequestPlan:
+        """Which stages a request runs, and with which parameters. Raises what is wrong with it."""
+        needed = self._graph.needed(request.info.modalities)
+        params = self._merged(request.params)
+        lead = self._graph.lead if self._graph.lead in needed else self._graph.entry
+        count = answers(params[lead])
+        if count > 1 and needed != self._graph.ancestors([lead]):
+            raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
+        order = tuple(name for name in self._graph.order if name in needed)
+        for name in order:
+            if name != lead and answers(params[name]) > 1:
+                raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
+        return RequestPlan(request, order, params, lead, count)
+
+    def check(self, plan: RequestPlan) -> None:
+        """Ask the stages. Raises what they say; what else one raises is its defect."""
+        entry, params, request = self._graph.entry, plan.params, plan.request
+        reads_hidden = any(target in plan.stages for target in self._graph.targets(entry))
+        try:
+            for name in plan.stages:
+                self._stages[name].check_params(params[name])
+            stage_input = StageInput(request.info, params[entry], request.payload, emit_hidden=reads_hidden)
+            self._stages[entry].check(stage_input)
+        except OmniError:
+            raise
+        except BaseException as error:
+            log_defect("checking a request", error)
+            raise internal_error("checking the request", error) from error
+
+    def _merged(self, overrides: Mapping[str, StageParams]) -> dict[str, StageParams]:
+        if unknown := sorted(overrides.keys() - self.defaults.keys()):
+            raise InvalidRequestError(
+                f"no stage is called {', '.join(unknown)}; stages: {', '.join(self._graph.order)}",
+                param="sampling_params",
+            )
+        for name, override in overrides.items():
+            expected = self._types[name]
+            if not isinstance(override, expected):
+                raise InvalidRequestError(
+                    f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
+                )
+        params = spread(overrides, self._types)
+        return {name: default.merged(params.get(name)) for name, default in self.defaults.items()}
+
+
+def check_parts(graph: PipelineGraph, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:
+    """Raise `ConfigError` unless every stage of the graph is there, and a bridge for each that has sources."""
+    for name in graph.order:
+        if name not in stages:
+            raise ConfigError(f"the pipeline has a stage {name!r}, but none was built", param=f"stages.{name}")
+        if graph.sources(name) and name not in bridges:
+            raise ConfigError(f"stage {name!r} has sources, but no bridge", param=f"stages.{name}")

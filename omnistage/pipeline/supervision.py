@@ -1,0 +1,245 @@
+"""Watches over the loops of a model: failed stages are rebuilt, steps that take too long are reported."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from omnistage.core.errors import InternalError, OmniError, StageError
+from omnistage.core.failures import log_defect
+from omnistage.core.stage import Stage
+from omnistage.core.threads import DaemonThreads
+from omnistage.pipeline.health import StageHealth, StageState, close_stage
+from omnistage.pipeline.timing import StepSeconds
+
+_log = logging.getLogger(__name__)
+
+REBUILD_PAUSES = (1.0, 10.0, 60.0)
+"""Seconds before the first, the second and every further attempt to rebuild a stage."""
+REBUILD_MEMORY = 600.0
+"""A stage that has run for so many seconds since it was rebuilt has all its attempts again."""
+WARM_UP_STEPS, WARM_UP_FACTOR = 32, 10
+"""A stage's first steps may take that many times longer: they compile and capture graphs."""
+HUNG_FACTOR = 10
+"""A step that takes that many times longer than it may is not expected to end."""
+_CHECKS_PER_LIMIT = 10
+_CHECK_SECONDS = (0.02, 5.0)
+
+Rebuild = Callable[[int], Stage]
+"""Builds a stage anew; called with how many attempts were made since it last ran for long."""
+
+
+class WatchedLoop(Protocol):
+    """What is watched of a `StageLoop`, whosever requests it runs."""
+
+    health: StageHealth
+    turn_started: float | None
+
+    @property
+    def thread(self) -> threading.Thread | None: ...
+    @property
+    def ended(self) -> bool: ...
+    def step_seconds(self) -> StepSeconds: ...
+    def replace(self, stage: Stage) -> bool: ...
+    def give_up(self, error: BaseException, *, permanent: bool = False) -> None: ...
+
+
+@dataclass(slots=True)
+class _Attempts:
+    made: int = 0
+    """Since the stage last ran for long."""
+    running_since: float = field(default=float("-inf"))
+    due: float | None = None
+
+
+class Supervisor:
+    """One for all stages of a model. Without `start` nothing happens until `tick` is called.
+
+    `on_failed(name)` and `on_replaced(name, stage)` are called from the stage's loop. A step that hangs cannot be
+    ended, nor its stage rebuilt: Python cannot stop a thread.
+    """
+
+    def __init__(
+        self,
+        on_failed: Callable[[str], None],
+        on_replaced: Callable[[str, Stage], None],
+        rebuilds: Mapping[str, Rebuild],
+        *,
+        max_step_seconds: float | None,
+        max_rebuilds: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_failed = on_failed
+        self._on_replaced = on_replaced
+        self._rebuilds = rebuilds
+        self._max_step_seconds = max_step_seconds
+        self._max_rebuilds = max_rebuilds
+        self._clock = clock
+        self._loops: Mapping[str, WatchedLoop] = {}
+        self._attempts: dict[str, _Attempts] = {}
+        self._reported: dict[str, float] = {}
+        """By stage: when the step began that was reported."""
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._builder: DaemonThreads | None = None
+
+    def watch(self, loops: Mapping[str, WatchedLoop]) -> None:
+        self._loops = loops
+        self._attempts = {name: _Attempts() for name in loops}
+
+    def start(self) -> None:
+        self._builder = DaemonThreads(1, "omnistage-rebuild")  # one at a time: they share the memory
+        self._thread = threading.Thread(target=self._run, name="omnistage-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float | None = None) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._builder is not None:
+            self._builder.shutdown(cancel_futures=True)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        low, high = _CHECK_SECONDS
+        limit = self._max_step_seconds
+        pause = high if limit is None else min(max(limit / _CHECKS_PER_LIMIT, low), high)
+        while True:
+            try:
+                self.tick()
+            except BaseException as error:  # the boundary of this thread: without it nobody rebuilds a stage
+                log_defect("the watchdog", error)
+            with self._changed:
+                due = [each.due for each in self._attempts.values() if each.due is not None]
+                wait = max(low, min([pause, *(at - self._clock() for at in due)]))
+                if self._stopping or (self._changed.wait(wait) and self._stopping):
+                    return
+
+    def tick(self) -> bool:
+        """Look at every loop; start the rebuilds that are due. Whether any was."""
+        stuck: dict[threading.Thread | None, float] = {}
+        for name, loop in self._loops.items():
+            self._check_thread(loop)
+            if (seconds := self._overdue(name, loop)) is not None:
+                stuck[loop.thread] = seconds
+        for loop in self._loops.values():  # those that share a thread are stuck together
+            loop.health.overdue = seconds = stuck.get(loop.thread)
+            loop.health.hung = seconds is not None and seconds > HUNG_FACTOR * self._limit(loop)
+        now = self._clock()
+        with self._changed:
+            due = [name for name, each in self._attempts.items() if each.due is not None and each.due <= now]
+            for name in due:
+                self._attempts[name].due = None
+        for name in due:
+            if self._builder is None:
+                self._rebuild(name)
+            else:
+                self._builder.submit(self._rebuild, name)
+        return bool(due)
+
+    # ------------------------------------------------------------------------------------------ rebuilding
+
+    def stage_failed(self, name: str, *, permanent: bool) -> None:
+        """From its loop: decide what becomes of a stage, then end the requests that need it."""
+        attempts, health = self._attempts[name], self._loops[name].health
+        with self._changed:
+            if self._clock() - attempts.running_since > REBUILD_MEMORY:
+                attempts.made = 0
+            possible = not permanent and name in self._rebuilds and attempts.made < self._max_rebuilds
+            health.state = StageState.REBUILDING if possible else StageState.FAILED
+        if not possible:
+            _log.critical("stage %s cannot be rebuilt; restart the service", name)
+        self._on_failed(name)
+
+    def stage_released(self, name: str) -> None:
+        with self._changed:
+            if self._loops[name].health.state is StageState.REBUILDING:
+                self._schedule(name)
+
+    def _schedule(self, name: str) -> None:
+        attempts = self._attempts[name]
+        attempts.due = self._clock() + REBUILD_PAUSES[min(attempts.made, len(REBUILD_PAUSES) - 1)]
+        self._changed.notify_all()
+
+    def stage_replaced(self, name: str, stage: Stage) -> None:
+        attempts, health = self._attempts[name], self._loops[name].health
+        with self._changed:
+            attempts.made += 1  # until it has run for long
+            attempts.running_since = self._clock()
+            health.rebuilds += 1
+        self._on_replaced(name, stage)
+        _log.warning("stage %s has been rebuilt", name)
+
+    def _rebuild(self, name: str) -> None:
+        attempts, loop = self._attempts[name], self._loops[name]
+        gc.collect()  # tracebacks of what failed may hold the old stage, and so its memory
+        try:
+            stage = self._rebuilds[name](attempts.made)
+            if not isinstance(stage, Stage):
+                raise InternalError(f"the factory of stage {name!r} returned a {type(stage).__name__}")
+        except BaseException as error:  # the boundary of a checkpoint and a device: another attempt may succeed
+            if isinstance(error, OmniError):
+                _log.error("stage %s cannot be rebuilt now: %s", name, error)
+            else:
+                log_defect(f"rebuilding stage {name!r}", error)
+            self._rebuild_failed(name)
+            return
+        if not loop.replace(stage):
+            close_stage(stage)
+
+    def _rebuild_failed(self, name: str) -> None:
+        attempts, health = self._attempts[name], self._loops[name].health
+        with self._changed:
+            attempts.made += 1
+            if attempts.made < self._max_rebuilds:
+                self._schedule(name)
+                return
+            health.state = StageState.FAILED
+        _log.critical("stage %s could not be rebuilt in %d attempts; restart the service", name, attempts.made)
+
+    # -------------------------------------------------------------------------------------------- watching
+
+    def _check_thread(self, loop: WatchedLoop) -> None:
+        """Give up a stage whose thread is gone: no error ends it, but nobody is left waiting if something does."""
+        if loop.thread is not None and loop.thread.ident is not None and not loop.thread.is_alive() and not loop.ended:
+            loop.give_up(StageError("its thread has ended"), permanent=True)
+
+    def _limit(self, loop: WatchedLoop) -> float:
+        if self._max_step_seconds is None:
+            return float("inf")
+        warm = sum(loop.step_seconds().counts) >= WARM_UP_STEPS
+        return self._max_step_seconds * (1 if warm else WARM_UP_FACTOR)
+
+    def _overdue(self, name: str, loop: WatchedLoop) -> float | None:
+        """How long a loop's step has taken, where that is too long. Reports it once, and its end."""
+        started = loop.turn_started
+        seconds = 0.0 if started is None else time.perf_counter() - started
+        if started is None or seconds < self._limit(loop):
+            if self._reported.pop(name, None) is not None:
+                _log.warning("the step of stage %s that was overdue has ended", name)
+            return None
+        if self._reported.get(name) != started:
+            self._reported[name] = started
+            _log.error("stage %s has been in one step for %.0f s\n%s", name, seconds, _stacks(name, loop.thread))
+        return seconds
+
+
+def _stacks(stage: str, thread: threading.Thread | None) -> str:
+    """Where the threads of a stage are: its loop's, and those that the stage itself has started. Frames only."""
+    frames = sys._current_frames()
+    threads = [each for each in threading.enumerate() if each is thread or each.name.startswith(f"omnistage-{stage}-")]
+    texts = [
+        f"thread {each.name}:\n{''.join(traceback.format_stack(frames[each.ident]))}"
+        for each in threads
+        if each.ident in frames
+    ]
+    return "".join(texts)
