@@ -43,7 +43,7 @@ def ending(models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch) -> Asy
     assert isinstance(stage, ARStage)
     assert isinstance(default, SamplingParams)
     end = SamplingParams(min_tokens=8, logit_bias={min(stage.component.eos_token_ids): 100.0})
-    monkeypatch.setitem(orchestrator._defaults, "thinker", default.merged(end))
+    monkeypatch.setitem(orchestrator._planner.defaults, "thinker", default.merged(end))
     return models["omni"]
 
 

@@ -97,7 +97,7 @@ def test_longer_answers_than_the_model_gives_by_default_are_whole(
     server: Running, ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a conversation may have by default is no bound for what is said in a recording."""
-    defaults = ending.orchestrator._defaults
+    defaults = ending.orchestrator._planner.defaults
     monkeypatch.setitem(defaults, "thinker", defaults["thinker"].model_copy(update={"max_tokens": 4}))
     with server.client() as client:
         assert client.audio.transcriptions.create(**GIVEN).usage.output_tokens == 9  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_an_error(
 def test_what_is_not_done_in_time_is_an_error(
     server: Running, ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = ending.orchestrator._defaults
+    defaults = ending.orchestrator._planner.defaults
     monkeypatch.setitem(defaults, "thinker", defaults["thinker"].model_copy(update={"min_tokens": 30_000}))
     status, error = cut(server, timeout="0.6")
     assert (status, error["param"], error["code"]) == (408, "timeout", "deadline_exceeded")

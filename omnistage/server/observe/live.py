@@ -17,7 +17,7 @@ from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.observe.memory import memory_usage
-from omnistage.server.observe.status import find_trace, unknown_request
+from omnistage.server.observe.status import find_trace, read_stats, unknown_request
 from omnistage.server.service import Service
 
 router = APIRouter()
@@ -86,13 +86,10 @@ async def _events(service: Service, trace: Trace | None, holder: Holder) -> Asyn
 async def stats(request: Request) -> Stats:
     """Queues, batches and memory now, of the models that this key may use."""
     service, allowed = service_of(request), caller(request).models
+    models = {name: model.omni for name, model in service.models.items() if allowed is None or name in allowed}
     return Stats(
         object="stats",
-        models={
-            name: asdict(model.omni.stats())
-            for name, model in service.models.items()
-            if allowed is None or name in allowed
-        },
+        models=await read_stats(lambda: {name: asdict(omni.stats()) for name, omni in models.items()}),
         memory=asdict(memory_usage()),
         limits={"max_body_bytes": request.app.state.max_body_bytes},
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, NotRequired
+from collections.abc import Callable
+from typing import Literal, NotRequired, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -22,7 +23,9 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
-_scrapes = DaemonThreads(4, "omnistage-metrics")
+_readers = DaemonThreads(4, "omnistage-stats")
+_Result = TypeVar("_Result")
+
 _DEFAULTS: dict[str, type[StageParams]] = {"sampling": SamplingParams, "drawing": DiffusionParams}
 
 
@@ -126,14 +129,18 @@ def _unavailable(model: str, health: StageHealth) -> UnavailableStage:
     return UnavailableStage(model=model, stage=health.name, state=state)
 
 
+async def read_stats(read: Callable[[], _Result]) -> _Result:
+    """Read statistics, not in the event loop: they come from the stages' own code."""
+    return await asyncio.wrap_future(_readers.submit(read))
+
+
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     from omnistage.server.observe.metrics import CONTENT_TYPE, render
 
-    # Not in the event loop: the statistics come from the stages' own code.
-    text = await asyncio.wrap_future(_scrapes.submit(render, service_of(request)))
-    return Response(text, media_type=CONTENT_TYPE)
+    service = service_of(request)
+    return Response(await read_stats(lambda: render(service)), media_type=CONTENT_TYPE)
 
 
 @router.get("/v1/requests/{request_id}")
