@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from omnistage.core.errors import InternalError
@@ -16,26 +17,40 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    owner: str | None
+    work: Callable[[], None]
+
+
 class DaemonThreads(Executor):
     """An executor of up to `threads` daemon threads, started as they are needed.
 
     The interpreter waits for every thread of a `ThreadPoolExecutor` when it exits: one piece of work that does not
-    return would keep the process alive.
+    return would keep the process alive. Work of one owner runs in at most half of the threads at a time.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._max_threads = threads
         self._name = name
         self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: list[_Job] = []
+        self._owned: Counter[str | None] = Counter()
+        """Threads that work, by owner."""
         self._threads = 0
         self._idle = 0
         self._closed = False
 
     def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
+        return self.submit_for(None, fn, *args, **kwargs)
+
+    def submit_for(
+        self, owner: str | None, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> Future[_Result]:
+        """`submit`, for an owner; work of None is not limited."""
         future: Future[_Result] = Future()
 
-        def job() -> None:
+        def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -54,7 +69,7 @@ class DaemonThreads(Executor):
         with self._changed:
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            self._jobs.append(job)
+            self._jobs.append(_Job(owner, work))
             if len(self._jobs) > self._idle and self._threads < self._max_threads:
                 self._threads += 1
                 threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
@@ -64,15 +79,28 @@ class DaemonThreads(Executor):
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            job()
+            job.work()
+            with self._changed:
+                self._owned[job.owner] -= 1
+                if not self._owned[job.owner]:
+                    del self._owned[job.owner]  # owners come and go
             del job  # while the thread waits for more, it keeps none of the data
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> _Job | None:
         with self._changed:
             self._idle += 1
-            self._changed.wait_for(lambda: self._jobs or self._closed)
+            self._changed.wait_for(lambda: self._closed or self._startable() is not None)
             self._idle -= 1
-            return self._jobs.popleft() if self._jobs else None
+            job = self._startable()
+            if job is not None:
+                self._jobs.remove(job)
+                self._owned[job.owner] += 1
+            return job
+
+    def _startable(self) -> _Job | None:
+        """The oldest work whose owner may have one more thread."""
+        share = max(self._max_threads // 2, 1)
+        return next((job for job in self._jobs if job.owner is None or self._owned[job.owner] < share), None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work. Nobody waits for the threads, whatever `wait` says; they end with what is queued."""

@@ -1,6 +1,7 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
 Two groups of threads: requests with media or long texts, which may take seconds each, never keep short ones waiting.
+Those of one owner have at most half of their threads at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import TypeVar
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
 from omnistage.core.threads import DaemonThreads
+from omnistage.media.context import current_owner
 
 _Result = TypeVar("_Result")
 
 SHORT_CHARS = 32_768
 """Text up to here is tokenised in a few milliseconds."""
+_TEXT_KEYS = ("prompt", "prompt_token_ids")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
 _short = DaemonThreads(_cores + 4, "omnistage-prepare")
 _long = DaemonThreads(_cores + 4, "omnistage-prepare-long")
@@ -38,7 +42,7 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
         return context.run(work)
 
     cancellation.begin_work()
-    job = (_long if long else _short).submit(run)
+    job = _long.submit_for(current_owner(), run) if long else _short.submit(run)
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
     try:
@@ -60,7 +64,7 @@ def is_long(prompt: object) -> bool:
     if isinstance(prompt, str):
         return len(prompt) > SHORT_CHARS
     if isinstance(prompt, Mapping):  # of a drawing with images, or text
-        return any(is_long(value) or not isinstance(value, str | list | tuple) for value in prompt.values())
+        return any(key not in _TEXT_KEYS or is_long(value) for key, value in prompt.items())
     if not isinstance(prompt, list | tuple):
         return False
     texts: list[object] = []
@@ -68,9 +72,9 @@ def is_long(prompt: object) -> bool:
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else (content,)
         for part in parts:
-            if isinstance(part, Mapping) and "text" not in part:
+            if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
                 return True
-            texts.append(part["text"] if isinstance(part, Mapping) else part)
+            texts.append(part.get("text") if isinstance(part, Mapping) else part)
     return sum(len(text) for text in texts if isinstance(text, str)) > SHORT_CHARS
 
 

@@ -130,6 +130,17 @@ def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> No
     assert sorted(job.result(10) for job in [threads.submit(meet.wait, 10) for _ in range(2)]) == [0, 1]
 
 
+def test_work_of_one_owner_leaves_half_of_the_threads_to_others() -> None:
+    pool, go = DaemonThreads(2, "test"), threading.Event()
+    held = [pool.submit_for("ann", go.wait, 10) for _ in range(4)]
+    assert pool.submit_for("bob", lambda: 1).result(10) == 1
+    assert pool.submit(lambda: 2).result(10) == 2
+    assert not any(job.done() for job in held)
+    pool.shutdown()  # what is queued still runs
+    go.set()
+    assert all(job.result(10) for job in held)
+
+
 def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(threads: DaemonThreads) -> None:
     def fail() -> None:
         raise LookupError
@@ -256,7 +267,11 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
         ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], True),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], True),
         ({"prompt": "a cat"}, False),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/y.png", "text": ""}]}], True),
         ({"prompt": "a cat", "image": b"..."}, True),
+        ({"prompt": "a cat", "images": [b"..."]}, True),
+        ({"prompt": "a cat", "mask": "data:image/png;base64,AA"}, True),
+        ({"prompt_token_ids": [1, 2, 3]}, False),
         (None, False),
         ([None, 3, {"content": 4}], False),
     ],
