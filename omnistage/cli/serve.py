@@ -31,6 +31,9 @@ class ServiceOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every network.")
     port: int = option(8000, "Port; 0 takes a free one.", min=0, max=65535)
     max_body_mib: int = option(64, "Largest request body in MiB.", min=1, max=4096)
+    max_held_mib: int = option(
+        1024, "Bytes that all requests and realtime sessions hold together, in MiB.", min=1, max=2**20
+    )
     drain_seconds: float = option(
         30.0, "Time for running requests when the service stops; 5 s later the process ends.", min=0.0, max=86_400.0
     )
@@ -238,6 +241,7 @@ def serve(
     app = create_app(
         service,
         max_body_bytes=options.max_body_mib * 2**20,
+        max_held_bytes=options.max_held_mib * 2**20,
         stall_seconds=options.stall_seconds,
         cors=access.cors,
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),

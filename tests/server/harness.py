@@ -27,6 +27,7 @@ from omnistage.core.types import FinishReason
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
 from omnistage.server.http.app import create_app
+from omnistage.server.http.limits import TransportLimits
 from omnistage.server.http.run import server_config
 from omnistage.server.service import Service
 
@@ -43,6 +44,7 @@ class Running:
     service: Service
     url: str
     loop: asyncio.AbstractEventLoop
+    limits: TransportLimits
 
     def client(self, **options: object) -> openai.OpenAI:
         given = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
@@ -59,7 +61,8 @@ def serving(service: Service, **options: Any) -> Iterator[Running]:
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the command's is
     listening.bind(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # a slow reader is noticed soon
-    server = uvicorn.Server(server_config(create_app(service, **options)))
+    app = create_app(service, **options)
+    server = uvicorn.Server(server_config(app))
     started = threading.Event()
     loop = asyncio.new_event_loop()
 
@@ -74,7 +77,7 @@ def serving(service: Service, **options: Any) -> Iterator[Running]:
     thread.start()
     assert started.wait(30)
     try:
-        yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", loop)
+        yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", loop, app.state.transport)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -17,10 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
-from omnistage.server.http import body_limits as bodies
 from omnistage.server.http.body_limits import MIN_RATE, BodyLimit
 from omnistage.server.http.connection import Connection
 from omnistage.server.http.errors import RateLimitError
+from omnistage.server.http.limits import HeldBytes
 from omnistage.server.service import Service
 from tests.server.harness import SHORT, Held, Running, awaited, raw, serving, status_of, until
 
@@ -76,7 +76,9 @@ class Bench:
     """The middleware over an application that reads a body and works on it until it may finish."""
 
     def __init__(self, **limits: Any) -> None:
-        self.limit = BodyLimit(self._work, **{"max_bytes": 100, "max_total_bytes": 200, **limits})
+        given = {"max_bytes": 100, "max_total_bytes": 200, **limits}
+        self.held = HeldBytes(given.pop("max_total_bytes"), max_item=given["max_bytes"])
+        self.limit = BodyLimit(self._work, held=self.held, **given)
         self.finish = asyncio.Event()
 
     async def _work(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,9 +152,8 @@ async def test_a_request_that_ends_gives_its_bytes_back(ends: str) -> None:
 
 
 @awaited
-async def test_one_body_of_the_largest_size_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 10)
-    bench = Bench(max_total_bytes=None)
+async def test_one_body_of_the_largest_size_always_fits() -> None:
+    bench = Bench(max_total_bytes=10)
     async with bench.request(100) as client:
         await client.send(100)
         assert client.status is None
@@ -282,12 +283,9 @@ def sent(server: Running, body: bytes) -> int:
         return status_of(line)
 
 
-def test_bodies_of_running_requests_are_held(
-    service: Service, lm: AsyncOmni, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 0)
+def test_bodies_of_running_requests_are_held(service: Service, lm: AsyncOmni, held: Held) -> None:
     body = json.dumps(SHORT).encode()
-    with serving(service, max_body_bytes=2 * len(body) - 1) as server:
+    with serving(service, max_body_bytes=2 * len(body) - 1, max_held_bytes=0) as server:
         running = raw(server, body)
         until(lambda: lm.stats().inflight == 1, "the start of the request")
         assert sent(server, body) == 429

@@ -23,8 +23,8 @@ STUCK = """
 import sys, threading
 from omnistage.cli import app
 from omnistage.engines.ar.stage import ARStage
-from omnistage.server.observe import metrics
 from omnistage.server.openai.files import FileStore
+from omnistage.server.service import Service
 
 def wait_for_ever(*_):
     print("is stuck", file=sys.stderr, flush=True)
@@ -37,11 +37,11 @@ def compute_for_ever(*_):
 
 FileStore.get = wait_for_ever  # in a worker thread: GET /files/NAME
 ARStage.step = wait_for_ever  # in the stage's thread: a completion
-metrics.render = compute_for_ever  # in the event loop: GET /metrics
+Service.unavailable_stages = compute_for_ever  # in the event loop: GET /health
 app()
 """
 FILE = "GET /files/name HTTP/1.1\r\nHost: localhost\r\n\r\n"
-METRICS = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEALTH = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _BODY = '{"model": "lm", "prompt": "Once", "max_tokens": 4}'
 COMPLETION = (
     "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -77,7 +77,7 @@ def test_threads_and_stages_that_never_return_do_not_hold_it_up(folder: Path) ->
 
 
 def test_a_blocked_event_loop_ends_with_the_stacks_of_all_threads(folder: Path) -> None:
-    with stuck(folder, METRICS) as command:
+    with stuck(folder, HEALTH) as command:
         command.process.send_signal(signal.SIGTERM)
         assert command.end(SECONDS) == 1
         assert "Timeout (" in command.text

@@ -78,10 +78,12 @@ class HolderUsage:
     """A token bucket that refills at the holder's rate: requests that may start at once."""
     refilled_at: float | None = None
     """None: it is full."""
+    held_bytes: int = 0
+    """Of its bodies, messages and sessions."""
 
     @property
     def idle(self) -> bool:
-        return not any(self.counts.values())
+        return not any(self.counts.values()) and not self.held_bytes
 
 
 @dataclass(slots=True)

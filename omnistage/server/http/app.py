@@ -14,6 +14,7 @@ from omnistage.server.http import errors, openapi
 from omnistage.server.http.body_limits import BodyLimit
 from omnistage.server.http.connection import Exchange
 from omnistage.server.http.json_body import JsonLimits
+from omnistage.server.http.limits import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, HeldBytes, TransportLimits
 from omnistage.server.observe import live, status
 from omnistage.server.openai import completions, images
 from omnistage.server.openai.audio import speech, transcriptions
@@ -34,6 +35,8 @@ def create_app(
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY,
     json_limits: JsonLimits = DEFAULT_JSON_LIMITS,
+    max_held_bytes: int = MAX_HELD_BYTES,
+    max_connections: int | None = None,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     cors: Sequence[str] = (),
     allowed_hosts: Sequence[str] | None = None,
@@ -47,14 +50,16 @@ def create_app(
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
     app.state.json_limits = json_limits
-    app.state.realtime = realtime.Options(max_body_bytes, stall_seconds, tuple(cors))
+    held = HeldBytes(max_held_bytes, max_item=max_body_bytes, shared=service.keyring.required)
+    app.state.transport = TransportLimits(held, stall_seconds, max_connections)
+    app.state.realtime = realtime.Options(min(max_body_bytes, MAX_MESSAGE_BYTES), stall_seconds, tuple(cors))
     errors.install(app)
     openapi.install(app)
 
     for module in (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime):
         app.include_router(module.router)
     # From the inside out: a request passes the last of these first.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, stall_seconds=stall_seconds)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held=held, stall_seconds=stall_seconds)
     app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:
         # Outside the gate: a browser's preflight request carries no key.

@@ -1,4 +1,4 @@
-"""Limits on request bodies: the size of one, how slowly it may arrive, how many bytes all of them hold together."""
+"""Limits on request bodies: the size of one, how slowly it may arrive, how many bytes are held together."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, QueueFullError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import BodyTimeoutError, response_of
+from omnistage.server.http.limits import MIN_RATE, HeldBytes, Hold
 
-MAX_TOTAL_BYTES = 512 * 2**20
-"""Of all bodies together, or one body of the largest size where that is more."""
-MIN_RATE = 64 * 2**10
-"""Bytes a second at which a body must arrive, beyond the time in which a client may send nothing."""
 _MAX_DIGITS = 18
 
 
 class BodyLimit:
     """ASGI middleware: 413 for a body that is too large, 408 for one that is too slow, 429 for one too many.
 
-    A body counts from its first byte until its request has ended, as it stays in memory for so long. One that would
-    exceed the total is refused, and so is one of a key that is already sending as many as it may have requests.
+    A body counts in `held` from its first byte until its request has ended, as it stays in memory for so long. One that
+    would exceed the total or its key's share is refused, and so is one of a key that is already sending as many as it
+    may have requests.
     A client may pause for `stall_seconds`, at once or in total, plus the time for what it has sent at `MIN_RATE`.
     """
 
@@ -32,16 +30,15 @@ class BodyLimit:
         self,
         app: ASGIApp,
         max_bytes: int,
+        held: HeldBytes,
         stall_seconds: float = 60.0,
-        max_total_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._stall_seconds = stall_seconds
-        self._max_total_bytes = max(max_bytes, MAX_TOTAL_BYTES if max_total_bytes is None else max_total_bytes)
+        self._held = held
         self._clock = clock
-        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,8 +51,9 @@ class BodyLimit:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with its request's body counted. `receive` raises where a limit is exceeded."""
-        with contextlib.ExitStack() as sending:
-            self._admit(scope, sending)
+        holder = scope.get("state", {}).get("holder")
+        with contextlib.ExitStack() as sending, self._held.hold(holder) as hold:
+            self._admit(scope, sending, hold, holder)
             seen, waited, complete = 0, 0.0, False
 
             async def counted() -> Message:
@@ -64,25 +62,19 @@ class BodyLimit:
                     return await receive()
                 began = self._clock()
                 message = await self._next(receive, seen, waited)
-                size = len(message.get("body", b""))
-                seen += size
-                self._held += size
+                seen += len(message.get("body", b""))
                 if seen > self._max_bytes:
                     raise self._too_large(str(seen))
-                if self._held > self._max_total_bytes:
-                    raise _full()
+                hold.resize(seen)
                 waited += self._clock() - began
                 complete = message["type"] != "http.request" or not message.get("more_body", False)
                 if complete:
                     sending.close()
                 return message
 
-            try:
-                await self._app(scope, counted, send)
-            finally:
-                self._held -= seen
+            await self._app(scope, counted, send)
 
-    def _admit(self, scope: Scope, sending: contextlib.ExitStack) -> None:
+    def _admit(self, scope: Scope, sending: contextlib.ExitStack, hold: Hold, holder: Holder | None) -> None:
         """Check a request by its headers alone. Raises what is answered instead of reading its body."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
@@ -90,10 +82,8 @@ class BodyLimit:
             raise InvalidRequestError("the header Content-Length is not a number; correct it")
         if len(length) > _MAX_DIGITS or int(length) > self._max_bytes:
             raise self._too_large(length[:_MAX_DIGITS].decode("ascii"))
-        if self._held + int(length) > self._max_total_bytes:
-            raise _full()
-        holder = scope.get("state", {}).get("holder")
-        if isinstance(holder, Holder) and (int(length) or b"transfer-encoding" in headers):
+        hold.check(int(length))
+        if holder is not None and (int(length) or b"transfer-encoding" in headers):
             sending.enter_context(holder.count("uploads"))
 
     async def _next(self, receive: Receive, seen: int, waited: float) -> Message:
@@ -109,7 +99,3 @@ class BodyLimit:
 
     def _too_large(self, size: str) -> LimitExceededError:
         return LimitExceededError(f"the body has {size} bytes or more, over the limit of {self._max_bytes}; send less")
-
-
-def _full() -> QueueFullError:
-    return QueueFullError("the bodies of running requests hold as many bytes as allowed; send it again later")

@@ -17,6 +17,7 @@ from omnistage.core.failures import log_defect
 from omnistage.core.threads import DaemonThreadPool
 from omnistage.server.http.connection import Connection
 from omnistage.server.http.stopping import EXIT_SECONDS, STOP_SECONDS, StopSignals
+from omnistage.server.http.websocket import WebSocketConnection
 from omnistage.server.service import Service
 
 WRITE_SECONDS = 5
@@ -129,7 +130,8 @@ def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None)
         # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=timeout_graceful_shutdown,
-        ws_max_size=app.state.max_body_bytes,
+        ws=WebSocketConnection,
+        ws_max_size=app.state.realtime.max_message_bytes,
         # Audio in base64 hardly gets smaller, and compressing it would block the event loop.
         ws_per_message_deflate=False,
     )

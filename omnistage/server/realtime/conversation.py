@@ -38,17 +38,17 @@ class Conversation:
         self._context_start = next((item for item in items if item.role != "system"), None)
 
     @property
-    def _bytes(self) -> int:
+    def nbytes(self) -> int:
         return sum(item.size for item in self._items)
 
     def has_room(self, size: int) -> bool:
         """Whether an item of this size fits."""
-        return len(self._items) < self._max_items and self._bytes + size <= self._max_bytes
+        return len(self._items) < self._max_items and self.nbytes + size <= self._max_bytes
 
     def check_room(self, size: int) -> None:
         if not self.has_room(size):
             raise LimitExceededError(
-                f"the conversation holds {len(self._items)} items of {self._bytes} bytes, and may hold "
+                f"the conversation holds {len(self._items)} items of {self.nbytes} bytes, and may hold "
                 f"{self._max_items} of {self._max_bytes}; delete some",
                 param="item",
             )

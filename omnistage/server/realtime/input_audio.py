@@ -14,7 +14,7 @@ from omnistage.server.realtime.audio import RATES, FormatName
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 
-_SAMPLE_BYTES = 2
+SAMPLE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class InputAudio:
         self.detection = detection
 
     def __len__(self) -> int:
-        return len(self._buffer) // _SAMPLE_BYTES
+        return len(self._buffer) // SAMPLE_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +118,7 @@ class InputAudio:
 
     def take(self, start: int, end: int) -> NDArray[np.int16]:
         """The audio between two positions; everything before `end` is dropped."""
-        first, last = (max(position - self._start, 0) * _SAMPLE_BYTES for position in (start, end))
+        first, last = (max(position - self._start, 0) * SAMPLE_BYTES for position in (start, end))
         samples = np.frombuffer(bytes(self._buffer[first:last]), dtype="<i2").astype(np.int16)
         self._drop(end)
         return samples
@@ -139,5 +139,5 @@ class InputAudio:
 
     def _drop(self, before: int) -> None:
         count = min(max(before - self._start, 0), len(self))
-        del self._buffer[: count * _SAMPLE_BYTES]
+        del self._buffer[: count * SAMPLE_BYTES]
         self._start += count

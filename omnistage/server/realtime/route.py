@@ -22,6 +22,8 @@ from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.connection import cut
 from omnistage.server.http.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
+from omnistage.server.http.limits import MAX_MESSAGE_BYTES, HeldBytes, Hold
+from omnistage.server.http.websocket import HOLD
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.events import ClientGoneError
@@ -42,7 +44,7 @@ _MAX_SHARE = 4
 class Options:
     """The application's settings for its sockets."""
 
-    max_message_bytes: int = 64 * 2**20
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     stall_seconds: float = 60.0
     origins: Sequence[str] = ()
     idle_seconds: float = 900.0
@@ -67,7 +69,11 @@ async def realtime(websocket: WebSocket) -> None:
         record.model, record.status = None if model is None else model.name, 101
         await websocket.accept(_PROTOCOL if _PROTOCOL in websocket.scope["subprotocols"] else None)
         socket = _Socket(websocket, options, record)
-        session = Session(service, holder, model, socket.send, limits=options.limits, client=record.client)
+        held: HeldBytes = websocket.app.state.transport.held
+        messages: Hold = websocket.scope["state"][HOLD]
+        messages.assign(holder)
+        memory = stack.enter_context(held.hold(holder))
+        session = Session(service, holder, model, socket.send, memory, limits=options.limits, client=record.client)
         await _Connection(socket, session, service, options).run()
 
 

@@ -22,6 +22,7 @@ from omnistage.media.image import decode_image
 from omnistage.pipeline.preparation import prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
+from omnistage.server.http.limits import Hold
 from omnistage.server.realtime import events
 from omnistage.server.realtime.audio import base64_seconds, decode, from_base64
 from omnistage.server.realtime.base import JsonObject
@@ -35,7 +36,7 @@ from omnistage.server.realtime.config import (
     updated,
 )
 from omnistage.server.realtime.conversation import Conversation
-from omnistage.server.realtime.input_audio import InputAudio, Turn
+from omnistage.server.realtime.input_audio import SAMPLE_BYTES, InputAudio, Turn
 from omnistage.server.realtime.items import Audio, Image, Item, Message, new_id, parse_item
 from omnistage.server.realtime.response_events import ResponseBuilder
 from omnistage.server.realtime.response_runner import ResponseRunner
@@ -97,11 +98,15 @@ class Session:
         holder: Holder,
         model: ServedModel | None,
         send: Send,
+        hold: Hold,
         *,
         limits: Limits | None = None,
         client: str | None = None,
     ) -> None:
         self.id = new_id("sess")
+        self._hold = hold
+        """Counts the audio buffer and the items."""
+        self._item_bytes = 0
         self._service = service
         self._holder = holder
         self._model = model
@@ -138,6 +143,7 @@ class Session:
 
     async def handle(self, text: str) -> None:
         """Run one client event; its errors go to the client, and the session continues."""
+        event: events.ClientEvent | None = None
         event_id = None
         try:
             large = len(text) > events.LARGE_CHARS
@@ -153,6 +159,14 @@ class Session:
         except Exception as error:
             log_defect("a realtime session", error)
             await self.send_error(InternalError("a defect"), event_id)
+        finally:
+            if not isinstance(event, events.AudioAppend):  # of which there are many, and few add items
+                self._item_bytes = self.conversation.nbytes
+            self._hold.set(self._audio.nbytes + self._item_bytes)
+
+    def _reserve(self, size: int) -> None:
+        """Raise unless the service can hold this many bytes more for the session."""
+        self._hold.resize(self._audio.nbytes + self._item_bytes + size)
 
     async def _send(self, event_type: str, **fields: object) -> None:
         await self._send_event({"type": event_type, **fields})
@@ -223,6 +237,7 @@ class Session:
             raise LimitExceededError(
                 f"is longer than {self._limits.buffer_seconds:g} s; send it in several events", param="audio"
             )
+        self._reserve(int(base64_seconds(event.audio, self._audio.format) * self._audio.rate) * SAMPLE_BYTES)
         slow = self._audio.detection is not None or len(event.audio) > events.LARGE_CHARS
         turns = await asyncio.to_thread(self._append_audio, event.audio) if slow else self._append_audio(event.audio)
         for turn in turns:
@@ -267,6 +282,7 @@ class Session:
     async def _add_audio(self, item: Message) -> None:
         await self._make_room(item.size)
         before = self.conversation.add(item)
+        self._item_bytes += item.size
         await self._send("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
         await self._announce(item, before)
 
@@ -297,6 +313,8 @@ class Session:
             self.conversation.delete(oldest.id)
             await self._send("conversation.item.deleted", item_id=oldest.id)
         self.conversation.check_room(size)
+        self._item_bytes = self.conversation.nbytes
+        self._reserve(size)
 
     async def _announce(self, item: Item, before: str | None) -> None:
         data = item.to_json()

@@ -1,0 +1,100 @@
+"""Bounds that every connection shares: the bytes that clients make the service hold, and how slowly they may send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from omnistage.core.errors import QueueFullError
+from omnistage.server.access.keys import Holder, HolderUsage
+from omnistage.server.http.errors import RateLimitError
+
+MAX_HELD_BYTES = 2**30
+"""Of all clients together, or one body of the largest size where that is more."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Of one WebSocket message. OpenAI's limit for an event with audio is 15 MiB."""
+MIN_RATE = 64 * 2**10
+"""Bytes a second at which a body or a message must arrive, beyond the time in which a client may send nothing."""
+_MAX_SHARE = 4
+"""One key may hold one of this many parts of all bytes."""
+
+
+class HeldBytes:
+    """Counts bytes that clients have sent and the service holds: bodies, messages, audio and conversations of sessions.
+
+    There is one for all doors. With `shared` no key can take all of it. Used from the event loop only.
+    """
+
+    def __init__(self, max_bytes: int, *, max_item: int = 0, shared: bool = False) -> None:
+        """One item of `max_item` bytes always fits into an empty one, and into a key's share."""
+        self.max_bytes = max(max_bytes, max_item)
+        self._max_share = max(self.max_bytes // _MAX_SHARE, max_item) if shared else None
+        self.total = 0
+
+    def hold(self, holder: Holder | None = None) -> Hold:
+        return Hold(self, None if holder is None else holder.use)
+
+    def check(self, size: int, usage: HolderUsage | None) -> None:
+        """Raise the client's error if this many more do not fit."""
+        if self.total + size > self.max_bytes:
+            raise QueueFullError(
+                f"requests and sessions hold as many bytes as allowed ({self.max_bytes}); send it again later"
+            )
+        if usage is not None and self._max_share is not None and usage.held_bytes + size > self._max_share:
+            raise RateLimitError(
+                f"this key's requests and sessions hold as many bytes as it may ({self._max_share}); "
+                "send it again once some have ended",
+                retry_after=1.0,
+            )
+
+
+class Hold:
+    """The bytes of one body, connection or session. It begins with none, and gives them back at its end."""
+
+    __slots__ = ("_all", "_usage", "size")
+
+    def __init__(self, held: HeldBytes, usage: HolderUsage | None) -> None:
+        self._all = held
+        self._usage = usage
+        self.size = 0
+
+    def resize(self, size: int) -> None:
+        """Hold this many from now on. Raises, and changes nothing, where they do not fit."""
+        if size > self.size:
+            self._all.check(size - self.size, self._usage)
+        self.set(size)
+
+    def check(self, size: int) -> None:
+        """Raise if it could not hold this many."""
+        self._all.check(size - self.size, self._usage)
+
+    def set(self, size: int) -> None:
+        """Hold this many, which are there already."""
+        change, self.size = size - self.size, size
+        self._all.total += change
+        if self._usage is not None:
+            self._usage.held_bytes += change
+
+    def assign(self, holder: Holder) -> None:
+        """Count it as this holder's, who was not known before."""
+        size = self.size
+        self.set(0)
+        self._usage = holder.use
+        self.set(size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.set(0)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """An application's settings for its connections, in `app.state.transport`."""
+
+    held: HeldBytes = field(default_factory=lambda: HeldBytes(MAX_HELD_BYTES))
+    stall_seconds: float = 60.0
+    max_connections: int | None = None
+    """Beyond it idle ones are closed, and those without any get 503; None: no limit."""
