@@ -25,7 +25,7 @@ from omnistage.core.errors import (
     StageError,
 )
 from omnistage.core.params import SamplingParams, StructuredOutput
-from omnistage.engines.ar.sampling import grammar
+from omnistage.engines.ar.sampling import grammar, grammar_state
 from omnistage.engines.ar.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_ids_that_the_grammar_rules_out_leave_nothing() -> None:
 def test_a_token_that_breaks_the_grammar_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sampler()
     engine.add("r", SamplingParams.parse({"temperature": 0, "structured": {"regex": "ab"}}), [])
-    monkeypatch.setattr(grammar.GrammarMask, "apply", lambda self, x: None)
+    monkeypatch.setattr(grammar_state.GrammarMask, "apply", lambda self, x: None)
     logits = torch.zeros(1, WIDTH)
     logits[0, TOKENIZER.convert_tokens_to_ids("z")] = 5.0
     assert isinstance(engine.sample(logits, ["r"])[0].error, StageError)

@@ -701,7 +701,7 @@ class OneTokenCompiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> OneTokenCompiler:
     made = OneTokenCompiler()
     monkeypatch.setattr("omnistage.engines.ar.sampling.grammar.compiler_for", lambda *_: made)
-    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar.GrammarMask", OneTokenMask)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar_state.GrammarMask", OneTokenMask)
     return made
 
 

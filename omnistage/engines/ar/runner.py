@@ -43,6 +43,10 @@ class RunnerOutput:
     sampled: dict[str, Sampled] = field(default_factory=dict)
     hidden: dict[str, HiddenRows] = field(default_factory=dict)
     failed: dict[str, OmniError] = field(default_factory=dict)
+    late: frozenset[str] = frozenset()
+    """Not sampled although asked: the masks of their grammars are not there. Their last token has to run again."""
+    slow: frozenset[str] = frozenset()
+    """Sampled, and their next mask may take long."""
 
 
 class Runner:
@@ -168,10 +172,16 @@ class Runner:
             if logits.device != self._sampling_device:
                 logits = logits.float().to(self._sampling_device)
             keys = [item.key for item in sampling]
+            result.late = self.sampler.late(keys)  # on a device, the forward pass runs meanwhile
+            if result.late:
+                on_time = [row for row, key in enumerate(keys) if key not in result.late]
+                keys = [keys[row] for row in on_time]
+                logits = logits[torch.tensor(on_time, dtype=torch.int64, device=logits.device)]
             for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
                 result.sampled[key] = sampled
                 if sampled.error is None:
                     self._rows[key].append(sampled.token_id)
+            result.slow = self.sampler.slow(keys)
         return result
 
     def _forward(

@@ -10,7 +10,7 @@ running request always moves. A waiting one may evict worse-ranked ones that hav
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -42,11 +42,13 @@ class SequenceState:
     preemptions: int = 0
     cached: int = 0
     """Tokens that were found computed when it was first admitted."""
+    held: bool = False
+    """Its last token, from which the next is sampled, must not be computed yet."""
 
     @property
     def pending(self) -> int:
-        """How many tokens could be computed now; 0: it is starved, it waits for its upstream."""
-        known = len(self.token_ids)
+        """How many tokens could be computed now; 0: it is starved (it waits for its upstream) or held."""
+        known = len(self.token_ids) - self.held
         if self.side_rows is not None:
             known = int(min(known, self.prompt_length + self.side_rows))
         return max(known - self.computed, 0)
@@ -137,6 +139,14 @@ class Scheduler:
         state.side_rows = float("inf") if final else state.side_rows + rows
         self._stalled = False
 
+    def hold(self, key: str) -> None:
+        """Compute no token from which one would be sampled, until `release`."""
+        self._sequences[key].held = True
+
+    def release(self, key: str) -> None:
+        self._sequences[key].held = False
+        self._stalled = False
+
     def append(self, key: str, token_id: int) -> None:
         """A token was sampled."""
         self._sequences[key].token_ids.append(token_id)
@@ -174,15 +184,18 @@ class Scheduler:
         self._stalled = not batch
         return SchedulerOutput(tuple(batch), tuple(started), tuple(preempted))
 
-    def commit(self, output: SchedulerOutput) -> None:
-        """The batch was computed: advance the counters and publish blocks that became full."""
+    def commit(self, output: SchedulerOutput, unsampled: Collection[str] = ()) -> None:
+        """The batch was computed: advance the counters and publish blocks that became full.
+
+        The last token of those that could not be sampled counts as not computed: it will run again.
+        """
         size = self.pool.block_size
         for item in output.batch:
             self.tokens += item.count
             state = self._sequences.get(item.key)
             if state is None:
                 continue
-            state.computed = item.start + item.count
+            state.computed = item.start + item.count - (item.key in unsampled)
             full = state.computed // size
             if state.cacheable and full > item.start // size:
                 state.extend_hashes(size, full * size)

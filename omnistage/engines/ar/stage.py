@@ -29,9 +29,13 @@ from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import plan_blocks
 from omnistage.engines.ar.runner import Runner, RunnerOutput
+from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
 from omnistage.engines.stage import BatchedStage
+
+_HELD_WAIT_SECONDS = 0.002
+"""Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
 
 
 @dataclass(slots=True)
@@ -87,6 +91,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         )
         self._answers: dict[str, _Answer] = {}
         self._requests: dict[str, list[str]] = {}
+        self._held: dict[str, GrammarState] = {}
+        """Answers that wait for the mask of their grammar: left out of the batch, like starved ones."""
+        self._late_masks = 0
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -182,15 +189,20 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.remove(key)
         self.runner.remove(key)
         self._answers.pop(key, None)
+        self._held.pop(key, None)
 
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or bool(self._held)
 
     def step(self) -> list[StageChunk]:
+        chunks = self._check_held() if self._held else []
+        if self._held and not self.scheduler.has_work():
+            return chunks
         plan = self.scheduler.schedule()
-        chunks = self._mark_started(self._answers[key].request_id for key in plan.started) if plan.started else []
+        if plan.started:
+            chunks += self._mark_started(self._answers[key].request_id for key in plan.started)
         # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
         if not plan.batch and not plan.preempted:
             return chunks
@@ -199,7 +211,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
             return chunks + self._fail_batch(plan, error)
         chunks += [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
-        self.scheduler.commit(plan)
+        self.scheduler.commit(plan, result.late)
         for item in plan.batch:
             if item.key in self._answers:
                 try:
@@ -209,6 +221,29 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                     chunk = self._end(item.key, FinishReason.ERROR, error=failure)
                 if chunk is not None:
                     chunks.append(chunk)
+        if result.late or result.slow:
+            self._hold(result)
+        return chunks
+
+    def _hold(self, result: RunnerOutput) -> None:
+        """Leave those whose mask is not there out of the next batches; nobody waits for them."""
+        self._late_masks += len(result.late)
+        for key in (*result.late, *result.slow):
+            if key in self._answers:  # else it has just ended
+                self._held[key] = self.runner.sampler.grammar(key)
+                self.scheduler.hold(key)
+
+    def _check_held(self) -> list[StageChunk]:
+        """Let those go on whose masks have come, and end those whose masks take too long."""
+        if not self.scheduler.has_work():
+            await_any(self._held.values(), _HELD_WAIT_SECONDS)
+        chunks = []
+        for key, grammar in list(self._held.items()):
+            if grammar.ready:
+                del self._held[key]
+                self.scheduler.release(key)
+            elif (error := grammar.overdue()) is not None:
+                chunks.append(self._end(key, FinishReason.ERROR, error=error))
         return chunks
 
     def _update(self, key: str, result: RunnerOutput) -> StageChunk | None:
@@ -301,6 +336,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 "encoder_cache_bytes": self.runner.encoder_cache.bytes,
                 "encoder_cache_hits": self.runner.encoder_cache.hits,
                 "encoder_cache_misses": self.runner.encoder_cache.misses,
+                "masks_awaited": len(self._held),
+                "masks_late": self._late_masks,
             },
         )
 

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from omnistage.core.errors import (
     ConfigError,
     InvalidRequestError,
@@ -25,6 +22,8 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
+from omnistage.engines.ar.sampling.grammar_bounds import is_cheap
+from omnistage.engines.ar.sampling.grammar_state import GrammarState
 
 if TYPE_CHECKING:
     import xgrammar
@@ -195,8 +194,10 @@ class GrammarCompiler:
             ) from error
 
     def start(self, structured: StructuredOutput, stop_token_ids: Sequence[int]) -> GrammarState:
-        """A fresh state for one request, which `stop_token_ids` may end once the constraint is met."""
-        matcher = self._xgrammar.GrammarMatcher(self.compile(structured), override_stop_tokens=list(stop_token_ids))
+        """A fresh state for one request, which `stop_token_ids` may end once the constraint is met.
+
+        Never waits: what takes time happens in the threads that compute masks.
+        """
         # xgrammar takes a special token for its spelling and would offer it inside a string.
         banned = self._special
         kind, text = source_of(structured)
@@ -204,7 +205,16 @@ class GrammarCompiler:
             # It also lets raw control characters into strings of bounded length, which no JSON parser takes
             # (mlc-ai/xgrammar#800). JSON never needs one: between values a space will do for a tab.
             banned |= self._control
-        return GrammarState(matcher, self._vocab_size, stop_token_ids, banned)
+
+        def open_matcher() -> xgrammar.GrammarMatcher:
+            # Not in the cache any more if many others came since the request was checked.
+            compiled = self.compile(structured)
+            return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
+
+        with self._lock:
+            compiled = (kind, text) in self._cache
+        cheap = compiled and is_cheap(kind, text)
+        return GrammarState(open_matcher, self._vocab_size, stop_token_ids, banned, slow=not compiled, cheap=cheap)
 
 
 def _readable(error: Exception) -> str:
@@ -228,64 +238,3 @@ def compiler_for(
         if key not in of_tokenizer:
             of_tokenizer[key] = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         return of_tokenizer[key]
-
-
-# ------------------------------------------------------------------------------------------------- following
-
-
-def _bits(ids: Iterable[int], vocab_size: int) -> Tensor:
-    """int32 `[ceil(V / 32)]` with the bits of `ids` set."""
-    flags = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
-    flags[list(ids)] = 1
-    return (flags.view(-1, 32) << torch.arange(32)).sum(dim=1).to(torch.int32)
-
-
-class GrammarState:
-    """One request's place in its constraint."""
-
-    def __init__(
-        self, matcher: xgrammar.GrammarMatcher, vocab_size: int, stops: Sequence[int], banned: Iterable[int]
-    ) -> None:
-        self._matcher = matcher
-        self._stops = _bits(stops, vocab_size)
-        self._text = ~_bits(set(banned).difference(stops), vocab_size)
-
-    @property
-    def width(self) -> int:
-        return len(self._stops)
-
-    def fill(self, bitmask: Tensor, row: int) -> None:
-        """Write the tokens that may come next into `bitmask[row]`; after the end, only those that stop."""
-        if self._matcher.is_terminated():
-            bitmask[row] = self._stops
-            return
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-        bitmask[row] &= self._text
-
-    def accept(self, token_id: int) -> bool:
-        """Move on by a sampled token; False if the constraint does not allow it."""
-        if self._matcher.is_terminated():
-            return bool(self._stops[token_id // 32] >> (token_id % 32) & 1)
-        return bool(self._matcher.accept_token(token_id))
-
-
-class GrammarMask:
-    """Masks the logits of a fixed list of constrained rows, whatever their device."""
-
-    def __init__(self, states: Sequence[GrammarState], device: torch.device) -> None:
-        import xgrammar
-
-        self._apply = xgrammar.apply_token_bitmask_inplace
-        self._states = tuple(states)
-        self._device = device
-        shape = (len(states), states[0].width)
-        self._bitmask = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def apply(self, x: Tensor) -> None:
-        """Set what may not come next to -inf, in place, in float32 `[len(self), V]`."""
-        for row, state in enumerate(self._states):
-            state.fill(self._bitmask, row)
-        self._apply(x, self._bitmask.to(self._device, non_blocking=True), vocab_size=x.shape[1])

@@ -18,7 +18,7 @@ from torch import Tensor
 from omnistage.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from omnistage.engines.ar.sampling.grammar import GrammarState
+    from omnistage.engines.ar.sampling.grammar_state import GrammarState
 
 Array: TypeAlias = Any
 """numpy's on the host, where small operations cost a fraction of torch's; torch's on a device. The code is one: what
@@ -216,7 +216,7 @@ class Processors:
         grammars = [s.grammar for s in states if s.grammar is not None]
         self._grammar = None
         if grammars:
-            from omnistage.engines.ar.sampling.grammar import GrammarMask
+            from omnistage.engines.ar.sampling.grammar_state import GrammarMask
 
             self._grammar = GrammarMask(grammars, device)
 

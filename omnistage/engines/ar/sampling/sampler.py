@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from omnistage.engines.ar.sampling.grammar import GrammarCompiler
+    from omnistage.engines.ar.sampling.grammar_state import GrammarState
 
 
 @record
@@ -171,6 +172,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self._eos = tuple(dict.fromkeys(eos for eos in eos_token_ids if 0 <= eos < vocab_size))
         self._states: dict[str, RowState] = {}
+        self._constrained: dict[str, GrammarState] = {}
         self._plan: _Plan | None = None
         self._texts: dict[int, tuple[str, bytes]] = {}
 
@@ -246,13 +248,41 @@ class Sampler:
             state.stops = _ascending(stops)
         if params.structured is not None:
             ends = tuple(dict.fromkeys((*self._eos, *params.stop_token_ids)))
-            state.grammar = self._grammars().start(params.structured, ends)
+            state.grammar = self._constrained[key] = self._grammars().start(params.structured, ends)
         self._states[key] = state
 
     def remove(self, key: str) -> None:
         """Forget a request; an unknown key is ignored."""
         if self._states.pop(key, None) is not None and self._plan is not None and key in self._plan.keys:
             self._plan = None
+        grammar = self._constrained.pop(key, None)
+        if grammar is not None:
+            grammar.close()
+
+    # ---------------------------------------------------------------------------------------------- masks
+
+    def grammar(self, key: str) -> GrammarState:
+        """The state of a request that has a grammar."""
+        return self._constrained[key]
+
+    def late(self, keys: Sequence[str]) -> frozenset[str]:
+        """Those of `keys` that cannot be sampled yet: their masks have not come within a step's wait."""
+        if not self._constrained:
+            return frozenset()
+        states = [(key, self._constrained[key]) for key in keys if key in self._constrained]
+        missing = [state for _, state in states if not (state.ready or state.prepare())]
+        if not missing:
+            return frozenset()
+        from omnistage.engines.ar.sampling.grammar_state import await_masks
+
+        await_masks(missing)
+        return frozenset(key for key, state in states if not state.ready)
+
+    def slow(self, keys: Sequence[str]) -> frozenset[str]:
+        """Those of `keys` whose next mask may take long, as their last one did."""
+        if not self._constrained:
+            return frozenset()
+        return frozenset(key for key in keys if key in self._constrained and self._constrained[key].slow)
 
     # ------------------------------------------------------------------------------------------- sampling
 
@@ -343,7 +373,8 @@ class Sampler:
         results = []
         for row, (state, token) in enumerate(zip(plan.states, tokens, strict=True)):
             if token == FAILED:
-                results.append(Sampled(FAILED, error=self._diagnose(logits[row])))
+                failure = state.grammar.failure if state.grammar is not None else None
+                results.append(Sampled(FAILED, error=failure or self._diagnose(logits[row])))
             elif state.grammar is not None and not state.grammar.accept(token):
                 results.append(Sampled(FAILED, error=StageError("the sampled token violates the request's grammar")))
             else:
