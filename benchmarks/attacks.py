@@ -15,6 +15,7 @@ import collections
 import http.client
 import io
 import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,7 +37,9 @@ from omnistage.bench.child import serve_models
 
 MODELS = ("causal_lm", "qwen2_5_omni")
 DRAIN_SECONDS = 2
-_QUIET_CHATS = 10
+_QUIET_CHATS = 20
+_BEGIN_SECONDS = 3.0
+"""Until the attackers' process has started and all of its requests are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ class Attack:
     name: str
     target: str
     body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    attackers: int
+    seconds: float
+    pause: float
 
 
 @dataclass(slots=True)
@@ -115,32 +126,44 @@ def timed(address: str, body: bytes | None) -> float:
     return time.perf_counter() - start
 
 
-@contextmanager
-def attacked(address: str, attack: Attack, attackers: int, times: Times) -> Iterator[None]:
-    """Inside the block so many hostile requests are in flight all the time."""
-    over = threading.Event()
+def flood(address: str, body: bytes, attackers: int, pause: float, statuses: SimpleQueue[str]) -> None:
+    """Keep so many hostile requests in flight, each sent again a pause after its answer; runs in its own process."""
+    os.nice(5)  # the clients are not what is measured
 
     def run() -> None:
-        while not over.is_set():
+        while True:
             try:
-                times.statuses[str(send(address, attack.body))] += 1
+                statuses.put(str(send(address, body)))
             except (OSError, http.client.HTTPException) as error:
-                times.statuses[type(error).__name__] += 1
-                over.wait(0.1)
+                statuses.put(type(error).__name__)
+            time.sleep(pause)
 
-    for _ in range(attackers):
-        threading.Thread(target=run, daemon=True).start()
+    threads = [threading.Thread(target=run) for _ in range(attackers)]
+    for thread in threads:
+        thread.start()
+
+
+@contextmanager
+def attacked(address: str, attack: Attack, settings: Settings, times: Times) -> Iterator[None]:
+    """Hostile requests are in flight inside the block; their clients leave at its end."""
+    spawn = multiprocessing.get_context("spawn")
+    statuses = spawn.SimpleQueue()
+    process = spawn.Process(target=flood, args=(address, attack.body, settings.attackers, settings.pause, statuses))
+    process.start()
     try:
         yield
     finally:
-        over.set()
+        while not statuses.empty():
+            times.statuses[statuses.get()] += 1
+        process.kill()
+        process.join()
 
 
 def ordinary(model: str) -> bytes:
     return _chat(model, "How are you today?")
 
 
-def measure(address: str, attack: Attack, attackers: int, seconds: float) -> Times:
+def measure(address: str, attack: Attack, settings: Settings) -> Times:
     times = Times()
     over = threading.Event()
 
@@ -151,12 +174,12 @@ def measure(address: str, attack: Attack, attackers: int, seconds: float) -> Tim
 
     tasks: list[Callable[[], None]] = [lambda: repeat(times.health, None)]
     tasks += [lambda model=model: repeat(times.chats[model], ordinary(model)) for model in MODELS]  # type: ignore[misc]
-    with attacked(address, attack, attackers, times):
-        time.sleep(1.0)  # until all of them are being processed
+    with attacked(address, attack, settings, times):
+        time.sleep(_BEGIN_SECONDS)
         threads = [threading.Thread(target=task, daemon=True) for task in tasks]
         for thread in threads:
             thread.start()
-        time.sleep(seconds)
+        time.sleep(settings.seconds)
         over.set()
         for thread in threads:
             thread.join(120)
@@ -167,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attackers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=15.0, help="for each attack")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds before an attacker sends again")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the attacks whose name has this in it")
     args = parser.parse_args()
     chosen = [attack for attack in attacks() if args.only in attack.name]
@@ -178,18 +202,19 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             models += ["--model", f"{family}={folder}"]
         with serve_models([*models, "--drain-seconds", str(DRAIN_SECONDS)]) as (address, process):
-            run_all(address, process, chosen, args.attackers, args.seconds)
+            run_all(address, process, chosen, Settings(args.attackers, args.seconds, args.pause))
 
 
-def run_all(address: str, process: int, chosen: list[Attack], attackers: int, seconds: float) -> None:
+def run_all(address: str, process: int, chosen: list[Attack], settings: Settings) -> None:
     quiet = {model: [timed(address, ordinary(model)) for _ in range(_QUIET_CHATS + 3)][3:] for model in MODELS}
     typical = {model: statistics.median(quiet[model]) for model in MODELS}
-    print(f"{attackers} hostile requests at once, {seconds:g} s each; times in ms, and as multiples of those at rest")
+    print(f"{settings.attackers} hostile requests at once, {settings.seconds:g} s of each, sent again after a pause of")
+    print(f"{settings.pause:g} s; times in ms, and as multiples of those at rest")
     print("at rest: " + ", ".join(f"{model} {1000 * typical[model]:.0f}" for model in MODELS))
     print("\n| attack | /health, longest | same model, median | other model, median | answers to it |")
     print("| --- | ---: | ---: | ---: | --- |")
     for attack in chosen:
-        times = measure(address, attack, attackers, seconds)
+        times = measure(address, attack, settings)
         other = next(model for model in MODELS if model != attack.target)
         cells = [f"{1000 * max(times.health):.0f}"]
         for model in (attack.target, other):
@@ -197,8 +222,8 @@ def run_all(address: str, process: int, chosen: list[Attack], attackers: int, se
             cells.append(f"{1000 * median:.0f} ({median / typical[model]:.1f})")
         answers = ", ".join(f"{status}: {count}" for status, count in sorted(times.statuses.items()))
         print(f"| {attack.name} | {' | '.join(cells)} | {answers} |", flush=True)
-    with attacked(address, chosen[0], attackers, Times()):
-        time.sleep(1.0)
+    with attacked(address, chosen[0], settings, Times()):
+        time.sleep(_BEGIN_SECONDS)
         start = time.perf_counter()
         os.kill(process, signal.SIGTERM)
         while _alive(process) and time.perf_counter() - start < 60:
