@@ -34,6 +34,9 @@ class ServiceOptions:
     max_held_mib: int = option(
         1024, "Bytes that all requests and realtime sessions hold together, in MiB.", min=1, max=2**20
     )
+    max_connections: int | None = option(
+        None, "Open connections; beyond it idle ones are closed. Default: what the limit of open files allows.", min=1
+    )
     drain_seconds: float = option(
         30.0, "Time for running requests when the service stops; 5 s later the process ends.", min=0.0, max=86_400.0
     )
@@ -225,6 +228,7 @@ def serve(
     folders = options.folders(model)
     try:
         from omnistage.server.http.app import create_app
+        from omnistage.server.http.listening import connections_below, raise_descriptor_limit
         from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
@@ -242,6 +246,7 @@ def serve(
         service,
         max_body_bytes=options.max_body_mib * 2**20,
         max_held_bytes=options.max_held_mib * 2**20,
+        max_connections=connections_below(raise_descriptor_limit(), options.max_connections),
         stall_seconds=options.stall_seconds,
         cors=access.cors,
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),

@@ -6,6 +6,7 @@ Client disconnects and stalled reads cancel the request; how each request ended 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, response_of
+from omnistage.server.http.limits import TransportLimits
+from omnistage.server.http.listening import PROBES, CrowdedError, Episode
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
 from omnistage.server.observe.metrics import RequestMetrics
 
@@ -25,6 +28,13 @@ _WRITE_BYTES = 64 * 2**10
 """Bytes passed to the connection at once: it may pause us after each, so that a large response is not copied whole."""
 _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
 _MALFORMED = "omnistage.malformed"
+CROWDED = "omnistage.crowded"
+"""In the state of requests whose connection is beyond the limit."""
+_PROBE_PATHS = ("/health", "/ready", "/metrics")
+_PROBE_SECONDS = 2.0
+_EVICTED_SHARE = 16
+_log = logging.getLogger(__name__)
+_crowd = Episode()
 _TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transport", default=None)
 
 
@@ -36,12 +46,48 @@ class Connection(H11Protocol):
     """
 
     head_seconds = 30.0
+    idle_since = 0.0
+    """When it was opened, or its last response was complete."""
+    _crowded = False
+    """It is beyond the limit, and only for probes."""
     _head_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
+        limits: TransportLimits = self.config.app.state.transport  # type: ignore[union-attr]
+        if limits.max_connections is not None and len(self.connections) > limits.max_connections:
+            self._join_crowd(limits.max_connections)
         self._watch_head()
+
+    def _join_crowd(self, most: int) -> None:
+        """Make room by closing connections that have been idle longest; without any, serve only probes, or nothing."""
+        if _crowd.begins():
+            _log.warning("there are %d connections, the maximum; idle ones are closed, others refused", most)
+        idle = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.idle]
+        idle.sort(key=lambda one: one.idle_since)
+        for one in idle[: max(1, most // _EVICTED_SHARE)]:  # several: looking for them takes a while
+            self.connections.discard(one)
+            one.transport.abort()
+        if len(self.connections) <= most:
+            return
+        if len(self.connections) > most + PROBES:
+            self._refuse(crowded())
+            return
+        self._crowded, self.head_seconds = True, _PROBE_SECONDS
+        self.app_state = {**self.app_state, CROWDED: True}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request of it runs; its headers may be on their way."""
+        return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        if self._crowded:
+            self._refuse(crowded())
+        else:
+            super().handle_websocket_upgrade(event)
 
     def data_received(self, data: bytes) -> None:
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
@@ -57,6 +103,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.idle_since = self.loop.time()
         if self._rest_timer is not None:
             self._rest_timer.cancel()  # of an earlier request; else it keeps the connection until it is due
         # The request was refused; the rest of its body is discarded.
@@ -139,8 +186,11 @@ class Exchange:
         token = CURRENT_RECORD.set(record)
         # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
         two_lengths = b"content-length" in headers and b"transfer-encoding" in headers
+        app = _refuse_two_lengths if two_lengths else self._app
+        if CROWDED in scope.get("state", ()) and scope["path"] not in _PROBE_PATHS:
+            app = _refuse_crowded
         try:
-            await self._run(scope, receive, send, record, _refuse_two_lengths if two_lengths else self._app)
+            await self._run(scope, receive, send, record, app)
         finally:
             CURRENT_RECORD.reset(token)
             # The route's pattern, not the path, and known methods: there is no end to the names a client may send.
@@ -237,6 +287,10 @@ class Exchange:
         await response_of(shown)(scope, receive, send)
 
 
+def crowded() -> CrowdedError:
+    return CrowdedError("the service has as many connections as it may; try again later")
+
+
 def method_of(scope: Scope) -> str:
     """A request's method as a label: every other word that a client may send is one label."""
     return str(scope["method"]) if scope["method"] in _METHODS else "OTHER"
@@ -256,6 +310,12 @@ def _split(message: Message, body: bytes) -> tuple[Message, ...]:
     pieces = tuple({**message, "body": body[start : start + _WRITE_BYTES], "more_body": True} for start in starts)
     pieces[-1]["more_body"] = message.get("more_body", False)
     return pieces
+
+
+async def _refuse_crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    response = response_of(crowded())
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
 
 
 async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,6 +16,7 @@ from omnistage.core.errors import ConfigError, InternalError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.core.threads import DaemonThreadPool
 from omnistage.server.http.connection import Connection
+from omnistage.server.http.listening import ListeningSocket
 from omnistage.server.http.stopping import EXIT_SECONDS, STOP_SECONDS, StopSignals
 from omnistage.server.http.websocket import WebSocketConnection
 from omnistage.server.service import Service
@@ -141,7 +142,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is given; with it each response waits 40 ms for an
     # acknowledgement between its head and its body, and so may each event of a stream.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = ListeningSocket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
