@@ -37,6 +37,8 @@ class ServiceOptions:
     max_connections: int | None = option(
         None, "Open connections; beyond it idle ones are closed. Default: what the limit of open files allows.", min=1
     )
+    max_text_mib: int = option(8, "Largest JSON body in MiB, without its media.", min=1, max=4096)
+    max_json_values: int = option(262_144, "Maximum number of values in a JSON body.", min=1024, max=2**30)
     drain_seconds: float = option(
         30.0, "Time for running requests when the service stops; 5 s later the process ends.", min=0.0, max=86_400.0
     )
@@ -228,6 +230,7 @@ def serve(
     folders = options.folders(model)
     try:
         from omnistage.server.http.app import create_app
+        from omnistage.server.http.json_body import JsonLimits
         from omnistage.server.http.listening import connections_below, raise_descriptor_limit
         from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
@@ -247,6 +250,7 @@ def serve(
         max_body_bytes=options.max_body_mib * 2**20,
         max_held_bytes=options.max_held_mib * 2**20,
         max_connections=connections_below(raise_descriptor_limit(), options.max_connections),
+        json_limits=JsonLimits(options.max_text_mib * 2**20, options.max_json_values),
         stall_seconds=options.stall_seconds,
         cors=access.cors,
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),

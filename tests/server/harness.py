@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -82,6 +83,27 @@ def serving(service: Service, **options: Any) -> Iterator[Running]:
         server.should_exit = True
         thread.join(30)
         loop.close()
+
+
+@contextlib.contextmanager
+def longest_pause(server: Running, limit: float = 2.0) -> Iterator[None]:
+    """Fail where the event loop does nothing else for longer than `limit` seconds."""
+    pauses: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            pauses.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = asyncio.run_coroutine_threadsafe(tick(), server.loop)
+    try:
+        yield
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    finally:
+        ticking.cancel()
+    assert max(pauses) < limit
 
 
 def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

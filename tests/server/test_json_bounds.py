@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,13 +16,12 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http import json_body
 from omnistage.server.http.json_body import JsonLimits, is_small, parse_json
 from omnistage.server.service import Service
-from tests.server.harness import Running, data_url, serving
+from tests.server.harness import Running, data_url, longest_pause, serving
 
 MANY = 2 * 2**20
 """Values in 4 MiB. Each of these bodies used to block the event loop for 5 to 20 seconds."""
 FEWER = 200_000
 """Within the limit of values, and far beyond what any list may have."""
-MAX_PAUSE = 2.0
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
@@ -78,27 +74,6 @@ def empty() -> Iterator[Running]:
     service.loading = False
     with serving(service) as running:
         yield running
-
-
-@contextmanager
-def longest_pause(server: Running, limit: float = MAX_PAUSE) -> Iterator[None]:
-    """Fail where the event loop does nothing else for longer than `limit` seconds."""
-    pauses: list[float] = []
-
-    async def tick() -> None:
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.005)
-            pauses.append(time.monotonic() - last)
-            last = time.monotonic()
-
-    ticking = asyncio.run_coroutine_threadsafe(tick(), server.loop)
-    try:
-        yield
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
-    finally:
-        ticking.cancel()
-    assert max(pauses) < limit
 
 
 def post(server: Running, path: str, body: bytes) -> httpx.Response:

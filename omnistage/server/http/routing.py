@@ -1,20 +1,33 @@
-"""Routes whose bodies are bounded, and parsed and validated outside the event loop where they are large."""
+"""Routes whose bodies are bounded. JSON is parsed and validated outside the event loop where it is large."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.params import Form
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData
 
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http.errors import invalid_body
 from omnistage.server.http.json_body import JsonLimits, is_small, parse_json, run_json
 
+if TYPE_CHECKING:
+    from starlette._utils import AwaitableOrContextManager
+
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+MAX_FORM_FIELDS = 256
+MAX_FORM_FILES = 32
+MAX_FIELD_BYTES = 2**20
+"""Of a form's field that is not a file."""
+MAX_URL_ENCODED_BYTES = 2**19
+"""Of a form without files: its bytes are parsed one by one."""
+_CHARSETS = (b"utf-8", b"utf8", b"us-ascii", b"iso-8859-1")
 
 
 class BodyRequest(Request):
@@ -44,6 +57,27 @@ class BodyRequest(Request):
         except ValidationError as error:
             raise invalid_body(error, values) from None
 
+    def form(
+        self,
+        *,
+        max_files: int | float = MAX_FORM_FILES,
+        max_fields: int | float = MAX_FORM_FIELDS,
+        max_part_size: int = MAX_FIELD_BYTES,
+    ) -> AwaitableOrContextManager[FormData]:
+        """Starlette's, with our limits: it parses what has arrived, piece by piece, up to a limit."""
+        return super().form(max_files=max_files, max_fields=max_fields, max_part_size=max_part_size)
+
+    async def check_form(self) -> None:
+        """Raise for a form that would take long to parse."""
+        kind, options = parse_options_header(self.headers.get("content-type"))
+        if kind == b"multipart/form-data" and options.get(b"charset", b"utf-8").lower() not in _CHARSETS:
+            # Any codec of Python's would be used; some take minutes for a megabyte.
+            raise InvalidRequestError("the form's charset is not supported; send it as utf-8")
+        if kind == b"application/x-www-form-urlencoded" and (size := len(await self.body())) > MAX_URL_ENCODED_BYTES:
+            raise LimitExceededError(
+                f"the form has {size} bytes, over the limit of {MAX_URL_ENCODED_BYTES}; send it as multipart/form-data"
+            )
+
 
 class BodyRoute(APIRoute):
     def get_route_handler(self) -> Handler:
@@ -53,7 +87,10 @@ class BodyRoute(APIRoute):
         model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
         async def handle(request: Request) -> Response:
-            return await handler(BodyRequest(request, model))
+            bounded = BodyRequest(request, model)
+            if model is None and request.method == "POST":
+                await bounded.check_form()
+            return await handler(bounded)
 
         return handle
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from pydantic import Field
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
-from omnistage.server.http.json_body import check_readable
+from omnistage.server.http.json_body import check_readable, run_json
 from omnistage.server.realtime.base import ClientModel, JsonObject, validate
 
 _MAX_ID_CHARS = 512
-LARGE_CHARS = 2**16
-"""A longer message is parsed in a worker thread."""
+LARGE_CHARS, _LARGE_VALUES = 2**16, 2**12
+"""Larger messages are parsed in a worker thread."""
 MAX_CHARS = 2**20
 """Of an event without media."""
 MAX_VALUES = 100_000
@@ -86,8 +87,14 @@ class EventError(Exception):
         self.event_id = event_id
 
 
-def parse(text: str) -> ClientEvent:
+async def read(text: str) -> ClientEvent:
     """The event in a message. Raises `EventError`."""
+    small = len(text) <= LARGE_CHARS and _separators(text) <= _LARGE_VALUES
+    return await run_json(partial(parse, text), small=small)
+
+
+def parse(text: str) -> ClientEvent:
+    """What `read` gives, in this thread."""
     event_id = None
     try:
         values = _load(text)
@@ -99,7 +106,7 @@ def parse(text: str) -> ClientEvent:
 
 
 def _load(text: str) -> JsonObject:
-    count = sum(map(text.count, ",[{"))
+    count = _separators(text)
     if count > MAX_VALUES:
         raise LimitExceededError(
             f"the message has {count} commas and brackets, and may have {MAX_VALUES}; send less, or in several messages"
@@ -111,6 +118,10 @@ def _load(text: str) -> JsonObject:
     if not isinstance(values, dict):
         raise InvalidRequestError("the message is not a JSON object; send one event per message")
     return values
+
+
+def _separators(text: str) -> int:
+    return sum(map(text.count, ",[{"))
 
 
 def _event(values: JsonObject, chars: int) -> ClientEvent:

@@ -146,8 +146,7 @@ class Session:
         event: events.ClientEvent | None = None
         event_id = None
         try:
-            large = len(text) > events.LARGE_CHARS
-            event = await asyncio.to_thread(events.parse, text) if large else events.parse(text)
+            event = await events.read(text)
             event_id = event.event_id
             await self._handlers[event.type](event)
         except events.EventError as error:
