@@ -273,6 +273,7 @@ def serve(
 
 
 def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[str]], settings: ModelOptions) -> None:
+    from omnistage.media.decode_pool import active_decode_pool
     from omnistage.omni import AsyncOmni
 
     for name, folder in folders.items():
@@ -282,6 +283,9 @@ def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[s
             folder, config=settings.config, overrides=entries, device=settings.device, dtype=settings.dtype
         )
         service.add(name, omni)
+    pool = active_decode_pool()
+    if pool is not None and any(model.omni.processor.input_modalities - {"text"} for model in service.models.values()):
+        pool.start_process()
 
 
 def _notify(line: str, style: str) -> None:

@@ -79,7 +79,7 @@ class DecodePool:
             if not isinstance(answer, ImageAnswer) or answer.width * answer.height > limits.max_image_pixels:
                 raise ProcessEndedError(0)
             size = (answer.width, answer.height)
-            return Image.frombytes("RGB", size, process.read(3 * answer.width * answer.height))
+            return Image.frombytes("RGB", size, process.read(3 * answer.width * answer.height, answer.offset))
 
         return self._decode(ImageJob(), data, limits, collect)
 
@@ -117,6 +117,15 @@ class DecodePool:
             fps=fps, min_frames=min_frames, max_frames=max_frames, with_audio=with_audio, audio_rate=audio_rate
         )
         return self._decode(job, data, limits, collect)
+
+    def start_process(self) -> None:
+        """Start a process ahead of the first item, which would wait for it."""
+        process = DecodeProcess()
+        with self._changed:
+            if not self._closed:
+                self._idle.append(process)
+                return
+        process.close()
 
     def close(self) -> None:
         """End all processes and whatever they decode; what waits for one fails."""

@@ -108,8 +108,9 @@ class DecodeProcess:
             line += piece
         return line
 
-    def read(self, nbytes: int) -> bytearray:
+    def read(self, nbytes: int, skip: int = 0) -> bytearray:
         """The next bytes of what was decoded. Raises `ProcessEndedError` where there are fewer."""
+        self._output.seek(skip, os.SEEK_CUR)
         if nbytes > os.fstat(self._output.fileno()).st_size - self._output.tell():  # before memory is taken for it
             raise ProcessEndedError(0)
         buffer = bytearray(nbytes)

@@ -53,11 +53,12 @@ class Task(_Message):
 
 
 class ImageAnswer(_Message):
-    """The output file holds RGB pixels, 3 bytes each."""
+    """The output file holds RGB pixels, 3 bytes each, from `offset` on."""
 
     answer: Literal["image"] = "image"
     width: PositiveInt
     height: PositiveInt
+    offset: int = Field(ge=0, le=64)
 
 
 class AudioAnswer(_Message):

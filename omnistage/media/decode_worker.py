@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageFile
 
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import OmniError
@@ -43,6 +44,7 @@ from omnistage.media.image import decode_image_bytes
 from omnistage.media.video import decode_video_bytes
 
 _MAX_OPEN_FILES = 64
+_WRITE_BYTES = 2**20
 _NICENESS = 5
 """On busy cores the service itself has three times the share of such a process."""
 _STATM = Path("/proc/self/statm")
@@ -51,6 +53,7 @@ _STATM = Path("/proc/self/statm")
 def main(arguments: list[str]) -> None:
     source, target = (FileIO(int(descriptor), "r+b") for descriptor in arguments)
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    ImageFile.MAXBLOCK = _WRITE_BYTES
     _restrict()
     _end_with_parent(tasks.fileno())
     base = _address_space()
@@ -129,9 +132,7 @@ def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
 def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
     job, limits = task.job, task.limits
     if isinstance(job, ImageJob):
-        image = decode_image_bytes(data, limits)
-        write_all(target, memoryview(image.tobytes()))
-        return ImageAnswer(width=image.width, height=image.height)
+        return _write_image(decode_image_bytes(data, limits, copy=False), target)
     if isinstance(job, AudioJob):
         return _write_audio(decode_audio_bytes(data, limits, job.target_rate), target)
     clip = decode_video_bytes(data, limits, job.fps, job.max_frames, job.min_frames, job.with_audio, job.audio_rate)
@@ -139,6 +140,15 @@ def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
     write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
     audio = None if clip.audio is None else _write_audio(clip.audio, target)
     return VideoAnswer(frames=frames, width=width, height=height, fps=clip.fps, seconds=clip.seconds, audio=audio)
+
+
+def _write_image(image: Image.Image, target: FileIO) -> ImageAnswer:
+    """As PPM, which is a short header and then the pixels: Pillow writes it to the file without another copy."""
+    try:
+        image.save(target, "PPM")
+    except OSError:  # over the limit on the file's size
+        raise MemoryError from None
+    return ImageAnswer(width=image.width, height=image.height, offset=target.tell() - 3 * image.width * image.height)
 
 
 def _write_audio(clip: AudioClip, target: FileIO) -> AudioAnswer:

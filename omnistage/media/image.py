@@ -57,13 +57,13 @@ def decode_image(source: ImageSource, limits: MediaLimits) -> Image.Image:
     return decode_image_bytes(data, limits) if pool is None else pool.decode_image(data, limits)
 
 
-def decode_image_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
-    """Decode an encoded image in this process."""
+def decode_image_bytes(data: bytes, limits: MediaLimits, *, copy: bool = True) -> Image.Image:
+    """Decode an encoded image in this process; without `copy` the result may be the opened file itself."""
     with _open(data, limits) as image:
         _check_size(*image.size, limits)
         if data.startswith(_JPEG):
             _check_scans(data, limits.max_image_scans)
-        return _convert(image)
+        return _convert(image, copy=copy)
 
 
 def _open(data: bytes, limits: MediaLimits) -> Image.Image:
@@ -107,11 +107,11 @@ def _too_many_pixels(pixels: str, limits: MediaLimits) -> LimitExceededError:
     )
 
 
-def _convert(image: Image.Image) -> Image.Image:
-    """Decode, turn upright and flatten to RGB; the result shares nothing with `image`."""
+def _convert(image: Image.Image, *, copy: bool = True) -> Image.Image:
+    """Decode, turn upright and flatten to RGB; with `copy` the result shares nothing with `image`."""
     try:
         image.load()
-        return _to_rgb(_upright(image))
+        return _to_rgb(_upright(image), copy=copy)
     except (*_DECODE_ERRORS, *_BOMB) as error:
         raise MediaError(f"image does not decode ({error}); it may be truncated or damaged") from error
 
@@ -126,7 +126,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, *, copy: bool = True) -> Image.Image:
     mode = image.mode
     if mode in ("I", "F") or mode.startswith("I;16"):
         return _from_deep_grey(image)
@@ -137,7 +137,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGB", rgba.size, (255, 255, 255))
         white.paste(rgba, mask=rgba.getchannel("A"))
         return white
-    return image.copy() if mode == "RGB" else image.convert("RGB")
+    if mode == "RGB":
+        return image.copy() if copy else image
+    return image.convert("RGB")
 
 
 def _from_deep_grey(image: Image.Image) -> Image.Image:

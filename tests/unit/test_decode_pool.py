@@ -320,6 +320,16 @@ class TestOwners:
 
 
 class TestProcesses:
+    def test_one_can_be_started_ahead_of_the_first_item(self) -> None:
+        with decode_processes(2) as pool:
+            assert pool is not None
+            pool.start_process()
+            processes = pool.processes()
+            decode_image(ordinary(), LIMITS)
+            assert pool.processes() == processes
+        pool.start_process()  # a closed pool keeps none
+        assert not pool.processes()
+
     @linux
     def test_a_process_has_no_sockets_no_secrets_and_no_torch(
         self, pool: DecodePool, monkeypatch: pytest.MonkeyPatch
