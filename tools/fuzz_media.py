@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -107,6 +108,18 @@ FORMATS: dict[str, tuple[Decode, Callable[[], bytes]]] = {
 }
 
 
+def _repaired_png(data: bytes) -> bytes:
+    """The file with the checksums that its chunks have now: a decoder would look no further than a wrong one."""
+    copy, position = bytearray(data), 8
+    while position + 12 <= len(copy):
+        end = position + 8 + int.from_bytes(copy[position : position + 4], "big")
+        if end + 4 > len(copy):
+            break
+        copy[end : end + 4] = zlib.crc32(copy[position + 4 : end]).to_bytes(4, "big")
+        position = end + 4
+    return bytes(copy)
+
+
 def mutations(data: bytes, count: int, seed: int) -> Iterator[bytes]:
     """Damaged copies of a file, the same ones for the same seed."""
     generator = random.Random(seed)
@@ -114,7 +127,7 @@ def mutations(data: bytes, count: int, seed: int) -> Iterator[bytes]:
         copy = bytearray(data)
         for _ in range(generator.choice((1, 1, 2, 4, 16))):
             _mutate(copy, generator)
-        yield bytes(copy)
+        yield _repaired_png(bytes(copy)) if data.startswith(b"\x89PNG") else bytes(copy)
 
 
 def _mutate(data: bytearray, generator: random.Random) -> None:

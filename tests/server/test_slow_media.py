@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import threading
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from omnistage.media.limits import MediaLimits
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
+from tests.server.command_harness import running
 from tests.server.harness import Running, awaited, data_url, make, raw, serving, until
-from tests.server.test_serve_command import running
 from tests.slow_media import slow_jpeg
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
@@ -84,8 +85,7 @@ async def test_others_are_answered_while_a_key_has_sixteen_slow_images(guarded: 
             asyncio.ensure_future(client.post(url, json=picture_chat(SLOW_URL), headers=headers(KEY)))
             for _ in range(16)
         ]
-        while not pool._running:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: bool(pool._running), "the start of the decoding")
         for body in (TEXT, picture_chat(data_url())):
             answer = await client.post(url, json=body, headers=headers(OTHER))
             assert answer.status_code == 200, answer.text
@@ -148,12 +148,19 @@ def test_the_command_stops_with_its_processes_while_they_decode(tmp_path: Path) 
         ordinary = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers(KEY), timeout=60)
         assert ordinary.status_code == 200, ordinary.text
         [process] = children(command.process.pid)
-        connection = raw(Running(Service(), url, asyncio.new_event_loop()), *_slow_request(KEY))
-        with connection:
-            used = processor_time(process)
-            until(lambda: processor_time(process) > used + 0.2, "the start of the decoding")
-            command.process.send_signal(signal.SIGTERM)
-            assert command.end() == 0
+        body = picture_chat(SLOW_URL)
+
+        def post() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers(KEY), timeout=60)
+
+        used = processor_time(process)
+        client = threading.Thread(target=post)
+        client.start()
+        until(lambda: processor_time(process) > used + 0.2, "the start of the decoding")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end() == 0
+        client.join(60)
         assert not Path(f"/proc/{process}").exists()
 
 

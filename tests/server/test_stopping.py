@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from omnistage.server.http.stopping import STOP_SECONDS
+from tests.server.command_harness import Command
 from tests.server.harness import make
-from tests.server.test_serve_command import Command
 
 DRAIN_SECONDS = 0.5
 SECONDS = DRAIN_SECONDS + STOP_SECONDS + 15
