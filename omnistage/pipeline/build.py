@@ -24,6 +24,7 @@ from omnistage.config import (
     resolve,
 )
 from omnistage.core.errors import CapacityError, CheckpointError, ConfigError, OmniError, RegistryError
+from omnistage.core.failures import raise_interrupt
 from omnistage.core.family import AnyProcessor, Bridge, LoadContext
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
@@ -238,7 +239,8 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
         yield
     except OmniError:
         raise
-    except Exception as error:
+    except BaseException as error:  # a Rust extension panics over a file with no `Exception`
+        raise_interrupt(error)
         if _is_out_of_memory(error):
             raise CapacityError(
                 f"there is not enough memory to load {what} from {folder}; use a smaller model or dtype, or another "
@@ -250,7 +252,7 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     import torch
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -259,7 +261,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def _shortened(error: Exception) -> str:
+def _shortened(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
 

@@ -153,7 +153,7 @@ class StageLoop(Generic[Owner]):
     def wait_resting(self, timeout: float | None = None) -> bool:
         """Wait until every command has been applied and nothing is runnable; whether that came about in time."""
         with self.changed:
-            if self._thread is None or self.stopping:
+            if self._thread is None or self.stopping or self._ended.is_set():
                 return not self._inbox
             return self.changed.wait_for(lambda: self._resting and not self._inbox, timeout)
 

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class WatchedLoop(Protocol):
     def step_seconds(self) -> StepSeconds: ...
     def replace(self, stage: Stage) -> bool: ...
     def give_up(self, error: BaseException, *, permanent: bool = False) -> None: ...
+    def close_out(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -181,9 +183,9 @@ class Supervisor:
 
     def _rebuild(self, name: str) -> None:
         attempts, loop = self._attempts[name], self._loops[name]
-        gc.collect()  # tracebacks of what failed may hold the old stage, and so its memory
         try:
-            stage = self._rebuilds[name](attempts.made)
+            with _collected():
+                stage = self._rebuilds[name](attempts.made)
             if not isinstance(stage, Stage):
                 raise InternalError(f"the factory of stage {name!r} returned a {type(stage).__name__}")
         except BaseException as error:  # the boundary of a checkpoint and a device: another attempt may succeed
@@ -212,6 +214,7 @@ class Supervisor:
         """Give up a stage whose thread is gone: no error ends it, but nobody is left waiting if something does."""
         if loop.thread is not None and loop.thread.ident is not None and not loop.thread.is_alive() and not loop.ended:
             loop.give_up(StageError("its thread has ended"), permanent=True)
+            loop.close_out()
 
     def _limit(self, loop: WatchedLoop) -> float:
         if self._max_step_seconds is None:
@@ -231,6 +234,20 @@ class Supervisor:
             self._reported[name] = started
             _log.error("stage %s has been in one step for %.0f s\n%s", name, seconds, _stacks(name, loop.thread))
         return seconds
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Build a stage with the old one's memory free: that may be in cycles, and a server freezes what it has loaded."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    gc.collect()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _stacks(stage: str, thread: threading.Thread | None) -> str:

@@ -46,6 +46,7 @@ from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.processor import CausalLMProcessor
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import build_stage
+from tests.unit.faults import PanicException
 
 EOS = tiny.special_ids()["<|im_end|>"]
 PROMPT = (5, 17, 42, 300, 7, 81, 640, 12, 99)
@@ -649,20 +650,21 @@ def test_a_component_without_an_encoder_refuses_media(model: CausalLM) -> None:
 # --------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failed_step_ends_its_own_requests_and_the_others_go_on(model: CausalLM) -> None:
+@pytest.mark.parametrize("kind", [ArithmeticError, SystemExit, PanicException])
+def test_a_failed_step_ends_its_own_requests_and_the_others_go_on(model: CausalLM, kind: type[BaseException]) -> None:
     component = Around(model)
     stage = make_stage(component, max_running=2)
 
     def fail(step: int) -> None:
         if step == 2:
-            raise ArithmeticError("out of luck")
+            raise kind("out of luck")
 
     component.before_forward = fail
     answers = run(stage, request("a", PROMPT), request("b", OTHER), request("c", LONG))
     for name in "ab":
         assert answers[name, 0].finish is ERROR
         assert isinstance(answers[name, 0].error, StageError)
-        assert "ArithmeticError" in str(answers[name, 0].error)
+        assert kind.__name__ in str(answers[name, 0].error)
         assert "out of luck" not in str(answers[name, 0].error)
     assert answers["c", 0].finish is LENGTH
     assert all_free(stage)
@@ -996,7 +998,10 @@ def test_a_prompt_in_chunks_hands_its_rows_out_as_they_come(emitter: Around) -> 
     stage.abort("a")
 
 
-def test_an_answer_whose_text_breaks_ends_alone(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [LookupError, PanicException])
+def test_an_answer_whose_text_breaks_ends_alone(
+    model: CausalLM, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = make_stage(model)
     expected = one(make_stage(model), OTHER).tokens
     stage = make_stage(model)
@@ -1005,7 +1010,7 @@ def test_an_answer_whose_text_breaks_ends_alone(model: CausalLM, monkeypatch: py
     broken = stage._answers["bad/0"].text
 
     def push(token_id: int) -> str:
-        raise LookupError("what the user said")
+        raise kind("what the user said")
 
     monkeypatch.setattr(broken, "push", push, raising=True)
     answers = drain(stage)

@@ -104,6 +104,31 @@ def test_a_folder_becomes_stages_bridges_and_defaults(toy: Toy) -> None:
     assert toy.contexts["voice"].dtype is torch.float16
 
 
+def test_a_stage_that_is_built_anew_uses_loaded_weights_once_where_its_engine_leaves_them_alone(toy: Toy) -> None:
+    parts = build.build_parts(toy.args(), registry=toy.registry)
+    loads = {"thinker": 1, "voice": 1}
+    for attempt in range(3):
+        for name in loads:
+            stage = parts.rebuilds[name](attempt)
+            loads[name] += name == "voice" or attempt > 0
+            assert stage is toy.stages[-1]
+            assert (stage.name, stage.cpu_threads) == (name, 2)
+    assert len(toy.threads) == sum(loads.values())
+
+
+def test_a_panic_over_a_checkpoint_is_the_checkpoints_fault(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> object:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setitem(toy.components, "toy.voice", panic)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="PanicException"):
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    assert toy.stages[0].closed == 1
+
+
 def test_a_door_opens_over_a_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     original = build.build_parts
     monkeypatch.setattr(

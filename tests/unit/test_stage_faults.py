@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,58 +12,20 @@ from omnistage.core.errors import (
     InternalError,
     OmniError,
     StageError,
-    StageUnavailableError,
 )
-from omnistage.core.failures import isolate, loses_device, stage_failure
+from omnistage.core.failures import isolate
 from omnistage.core.stage import StageStats
 from omnistage.core.types import AudioChunk, FinishReason, StageChunk, TokenChunk
-from omnistage.pipeline import supervision
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.health import StageState
-from omnistage.pipeline.loop import MAX_FAILED_STEPS
 from omnistage.pipeline.outputs import OutputChunk
-from tests.unit.fakes import AUDIO, TEXT, FakeClock, FakeStage, Pipeline, Recorder
+from tests.unit.fakes import AUDIO, TEXT, FakeClock, FakeStage, Pipeline
+from tests.unit.faults import SECRET, Hang, PanicException, elsewhere, ended, raising
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class PanicException(BaseException):
-    """Like `pyo3_runtime.PanicException`, which a panic of a Rust extension raises."""
-
-
-SECRET = "what the user said"
 FAULTS = [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt, GeneratorExit, PanicException]
 anything = pytest.mark.parametrize("fault", FAULTS)
-
-
-def raising(fault: type[BaseException]) -> Callable[..., Any]:
-    def call(*_: object, **__: object) -> object:
-        raise fault(SECRET)
-
-    return call
-
-
-def elsewhere(work: Callable[[], object]) -> None:
-    """Run in a thread that is not the main one, as loops do: Ctrl-C is the main thread's alone."""
-    escaped: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # to be raised here instead
-            escaped.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    if escaped:
-        raise AssertionError("an error escaped") from escaped[0]
-
-
-def ended(sink: Recorder) -> FinishReason:
-    """Why a request ended; fails unless it did exactly once."""
-    return sink.final.finish_reason  # type: ignore[return-value]
 
 
 # --------------------------------------------------------------------------------------- whatever is raised
@@ -273,156 +234,6 @@ def test_a_wait_limit_that_is_no_time_does_not_end_the_thread(limit: object) -> 
     pipeline.orchestrator.shutdown()
 
 
-# ------------------------------------------------------------------------------------- giving up, rebuilding
-
-
-def break_stage(pipeline: Pipeline, name: str = "talker") -> None:
-    """Requests come and fail until the stage is given up."""
-    pipeline.stages[name].step = raising(PanicException)  # type: ignore[method-assign]
-    for number in range(MAX_FAILED_STEPS):
-        sink = pipeline.submit(f"broken-{number}")
-        while not sink.finals:
-            assert pipeline.orchestrator.run_once()
-        assert ended(sink) is FinishReason.ERROR
-
-
-def state(pipeline: Pipeline, name: str = "talker") -> StageState:
-    return pipeline.orchestrator.health()[name].state
-
-
-def test_a_stage_that_keeps_failing_is_given_up_and_only_its_requests_are_refused() -> None:
-    pipeline = Pipeline()
-    break_stage(pipeline)
-    assert state(pipeline) is StageState.FAILED
-    assert pipeline.stages["talker"].closed == 1
-    with pytest.raises(StageUnavailableError, match=r"'talker' .* restart the service") as caught:
-        pipeline.submit("refused")
-    assert (caught.value.status, caught.value.code) == (503, "stage_unavailable")
-    text = pipeline.submit("text", modalities=(TEXT,))
-    pipeline.run()
-    assert ended(text) is FinishReason.STOP
-    pipeline.orchestrator.check_idle()
-    pipeline.orchestrator.shutdown()
-    assert pipeline.stages["talker"].closed == 1
-
-
-def test_a_step_that_succeeds_in_between_keeps_a_stage() -> None:
-    pipeline = Pipeline()
-    stage = pipeline.stages["talker"]
-    for number in range(3 * MAX_FAILED_STEPS):
-        stage.fail_step = RuntimeError(SECRET) if number % MAX_FAILED_STEPS else None
-        pipeline.submit(str(number))
-        pipeline.run()
-    assert state(pipeline) is StageState.UP
-    pipeline.orchestrator.check_idle()
-
-
-def test_all_requests_that_need_a_stage_end_when_it_is_given_up() -> None:
-    pipeline = Pipeline()
-    upstream, text = pipeline.submit("upstream", tokens=99), pipeline.submit("text", tokens=9, modalities=(TEXT,))
-    pipeline.orchestrator.run_once()
-    pipeline.orchestrator._loops["vocoder"].give_up(RuntimeError(SECRET))
-    assert isinstance(upstream.final.error, StageUnavailableError)
-    pipeline.run()
-    assert ended(text) is FinishReason.STOP
-    pipeline.orchestrator.check_idle()
-
-
-def test_a_request_that_was_planned_before_its_stage_failed_is_refused() -> None:
-    pipeline = Pipeline()
-    plan = pipeline.orchestrator.plan(pipeline.request())
-    pipeline.orchestrator._loops["talker"].give_up(RuntimeError(SECRET))
-    with pytest.raises(StageUnavailableError):
-        pipeline.orchestrator.start(plan, Recorder())
-    pipeline.orchestrator.check_idle()
-
-
-def test_a_failed_stage_is_rebuilt_and_runs_again() -> None:
-    attempts: list[int] = []
-
-    def build(attempt: int) -> FakeStage:
-        attempts.append(attempt)
-        if not attempt:
-            raise SystemExit(SECRET)
-        return FakeStage("talker", clock=pipeline.clock)
-
-    pipeline = Pipeline(rebuilds={"talker": build})
-    break_stage(pipeline)
-    assert state(pipeline) is StageState.REBUILDING
-    with pytest.raises(StageUnavailableError, match="is being rebuilt; try again"):
-        pipeline.submit("refused")
-    for pause in supervision.REBUILD_PAUSES[:2]:
-        assert state(pipeline) is StageState.REBUILDING
-        pipeline.clock.now += pause
-        elsewhere(pipeline.run)
-    assert attempts == [0, 1]
-    health = pipeline.orchestrator.health()["talker"]
-    assert (health.state, health.failures, health.rebuilds) == (StageState.UP, 1, 1)
-    spoken = pipeline.submit("spoken")
-    pipeline.run()
-    assert ended(spoken) is FinishReason.STOP
-    pipeline.orchestrator.check_idle()
-
-
-def test_a_stage_is_not_rebuilt_for_ever() -> None:
-    built: list[FakeStage] = []
-
-    def build(_: int) -> FakeStage:
-        built.append(FakeStage("talker", clock=pipeline.clock))
-        pipeline.stages["talker"] = built[-1]
-        return built[-1]
-
-    pipeline = Pipeline(rebuilds={"talker": build})
-    for _ in range(3):
-        break_stage(pipeline)
-        assert state(pipeline) is StageState.REBUILDING
-        pipeline.clock.now += max(supervision.REBUILD_PAUSES)
-        pipeline.run()
-    break_stage(pipeline)
-    assert state(pipeline) is StageState.FAILED
-    assert [stage.closed for stage in built] == [1, 1, 1]
-
-
-def test_a_stage_that_has_run_for_long_has_all_its_attempts_again() -> None:
-    def build(_: int) -> FakeStage:
-        pipeline.stages["talker"] = FakeStage("talker", clock=pipeline.clock)
-        return pipeline.stages["talker"]
-
-    pipeline = Pipeline(rebuilds={"talker": build})
-    for _ in range(6):
-        break_stage(pipeline)
-        pipeline.clock.now += max(supervision.REBUILD_PAUSES)
-        pipeline.run()
-        pipeline.clock.now += supervision.REBUILD_MEMORY + 1
-    assert state(pipeline) is StageState.UP
-
-
-@pytest.mark.parametrize("where", ["step", "submit", "chunk"])
-def test_a_lost_device_is_said_to_need_a_restart(where: str) -> None:
-    pipeline = Pipeline(rebuilds={"talker": lambda _: FakeStage("talker")})
-    stage = pipeline.stages["talker"]
-    lost = RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for ...")
-    pipeline.submit("other", tokens=50)
-    if where == "step":
-        stage.fail_step = lost
-    elif where == "submit":
-        stage.fail_submit = {"r": lost}
-    else:
-        stage.fail_request = {"r": stage_failure(lost, "a step")}
-    sink = pipeline.submit("r")
-    pipeline.run()
-    assert ended(sink) is FinishReason.ERROR
-    assert state(pipeline) is StageState.FAILED
-    pipeline.orchestrator.check_idle()
-
-
-def test_only_errors_after_which_the_device_is_lost_count_as_such() -> None:
-    assert loses_device(RuntimeError("CUDA error: device-side assert triggered"))
-    assert not loses_device(RuntimeError("CUDA error: invalid argument"))
-    assert not loses_device(RuntimeError("CUDA out of memory"))
-    assert not loses_device(ValueError("CUDA error: device-side assert triggered"))
-
-
 # ------------------------------------------------------------------------------------------------ with threads
 
 
@@ -436,57 +247,6 @@ def test_a_thread_survives_what_a_stage_raises_beside_its_steps(call: str, fault
         assert [sink.wait().finish_reason for sink in sinks] == [FinishReason.STOP] * 3
         elsewhere(pipeline.orchestrator.shutdown)
     assert all(loop.ended for loop in pipeline.orchestrator._loops.values())
-
-
-def test_a_stage_is_rebuilt_in_the_thread_of_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "REBUILD_PAUSES", (0.0,))
-    entered: list[str] = []
-    rebuilt = threading.Event()
-
-    def build(_: int) -> FakeStage:
-        stage = FakeStage("talker")
-        stage.enter_thread = lambda: entered.append(threading.current_thread().name)
-        stage.before_step = rebuilt.set
-        return stage
-
-    pipeline = Pipeline(threads=True, rebuilds={"talker": build})
-    pipeline.stages["talker"].step = raising(SystemExit)  # type: ignore[method-assign]
-    finishes = []
-    for number in range(200):
-        try:
-            finishes.append(pipeline.submit(str(number)).wait().finish_reason)
-        except StageUnavailableError:
-            threading.Event().wait(0.01)
-        if rebuilt.is_set():
-            break
-    assert finishes == [FinishReason.ERROR] * MAX_FAILED_STEPS + [FinishReason.STOP]
-    assert entered == ["omnistage-talker"]
-    pipeline.orchestrator.check_idle()
-    pipeline.orchestrator.shutdown()
-
-
-def test_a_stage_whose_thread_machinery_breaks_is_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(threads=True, rebuilds={"talker": lambda _: FakeStage("talker")})
-    loop = pipeline.orchestrator._loops["talker"]
-    monkeypatch.setattr(loop, "run_pending", raising(PanicException))
-    sink = pipeline.submit()
-    assert isinstance(sink.wait().error, StageUnavailableError)
-    assert loop.join(30)
-    assert state(pipeline) is StageState.FAILED
-    assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
-    pipeline.orchestrator.shutdown()
-
-
-class Hang:
-    """A call that does not return until it is released."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.go = threading.Event()
-
-    def __call__(self, *_: object, **__: object) -> None:
-        self.entered.set()
-        self.go.wait(30)
 
 
 @pytest.mark.parametrize("call", ["submit", "feed", "abort", "step", "has_work", "wait_limit"])
@@ -560,50 +320,6 @@ def test_a_shutdown_does_not_wait_for_a_stage_that_does_not_close(monkeypatch: p
     pipeline.orchestrator.shutdown(timeout=0.1)
     assert hang.entered.wait(30)
     hang.go.set()
-
-
-def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
-    pipeline = Pipeline(threads=True, max_step_seconds=0.05)
-    hang = Hang()
-    pipeline.stages["talker"].before_step = hang
-    spoken = pipeline.submit("spoken")
-    assert hang.entered.wait(30)
-    pause = threading.Event()
-    while pipeline.orchestrator.health()["talker"].overdue is None:
-        pause.wait(0.01)
-    with pytest.raises(StageUnavailableError, match="'talker' has been in one step"):
-        pipeline.submit("refused")
-    assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
-    while not pipeline.orchestrator.health()["talker"].hung:
-        pause.wait(0.01)
-    reports = [record.getMessage() for record in caplog.records if "in one step" in record.getMessage()]
-    assert len(reports) == 1
-    assert "thread omnistage-talker" in reports[0]
-    assert "self.go.wait(30)" in reports[0]
-    hang.go.set()
-    assert spoken.wait().finish_reason is FinishReason.STOP
-    while not pipeline.orchestrator.health()["talker"].available:
-        pause.wait(0.01)
-    assert pipeline.submit("again").wait().finish_reason is FinishReason.STOP
-    pipeline.orchestrator.shutdown()
-
-
-def test_the_first_steps_of_a_stage_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(max_step_seconds=10.0)
-    loop, supervisor = pipeline.orchestrator._loops["talker"], pipeline.orchestrator._supervisor
-    monkeypatch.setattr(supervision.time, "perf_counter", lambda: 50.0)
-    loop.turn_started = 0.0
-    supervisor.tick()
-    assert loop.health.available
-    monkeypatch.setattr(supervision, "WARM_UP_STEPS", 0)
-    supervisor.tick()
-    assert loop.health.overdue == 50.0
-    loop.turn_started = None
-    supervisor.tick()
-    assert loop.health.available
 
 
 def test_a_real_rust_panic_ends_its_request_and_the_thread_goes_on() -> None:

@@ -64,7 +64,7 @@ def run(
             load(service)
         except OmniError as error:
             failures.append(error)
-        except Exception as error:
+        except BaseException as error:  # the boundary of this thread: the service must not load for ever
             log_defect("loading", error)
             failures.append(InternalError("loading failed; see the log above"))
         if failures:
