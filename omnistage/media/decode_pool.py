@@ -167,7 +167,6 @@ class DecodePool:
                 cancellation.check()
                 self._check_open()
                 raise _why_ended(error.code, job.kind, limits) from None
-            process.release()
             return result
 
     @contextmanager
@@ -225,6 +224,7 @@ class DecodePool:
                 # Where it was cancelled just now, it may be killed a moment later.
                 reusable = reusable and process.reusable and not (self._closed or cancellation.cancelled)
                 if reusable:
+                    process.release()
                     self._idle.append(process)
             if not reusable:
                 process.close()

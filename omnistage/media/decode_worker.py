@@ -66,7 +66,8 @@ def main(arguments: list[str]) -> None:
 
 def _restrict() -> None:
     """Give up what decoding does not need."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes: the service decides
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups: the service decides
+        signal.signal(name, signal.SIG_IGN)
     with open(os.devnull, "r+b") as null:  # libraries write about the items to their standard error
         for descriptor in (0, 1, 2):
             os.dup2(null.fileno(), descriptor)

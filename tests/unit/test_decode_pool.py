@@ -347,6 +347,26 @@ class TestProcesses:
             assert b"a-secret-key" not in (folder / "environ").read_bytes()
             assert "libtorch" not in (folder / "maps").read_text()
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signals_to_the_whole_group_are_for_the_service(self, number: int) -> None:
+        with decode_processes(1) as pool:
+            assert pool is not None
+            decode_image(ordinary(), LIMITS)
+            processes = pool.processes()
+            os.kill(processes[0], number)
+            decode_image(ordinary(), LIMITS)
+            assert pool.processes() == processes
+
+    @linux
+    def test_the_memory_of_a_large_item_is_given_back_whatever_came_of_it(self) -> None:
+        with decode_processes(1) as pool:
+            assert pool is not None
+            with pytest.raises(MediaError):
+                decode_image(bytes(32 * 2**20), LIMITS)
+            [process] = pool.processes()
+            files = [file for file in Path(f"/proc/{process}/fd").iterdir() if "memfd" in os.readlink(file)]
+            assert [os.stat(file).st_size for file in files] == [0, 0]
+
     @linux
     def test_processes_end_with_the_one_that_started_them(self) -> None:
         code = (
