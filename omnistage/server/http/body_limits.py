@@ -15,6 +15,8 @@ from omnistage.server.http.errors import BodyTimeoutError, response_of
 from omnistage.server.http.limits import MIN_RATE, HeldBytes, Hold
 
 _MAX_DIGITS = 18
+BODY_HOLD = "body_hold"
+"""In a request's state: the `Hold` of its body, for what it becomes."""
 
 
 class BodyLimit:
@@ -54,6 +56,7 @@ class BodyLimit:
         holder = scope.get("state", {}).get("holder")
         with contextlib.ExitStack() as sending, self._held.hold(holder) as hold:
             self._admit(scope, sending, hold, holder)
+            scope.setdefault("state", {})[BODY_HOLD] = hold
             seen, waited, complete = 0, 0.0, False
 
             async def counted() -> Message:

@@ -21,8 +21,8 @@ from omnistage.server.http.errors import NOT_JSON
 T = TypeVar("T")
 MAX_DEPTH = 100
 """Deeper than any schema or message is; much deeper breaks every function that walks through it."""
-_SMALL_BYTES, _SMALL_VALUES = 2**16, 2**12
-"""What is parsed in the event loop: about a millisecond of work."""
+_TINY_BYTES, _SMALL_BYTES, _SMALL_VALUES = 2**13, 2**16, 2**12
+"""What is parsed in the event loop, tiny bodies without a look at them: about a millisecond of work."""
 _PIECE = 2**20
 """Bytes that one call looks at, as no other thread runs meanwhile."""
 _BLOCK = 2**12
@@ -55,16 +55,16 @@ async def run_json(work: Callable[[], T], *, small: bool) -> T:
 
 def is_small(body: bytes) -> bool:
     """Whether this JSON can be parsed in the event loop."""
-    return len(body) <= _SMALL_BYTES and _separators(body) <= _SMALL_VALUES
+    return len(body) <= _TINY_BYTES or (len(body) <= _SMALL_BYTES and _separators(body) <= _SMALL_VALUES)
 
 
-def parse_json(body: bytes, limits: JsonLimits) -> Any:
-    """The values of a body.
+def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
+    """What a body contains, and how many values at most.
 
     Raises `LimitExceededError` before parsing more than `limits` allow, and `InvalidRequestError` for what is not JSON,
     is nested too deeply, or has strings that are not text or numbers that are not finite.
     """
-    _check_size(body, limits)
+    count = _checked_count(body, limits)
     try:
         values = json.loads(body)
     except RecursionError:
@@ -75,20 +75,27 @@ def parse_json(body: bytes, limits: JsonLimits) -> Any:
     # The bytes of a long text may be those of base64: only the place of a string says what it is.
     if len(body) > limits.max_text_bytes and text_chars(values) > limits.max_text_bytes:
         raise _too_much_text(text_chars(values), limits)
-    return values
+    return values, count
 
 
 # ------------------------------------------------------------------------------------------------- before parsing
 
 
-def _check_size(body: bytes, limits: JsonLimits) -> None:
+def _checked_count(body: bytes, limits: JsonLimits) -> int:
+    """An upper bound of the number of values. Raises where there is more than `limits` allow."""
     if len(body) > limits.max_text_bytes:
         text = len(body) - _media_bytes(body)
         if text > limits.max_text_bytes:
             raise _too_much_text(text, limits)
-    # An upper bound first: text has commas and brackets too.
-    if sum(map(_separators, _pieces(body))) > limits.max_values and (count := _count_values(body)) > limits.max_values:
+    if len(body) <= _SMALL_VALUES:
+        return len(body)
+    # Text has commas and brackets too: where there are many, those in strings are left out.
+    count = sum(map(_separators, _pieces(body)))
+    if count > _SMALL_VALUES:
+        count = _count_values(body)
+    if count > limits.max_values:
         raise LimitExceededError(f"the body has {count} JSON values, over the limit of {limits.max_values}; send fewer")
+    return count
 
 
 def _too_much_text(size: int, limits: JsonLimits) -> LimitExceededError:

@@ -14,8 +14,10 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.server.http.body_limits import BODY_HOLD
 from omnistage.server.http.errors import invalid_body
 from omnistage.server.http.json_body import JsonLimits, is_small, parse_json, run_json
+from omnistage.server.http.limits import Hold
 
 if TYPE_CHECKING:
     from starlette._utils import AwaitableOrContextManager
@@ -27,6 +29,8 @@ MAX_FIELD_BYTES = 2**20
 """Of a form's field that is not a file."""
 MAX_URL_ENCODED_BYTES = 2**19
 """Of a form without files: its bytes are parsed one by one."""
+VALUE_BYTES = 100
+"""Memory of a JSON value, about."""
 _CHARSETS = (b"utf-8", b"utf8", b"us-ascii", b"iso-8859-1")
 
 
@@ -44,18 +48,28 @@ class BodyRequest(Request):
         """Raises `InvalidRequestError`, which FastAPI passes on as the cause of its own."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            self._json = await run_json(partial(self._values, body), small=is_small(body))
+            small = is_small(body)
+            self._json, count = await run_json(partial(self._parsed, body), small=small)
+            if not small:
+                self._hold(len(body), count)
         return self._json
 
-    def _values(self, body: bytes) -> Any:
+    def _parsed(self, body: bytes) -> tuple[Any, int]:
         limits: JsonLimits = self.app.state.json_limits
-        values = parse_json(body, limits)
+        values, count = parse_json(body, limits)
         if self._model is None:
-            return values
+            return values, count
         try:
-            return self._model.model_validate(values)
+            return self._model.model_validate(values), count
         except ValidationError as error:
             raise invalid_body(error, values) from None
+
+    def _hold(self, size: int, values: int) -> None:
+        """Count the memory of many values beside that of their text. Raises where it is not to be had."""
+        hold = self.scope["state"].get(BODY_HOLD)
+        if isinstance(hold, Hold):
+            # A single body always fits.
+            hold.resize(max(size, min(size + values * VALUE_BYTES, self.app.state.max_body_bytes)))
 
     def form(
         self,

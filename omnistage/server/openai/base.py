@@ -22,9 +22,8 @@ class WireModel(BaseModel):
     @classmethod
     def _one_unknown_field(cls, data: object) -> object:
         """Drop all unknown fields but one, which is enough to refuse them: pydantic would keep an error for each."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+        if not isinstance(data, dict) or len(data) <= len(known := _field_names(cls)):
             return data
-        known = _field_names(cls)
         unknown = next(name for name in data if name not in known)
         return {name: data[name] for name in (*known, unknown) if name in data}
 
