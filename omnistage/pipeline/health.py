@@ -72,6 +72,8 @@ class StageHealth:
             return StageUnavailableError(f"stage {self.name!r} has failed and cannot be rebuilt; restart the service")
         if self.state is StageState.REBUILDING:
             return StageUnavailableError(f"stage {self.name!r} has failed and is being rebuilt; try again later")
+        if self.hung:
+            return StageUnavailableError(f"stage {self.name!r} hangs; restart the service")
         return StageUnavailableError(
             f"stage {self.name!r} has been in one step for {self.overdue or 0.0:.0f} s; try again later"
         )

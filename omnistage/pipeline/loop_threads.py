@@ -47,8 +47,7 @@ class LoopThread(Generic[Owner]):
             for loop in self._loops:
                 loop.enter_thread()
             self._entered.set()
-            while open_loops:
-                self._drive(open_loops)
+            self._drive(open_loops)
         except BaseException as error:
             # Nothing that a stage does comes this far. Without its thread a stage can only be given up.
             log_defect(f"the thread {self.name}", error)
@@ -58,14 +57,18 @@ class LoopThread(Generic[Owner]):
             self._entered.set()
 
     def _drive(self, open_loops: list[int]) -> None:
-        """One turn, a rest where there was nothing to do, and the end of those that are stopped."""
-        if not self._turn(open_loops):
-            self._rest([self._loops[number] for number in open_loops])
-        with self._changed:
-            ended = [number for number in open_loops if self._loops[number].stopping and self._loops[number].over]
-        for number in ended:
-            open_loops.remove(number)
-            self._loops[number].close_out()
+        """Turns, with a rest where there is nothing to do, until all loops have been stopped and have ended."""
+        while open_loops:
+            if not self._turn(open_loops):
+                self._rest([self._loops[number] for number in open_loops])
+            ended = []
+            with self._changed:
+                for number in open_loops:
+                    if self._loops[number].stopping and self._loops[number].over:
+                        ended.append(number)
+            for number in ended:
+                open_loops.remove(number)
+                self._loops[number].close_out()
 
     def _turn(self, open_loops: Sequence[int]) -> bool:
         """A turn of the first loop that has something to do; whether there was one."""

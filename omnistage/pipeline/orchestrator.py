@@ -108,6 +108,7 @@ class Orchestrator:
         self._closed_stages = False
         self._timer: DeadlineTimer[RequestRun] = DeadlineTimer(self._expire, clock=clock)
         self._supervisor = Supervisor(
+            self._end_needing,
             self._stage_failed,
             self.stages.__setitem__,
             rebuilds or {},
@@ -319,15 +320,16 @@ class Orchestrator:
         self._end(run, FinishReason.DEADLINE)
 
     def _stage_failed(self, name: str) -> None:
+        self.stages[name] = FailedStage(self._loops[name].health, self.stages[name].params_type)
+        self._end_needing(name)
+
+    def _end_needing(self, name: str) -> None:
         """End every request that is in a stage or still has to reach it."""
-        health = self._loops[name].health
-        self.stages[name] = FailedStage(health, self.stages[name].params_type)
         with self._room:
-            runs = list(self._runs.values())
+            runs = [run for run in self._runs.values() if name in run.stages]
         for run in runs:
-            stage = run.stages.get(name)
-            if stage is not None and stage.phase is not Phase.ENDED:
-                self._end(run, FinishReason.ERROR, health.error())
+            if run.stages[name].phase is not Phase.ENDED:
+                self._end(run, FinishReason.ERROR, self._loops[name].health.error())
 
     def _end(self, run: RequestRun, reason: FinishReason, error: OmniError | None = None) -> bool:
         """End a request unless it is over. The only way a request ends."""

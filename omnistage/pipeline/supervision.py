@@ -64,12 +64,14 @@ class _Attempts:
 class Supervisor:
     """One for all stages of a model. Without `start` nothing happens until `tick` is called.
 
-    `on_failed(name)` and `on_replaced(name, stage)` are called from the stage's loop. A step that hangs cannot be
-    ended, nor its stage rebuilt: Python cannot stop a thread.
+    `end_requests(name)` is to end those that need a stage; `on_failed(name)`, which is to do so too, and
+    `on_replaced(name, stage)` are called from the stage's loop. A step that hangs cannot be ended, nor its stage
+    rebuilt: Python cannot stop a thread.
     """
 
     def __init__(
         self,
+        end_requests: Callable[[str], None],
         on_failed: Callable[[str], None],
         on_replaced: Callable[[str, Stage], None],
         rebuilds: Mapping[str, Rebuild],
@@ -78,6 +80,7 @@ class Supervisor:
         max_rebuilds: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._end_requests = end_requests
         self._on_failed = on_failed
         self._on_replaced = on_replaced
         self._rebuilds = rebuilds
@@ -134,8 +137,7 @@ class Supervisor:
             if (seconds := self._overdue(name, loop)) is not None:
                 stuck[loop.thread] = seconds
         for loop in self._loops.values():  # those that share a thread are stuck together
-            loop.health.overdue = seconds = stuck.get(loop.thread)
-            loop.health.hung = seconds is not None and seconds > HUNG_FACTOR * self._limit(loop)
+            self._note(loop, stuck.get(loop.thread))
         now = self._clock()
         with self._changed:
             due = [name for name, each in self._attempts.items() if each.due is not None and each.due <= now]
@@ -221,6 +223,15 @@ class Supervisor:
             return float("inf")
         warm = sum(loop.step_seconds().counts) >= WARM_UP_STEPS
         return self._max_step_seconds * (1 if warm else WARM_UP_FACTOR)
+
+    def _note(self, loop: WatchedLoop, overdue: float | None) -> None:
+        health = loop.health
+        hung = overdue is not None and overdue > HUNG_FACTOR * self._limit(loop)
+        hangs_now = hung and not health.hung
+        health.overdue, health.hung = overdue, hung
+        if hangs_now:
+            _log.critical("stage %s hangs; restart the service", health.name)
+            self._end_requests(health.name)
 
     def _overdue(self, name: str, loop: WatchedLoop) -> float | None:
         """How long a loop's step has taken, where that is too long. Reports it once, and its end."""

@@ -236,6 +236,7 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
+    monkeypatch.setattr(supervision, "HUNG_FACTOR", 10**6)
     pipeline = Pipeline(threads=True, max_step_seconds=0.05)
     hang = Hang()
 
@@ -253,8 +254,6 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     with pytest.raises(StageUnavailableError, match="'talker' has been in one step"):
         pipeline.submit("refused")
     assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
-    while not pipeline.orchestrator.health()["talker"].hung:
-        pause.wait(0.01)
     reports = [record.getMessage() for record in caplog.records if "in one step" in record.getMessage()]
     assert len(reports) == 1
     assert "thread omnistage-talker:" in reports[0]
@@ -265,6 +264,25 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     while not pipeline.orchestrator.health()["talker"].available:
         pause.wait(0.01)
     assert pipeline.submit("again").wait().finish_reason is FinishReason.STOP
+    pipeline.orchestrator.shutdown()
+
+
+def test_a_step_that_is_not_expected_to_end_ends_the_requests_that_need_its_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
+    pipeline = Pipeline(threads=True, max_step_seconds=0.02)
+    hang = Hang()
+    pipeline.stages["talker"].before_step = hang
+    spoken = pipeline.submit("spoken")
+    error = spoken.wait().error
+    assert isinstance(error, StageUnavailableError)
+    assert "'talker' hangs; restart the service" in str(error)
+    assert pipeline.orchestrator.health()["talker"].needs_restart
+    assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
+    hang.go.set()
+    pipeline.orchestrator.check_idle()
+    assert len(spoken.finals) == 1
     pipeline.orchestrator.shutdown()
 
 
