@@ -26,6 +26,7 @@ from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
 from tests.server.command_harness import running
 from tests.server.harness import Running, awaited, data_url, make, raw, serving, until
+from tests.server.realtime_client import raw_socket
 from tests.slow_media import slow_jpeg
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
@@ -131,6 +132,16 @@ def test_a_slow_recording_is_ended_with_its_request(guarded: Running, pool: Deco
     for connection in slow:
         connection.close()
     until(lambda: not pool._running, "the end of the decoding")
+
+
+def test_a_realtime_client_that_leaves_ends_the_decoding_of_its_image(guarded: Running, pool: DecodePool) -> None:
+    content = [{"type": "input_image", "image_url": SLOW_URL}]
+    with raw_socket(guarded, additional_headers=headers(KEY)) as session:
+        session.until("session.created")
+        session.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        until(lambda: bool(pool._running), "the start of the decoding")
+    until(lambda: not pool._running, "the end of the decoding")
+    until(lambda: not guarded.service.sessions, "the end of the session")
 
 
 def _slow_request(key: str) -> tuple[bytes, str, str]:

@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from starlette.types import Message
@@ -36,6 +37,7 @@ ENDPOINT = "WS /v1/realtime"
 _PROTOCOL = "realtime"
 _KEY_PROTOCOL = "openai-insecure-api-key."
 _NORMAL, _GOING_AWAY, _TOO_BIG, _INTERNAL_ERROR = 1000, 1001, 1009, 1011
+_LONG_EVENT_SECONDS = 0.5
 _MAX_SHARE = 4
 """A key without a limit of its own may have one of this many parts of all sessions."""
 
@@ -177,6 +179,8 @@ class _Connection:
         self._service = service
         self._options = options
         self._record = socket.record
+        self._receiving: asyncio.Future[Message] | None = None
+        """The next message, where something has begun to wait for it already."""
 
     async def run(self) -> None:
         session = self._session
@@ -191,6 +195,8 @@ class _Connection:
             reader.cancel()
             finished.cancel()
             await asyncio.wait({reader, finished})
+            if self._receiving is not None:
+                self._receiving.cancel()
             await session.close()
             self._record.model = session.config.model  # it may have been chosen in the session
             del self._service.sessions[session]
@@ -214,7 +220,7 @@ class _Connection:
                 if text is None:
                     await session.send_error(InvalidRequestError("events are JSON text; send no binary messages"))
                 else:
-                    await session.handle(text)
+                    await self._handle(text)
         except ClientGoneError:
             record.ended = record.ended or DISCONNECTED
         except Exception as error:
@@ -222,13 +228,34 @@ class _Connection:
             record.ended = "error"
             await self._socket.close(_INTERNAL_ERROR, InternalError.code)
 
+    async def _handle(self, text: str) -> None:
+        """Run an event. What takes long, as decoding an image may, is ended where the client disconnects meanwhile."""
+        handling = asyncio.ensure_future(self._session.handle(text))
+        try:
+            await asyncio.wait({handling}, timeout=_LONG_EVENT_SECONDS)
+            if not handling.done():
+                receiving = self._receive()
+                awaited: set[asyncio.Future[Any]] = {handling, receiving}
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if receiving.done() and receiving.result()["type"] == "websocket.disconnect":
+                    raise ClientGoneError("the client has disconnected")
+            await handling
+        finally:
+            handling.cancel()
+
+    def _receive(self) -> asyncio.Future[Message]:
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self._socket.receive())
+        return self._receiving
+
     async def _next(self) -> Message | None:
         """The next message; None after closing a session that was idle for too long."""
         while True:
-            try:
-                async with asyncio.timeout(self._options.idle_seconds):
-                    return await self._socket.receive()
-            except TimeoutError:
-                if not self._session.busy:
-                    await self._socket.close(_NORMAL, "the session was idle for too long")
-                    return None
+            receiving = self._receive()
+            await asyncio.wait({receiving}, timeout=self._options.idle_seconds)
+            if receiving.done():
+                self._receiving = None
+                return receiving.result()
+            if not self._session.busy:
+                await self._socket.close(_NORMAL, "the session was idle for too long")
+                return None
