@@ -6,7 +6,6 @@ import builtins
 import json
 import re
 import sys
-import threading
 from collections.abc import Mapping
 
 import pytest
@@ -21,7 +20,6 @@ from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     MissingDependencyError,
-    QueueFullError,
     StageError,
 )
 from omnistage.core.params import SamplingParams, StructuredOutput
@@ -233,27 +231,6 @@ def test_compilers_and_grammars_are_reused_within_a_bound(monkeypatch: pytest.Mo
     compiler.compile(third)
     assert compiler.compile(first) is kept
     assert list(compiler._cache) == [("regex", "c"), ("regex", "a")]
-
-
-def test_slow_compiles_are_given_up_and_cannot_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.02)
-    monkeypatch.setattr(grammar, "MAX_COMPILES", 1)
-    compiler = grammar.GrammarCompiler(TOKENIZER, WIDTH, [EOS])
-    release = threading.Event()
-    original = compiler._compile
-
-    def slow(kind: str, text: str) -> object:
-        release.wait(10)
-        return original(kind, text)
-
-    monkeypatch.setattr(compiler, "_compile", slow)
-    with pytest.raises(InvalidRequestError, match="took longer"):
-        compiler.compile(StructuredOutput(regex="a"))
-    with pytest.raises(QueueFullError):
-        compiler.compile(StructuredOutput(regex="b"))
-    release.set()
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 10.0)
-    assert compiler.compile(StructuredOutput(regex="b")) is not None
 
 
 def test_a_tokenizer_that_xgrammar_cannot_read_is_a_configuration_error() -> None:

@@ -10,10 +10,12 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import (
     ConfigError,
     InvalidRequestError,
@@ -22,8 +24,10 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
-from omnistage.engines.ar.sampling.grammar_bounds import is_cheap
-from omnistage.engines.ar.sampling.grammar_state import GrammarState
+from omnistage.core.threads import DaemonThreads
+from omnistage.engines.ar.sampling.grammar_bounds import GrammarCost, cost_of
+from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
+from omnistage.engines.ar.sampling.masks import lower_priority
 
 if TYPE_CHECKING:
     import xgrammar
@@ -33,9 +37,15 @@ MAX_SOURCE_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
 """xgrammar's time grows with the cube of a schema's nesting: 30 ms at 64 levels, 10 s at 512."""
 COMPILE_SECONDS = 10.0
-MAX_COMPILES = 4
-"""At once, those given up on included: a thread cannot be ended from outside, only kept from piling up."""
 CACHED_GRAMMARS = 64
+MAX_GRAMMAR_BYTES = 64 * 1024**2
+CACHED_BYTES = 256 * 1024**2
+"""Of compiled grammars in one cache."""
+
+# Compiling cannot be ended from outside, only kept from piling up. What will take long has threads of its own: nobody's
+# small schema waits behind them.
+_compile_threads = DaemonThreads(4, "omnistage-compile")
+_slow_compile_threads = DaemonThreads(2, "omnistage-compile-slow")
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -114,6 +124,21 @@ def _children(node: object, param: str) -> Iterable[object]:
 # ------------------------------------------------------------------------------------------------ compiling
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    compiled: xgrammar.CompiledGrammar
+    size: int
+    cheap_masks: bool
+
+
+@dataclass(slots=True)
+class _Job:
+    """A constraint that is being compiled, or will be."""
+
+    future: Future[_Entry]
+    waiting: int = 0
+
+
 class GrammarCompiler:
     """Compiles constraints for one tokenizer and vocabulary width. Thread-safe.
 
@@ -134,8 +159,8 @@ class GrammarCompiler:
             raise ConfigError(f"xgrammar cannot use this tokenizer: {_readable(error)}") from error
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(MAX_COMPILES)
-        self._cache: OrderedDict[tuple[str, str], xgrammar.CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self._jobs: dict[tuple[str, str], _Job] = {}
         special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         self._special = frozenset(i for i in {*special, *tokenizer.all_special_ids} if i < vocab_size)
         self._control = frozenset(i for i, token in enumerate(info.decoded_vocab) if _CONTROL.search(token))
@@ -143,23 +168,77 @@ class GrammarCompiler:
     def compile(self, structured: StructuredOutput) -> xgrammar.CompiledGrammar:
         """The compiled constraint.
 
-        Raises `InvalidRequestError` if it is wrong or takes too long, `QueueFullError` if others keep every
-        compiling thread busy.
+        Raises `InvalidRequestError` if it is wrong, beyond a limit or takes too long, `QueueFullError` if others keep
+        every thread busy, and what the request's `Cancellation` raises if it ends meanwhile.
         """
-        kind, text = source_of(structured)
-        with self._lock:
-            if (kind, text) in self._cache:
-                self._cache.move_to_end((kind, text))
-                return self._cache[kind, text]
+        if mask_threads_exhausted():
+            raise QueueFullError("other requests keep all grammar threads busy; try again later", retry_after=10.0)
+        return self._entry(*source_of(structured)).compiled
+
+    def _entry(self, kind: str, text: str) -> _Entry:
+        entry = self._cached(kind, text)
+        if entry is not None:
+            return entry
+        cost = cost_of(kind, text)
         try:
-            compiled = self._in_time(lambda: self._compile(kind, text), kind)
+            return self._in_time(kind, text, cost)
         except (RuntimeError, ValueError) as error:
             raise InvalidRequestError(_readable(error), param=f"structured.{kind}") from error
+
+    def _cached(self, kind: str, text: str) -> _Entry | None:
         with self._lock:
-            self._cache[kind, text] = compiled
-            while len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        return compiled
+            entry = self._cache.get((kind, text))
+            if entry is not None:
+                self._cache.move_to_end((kind, text))
+            return entry
+
+    def _in_time(self, kind: str, text: str, cost: GrammarCost) -> _Entry:
+        """Compile in a thread, once for all who wait for the same."""
+        threads = _compile_threads if cost.cheap else _slow_compile_threads
+        with self._lock:
+            job = self._jobs.get((kind, text))
+            if job is None:
+                job = self._jobs[kind, text] = _Job(threads.submit(self._make, kind, text, cost))
+            job.waiting += 1
+        try:
+            return current_cancellation().result(job.future, COMPILE_SECONDS)
+        except TimeoutError as error:
+            if job.future.running():
+                raise InvalidRequestError(
+                    f"took longer than {COMPILE_SECONDS:g} s to compile; simplify it", param=f"structured.{kind}"
+                ) from error
+            raise QueueFullError(
+                "too many grammars are being compiled; try again later", retry_after=COMPILE_SECONDS
+            ) from error
+        finally:
+            with self._lock:
+                job.waiting -= 1
+                # Nobody wants what has not begun; what has begun is kept once it is done.
+                if self._jobs.get((kind, text)) is job and (
+                    job.future.done() or (not job.waiting and job.future.cancel())
+                ):
+                    del self._jobs[kind, text]
+
+    def _make(self, kind: str, text: str, cost: GrammarCost) -> _Entry:
+        if not cost.cheap:
+            lower_priority(threading.get_native_id())
+        try:
+            compiled = self._compile(kind, text)
+            size = compiled.memory_size_bytes
+            if size > MAX_GRAMMAR_BYTES:
+                raise LimitExceededError(
+                    f"takes {size} bytes when compiled, and {MAX_GRAMMAR_BYTES} is the limit; simplify it",
+                    param=f"structured.{kind}",
+                )
+            entry = _Entry(compiled, size, cost.cheap_masks)
+            with self._lock:
+                self._cache[kind, text] = entry
+                while len(self._cache) > CACHED_GRAMMARS or sum(e.size for e in self._cache.values()) > CACHED_BYTES:
+                    self._cache.popitem(last=False)
+            return entry
+        finally:
+            with self._lock:
+                self._jobs.pop((kind, text), None)
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         if kind == "json_schema":
@@ -171,27 +250,6 @@ class GrammarCompiler:
         if kind == "grammar":
             return self._compiler.compile_grammar(text)
         return self._compiler.compile_json_schema(_ANY_OBJECT)
-
-    def _in_time(self, work: Callable[[], xgrammar.CompiledGrammar], kind: str) -> xgrammar.CompiledGrammar:
-        if not self._slots.acquire(timeout=COMPILE_SECONDS):
-            raise QueueFullError("too many grammars are being compiled; try again later", retry_after=COMPILE_SECONDS)
-        result: Future[xgrammar.CompiledGrammar] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:  # raised again in the caller's thread
-                result.set_exception(error)
-            finally:
-                self._slots.release()
-
-        threading.Thread(target=run, name="grammar-compile", daemon=True).start()
-        try:
-            return result.result(timeout=COMPILE_SECONDS)
-        except TimeoutError as error:
-            raise InvalidRequestError(
-                f"took longer than {COMPILE_SECONDS:g} s to compile; simplify it", param=f"structured.{kind}"
-            ) from error
 
     def start(self, structured: StructuredOutput, stop_token_ids: Sequence[int]) -> GrammarState:
         """A fresh state for one request, which `stop_token_ids` may end once the constraint is met.
@@ -206,15 +264,14 @@ class GrammarCompiler:
             # (mlc-ai/xgrammar#800). JSON never needs one: between values a space will do for a tab.
             banned |= self._control
 
+        entry = self._cached(kind, text)  # not there any more if many others came since the request was checked
+
         def open_matcher() -> xgrammar.GrammarMatcher:
-            # Not in the cache any more if many others came since the request was checked.
-            compiled = self.compile(structured)
+            compiled = (entry or self._entry(kind, text)).compiled
             return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
 
-        with self._lock:
-            compiled = (kind, text) in self._cache
-        cheap = compiled and is_cheap(kind, text)
-        return GrammarState(open_matcher, self._vocab_size, stop_token_ids, banned, slow=not compiled, cheap=cheap)
+        cheap = entry is not None and entry.cheap_masks
+        return GrammarState(open_matcher, self._vocab_size, stop_token_ids, banned, slow=entry is None, cheap=cheap)
 
 
 def _readable(error: Exception) -> str:

@@ -1,53 +1,143 @@
-"""What a constraint will cost, read from its source before anything is compiled."""
+"""What a constraint will cost, read from its source before anything is compiled.
+
+Compiling takes time for each state from which many different tokens may come: for every character class, as often as it
+is repeated. Following takes time where one text can be read in many ways, as counts inside of counts allow. Neither
+number is exact. They refuse what is out of all proportion and tell the cheap from the dear; time limits do the rest.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+
+MAX_STATES = 1024
+"""The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens."""
+MAX_NESTED_COUNT = 100_000
+MAX_GROUP_DEPTH = 64
 MAX_CHEAP_ALTERNATIVES = 16
-
+CHEAP_STATES = 32
+_UNROLLED = 256
+"""xgrammar counts instead of adding states beyond so many repetitions."""
+# Measured in the same unit with expressions like .?.?.? and a?a?a?: what may be left out is compared with all that may
+# be left out behind it.
+_NARROW_STATE = 0.3
+_WIDE_PAIR = 0.45
+_NARROW_PAIR = 0.02
+_PROPERTY_PAIR = 1 / 3500
 _CHEAP_KEYWORDS = frozenset(
     (
-        "$defs",
-        "$id",
-        "$ref",
-        "$schema",
-        "additionalProperties",
-        "anyOf",
-        "const",
-        "default",
-        "definitions",
-        "description",
-        "enum",
-        "examples",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "items",
-        "maxItems",
-        "maxLength",
-        "maximum",
-        "minItems",
-        "minLength",
-        "minimum",
-        "nullable",
-        "oneOf",
-        "properties",
-        "required",
-        "strict",
-        "title",
-        "type",
+        *("$defs", "$id", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions"),
+        *("description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "items", "maxItems", "maxLength"),
+        *("maximum", "minItems", "minLength", "minimum", "nullable", "oneOf", "properties", "required", "strict"),
+        *("title", "type"),
     )
 )
+_DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "description", "title"))
+
+_QUANTIFIER = r"(?P<quantifier>[*+?]|\{\s*(?P<low>\d+)\s*(?P<comma>,\s*(?P<high>\d*)\s*)?\})\??"
+# A bracket or a quote that is never closed reaches to the end: so every character is looked at once.
+_REGEX = re.compile(
+    rf"(?P<open>\((?:\?(?:[:=!]|<[=!]|<\w+>))?)|(?P<close>\))|"
+    rf"(?P<narrow>\[[\w-]*\]|\\d)|(?P<wide>\[(?:\\.|[^\]\\])*\]?|\\[DwWsSpP]|\.)|{_QUANTIFIER}|"
+    rf"(?P<or>\|)|(?P<atom>\\.|.)",
+    re.DOTALL,
+)
+_EBNF = re.compile(
+    rf"(?P<space>\s+|#[^\n]*)|(?P<rule>[\w.-]+)\s*::=|(?P<open>\()|(?P<close>\))|"
+    rf'(?P<narrow>\[[\w-]*\])|(?P<wide>\[(?:\\.|[^\]\\])*\]?)|(?P<text>"(?:\\.|[^"\\])*"?)|{_QUANTIFIER}|'
+    rf"(?P<or>\|)|(?P<ref>[\w.-]+)|(?P<atom>.)",
+    re.DOTALL,
+)
+
+_Counts = dict[str, int]
+"""How often what a name stands for is repeated at most; under the empty name, whatever is no name."""
 
 
-def is_cheap(kind: str, text: str) -> bool:
-    """Whether no mask of this constraint can be expensive: the text can be read in few ways at any place.
+@dataclass(frozen=True, slots=True)
+class GrammarCost:
+    """What is known about a constraint before it is compiled."""
 
-    So it is for JSON without patterns and with few alternatives. `text` is valid JSON if `kind` says so.
-    """
+    states: int
+    """Those that take time to compile."""
+    cheap_masks: bool
+    """No mask can be expensive: the text can be read in few ways at any place."""
+
+    @property
+    def cheap(self) -> bool:
+        """It is compiled in well under a second."""
+        return self.states <= CHEAP_STATES
+
+
+def cost_of(kind: str, text: str) -> GrammarCost:
+    """Raises `LimitExceededError` for a constraint beyond the limits. `text` is valid JSON where `kind` says so."""
+    param = f"structured.{kind}"
     if kind == "json_object":
-        return True
-    return kind == "json_schema" and _alternatives(json.loads(text)) <= MAX_CHEAP_ALTERNATIVES
+        return GrammarCost(0, cheap_masks=True)
+    if kind in ("regex", "grammar"):
+        sources = [_regex_states(text, param) if kind == "regex" else _ebnf_states(text, param)]
+        cheap_masks = False
+    else:
+        parsed = json.loads(text)
+        sources = list(_json_states(parsed, param))
+        # Strings of bounded length cost several times as much to follow.
+        ways = _alternatives(parsed) * (4 if any(sources) else 1)
+        cheap_masks = kind == "json_schema" and ways <= MAX_CHEAP_ALTERNATIVES
+    states = round(sum(sources))
+    if states > MAX_STATES:
+        raise LimitExceededError(
+            f"{states} states would have to be compiled, and {MAX_STATES} is the limit: use fewer or shorter "
+            "repetitions of character classes, and few different values of maxLength",
+            param=param,
+        )
+    return GrammarCost(states, cheap_masks)
+
+
+# ------------------------------------------------------------------------------------------------------- JSON
+
+
+def _json_states(parsed: object, param: str) -> Iterator[float]:
+    """Of each pattern, grammar and bound on a length in a schema or a structural tag; equal ones are compiled once."""
+    patterns, grammars, lengths = set[str](), set[str](), set[tuple[int, int]]()
+    level: list[object] = [parsed]
+    while level:
+        node = level.pop()
+        if isinstance(node, list):
+            level += node
+        elif isinstance(node, dict):
+            pattern, grammar, named = node.get("pattern"), node.get("grammar"), node.get("patternProperties")
+            if isinstance(pattern, str):
+                patterns.add(pattern)
+            if isinstance(grammar, str):
+                grammars.add(grammar)
+            if isinstance(named, dict):
+                patterns.update(named)
+            low, high = _count(node, "minLength"), _count(node, "maxLength")
+            if low or high:
+                lengths.add((low, high))
+            yield _property_states(node)
+            level += [value for keyword, value in node.items() if keyword not in _DATA_KEYWORDS]
+    yield from (_regex_states(pattern, param) for pattern in patterns)
+    yield from (_ebnf_states(grammar, param) for grammar in grammars)
+    yield from (min(max(low, high), _UNROLLED) for low, high in lengths)
+
+
+def _property_states(node: dict[str, object]) -> float:
+    """Counting properties takes states for each and each number of those before it."""
+    properties = node.get("properties")
+    low, high = _count(node, "minProperties"), _count(node, "maxProperties")
+    if not isinstance(properties, dict) or not (low or high):
+        return 0.0
+    return len(properties) ** 2 * min(max(low, high or len(properties)), len(properties)) * _PROPERTY_PAIR
+
+
+def _count(node: dict[str, object], keyword: str) -> int:
+    value = node.get(keyword)
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
 def _alternatives(schema: object) -> float:
@@ -69,3 +159,180 @@ def _alternatives(schema: object) -> float:
         if isinstance(named, dict):
             children += named.values()
     return total + sum(_alternatives(child) for child in children)
+
+
+# ------------------------------------------------------------------------------------------ regexes and grammars
+
+
+@dataclass(slots=True)
+class _Item:
+    """An atom or a group, with its quantifier once that is read."""
+
+    counts: _Counts = field(default_factory=dict)
+    width: float = 0.0
+    """States that each repetition adds; a group's are shared by its repetitions."""
+    optional: int = 0
+    """How many parts that may all be left out it consists of; 0: it may not be left out."""
+    wide: bool = False
+    """It has a state from which most tokens may come."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """What stands between two parentheses, or in a whole rule."""
+
+    counts: _Counts = field(default_factory=dict)
+    last: _Item | None = None
+    """A quantifier may follow."""
+    run: int = 0
+    """Parts in a row, up to here, that may all be left out."""
+    run_is_wide: bool = False
+    wide: bool = False
+    blank: bool = True
+    """Everything in this alternative may be left out,"""
+    any_blank: bool = False
+    """or in an earlier one."""
+    pairs: float = 0.0
+    """States for runs that have ended."""
+
+    def put(self, item: _Item | None) -> None:
+        """Account for the item before, whose quantifier is known now."""
+        old, self.last = self.last, item
+        if old is None:
+            return
+        for name, count in old.counts.items():
+            self.counts[name] = max(self.counts.get(name, 1), count)
+        self.wide |= old.wide
+        if old.optional:
+            self.run += old.optional
+            self.run_is_wide |= old.wide
+        else:
+            self.blank = False
+            self.end_run()
+
+    def end_run(self) -> None:
+        if self.run > 1:
+            self.pairs += self.run**2 * (_WIDE_PAIR if self.run_is_wide else _NARROW_PAIR)
+        self.run, self.run_is_wide = 0, False
+
+    def end_alternative(self) -> None:
+        self.put(None)
+        self.any_blank |= self.blank
+        self.blank = True
+
+    def close(self) -> _Item:
+        """As one item of what it stands in."""
+        self.end_alternative()
+        optional = max(self.run, 1) if self.any_blank else 0
+        self.end_run()
+        return _Item(self.counts, optional=optional, wide=self.wide)
+
+
+@dataclass(slots=True)
+class _Scan:
+    """A pass over a regular expression or a grammar. What does not parse is left to xgrammar to refuse."""
+
+    param: str
+    rules: dict[str, _Counts] = field(default_factory=dict)
+    groups: list[_Group] = field(default_factory=lambda: [_Group()])
+    states: float = 0.0
+
+    def run(self, pattern: re.Pattern[str], text: str) -> _Scan:
+        name = ""
+        for token in pattern.finditer(text):
+            kind = "quantifier" if token["quantifier"] else token.lastgroup
+            if kind == "rule":
+                self._end_rule(name)
+                name = token["rule"]
+            elif kind == "open":
+                self._open()
+            elif kind == "close":
+                self._close()
+            elif kind == "or":
+                self.groups[-1].end_alternative()
+            elif kind == "quantifier":
+                self._repeat(token)
+            elif kind != "space":
+                width = {"wide": 1.0, "narrow": _NARROW_STATE}.get(kind or "", 0.0)
+                self.states += width
+                name_of_rule = token["ref"] if kind == "ref" else ""
+                self.groups[-1].put(_Item({name_of_rule: 1}, width, wide=kind == "wide"))
+        self._end_rule(name)
+        return self
+
+    def _open(self) -> None:
+        self.groups[-1].put(None)
+        self.groups.append(_Group())
+        if len(self.groups) > MAX_GROUP_DEPTH:
+            raise InvalidRequestError(
+                f"groups are nested deeper than {MAX_GROUP_DEPTH} levels; flatten them", param=self.param
+            )
+
+    def _close(self) -> None:
+        if len(self.groups) > 1:
+            group = self.groups.pop()
+            self.groups[-1].put(group.close())
+            self.states += group.pairs
+
+    def _end_rule(self, name: str) -> None:
+        while len(self.groups) > 1:
+            self._close()
+        rule = self.groups.pop()
+        self.rules[name] = rule.close().counts
+        self.states += rule.pairs
+        self.groups.append(_Group())
+
+    def _repeat(self, token: re.Match[str]) -> None:
+        item = self.groups[-1].last
+        if item is None:
+            return
+        low, high = token["low"], token["high"] or token["low"]
+        count = max(_number(low), _number(high), 1) if low is not None else 1
+        self.states += item.width * (min(count, _UNROLLED) - 1)
+        item.counts = {name: min(old * count, MAX_NESTED_COUNT + 1) for name, old in item.counts.items()}
+        if token["quantifier"] in ("*", "?") or (low is not None and not _number(low)):
+            item.optional = max(item.optional, 1)
+
+    def nested_count(self) -> int:
+        """The largest product of counts inside of each other. A rule inside of itself counts once."""
+        known: dict[str, int] = {}
+        entered = set[str]()
+        path = list(self.rules)
+        while path:
+            name = path[-1]
+            if name in known:
+                path.pop()
+                continue
+            counts = self.rules.get(name, {})
+            missing = [ref for ref in counts if ref and ref not in known and ref not in entered]
+            if missing and name not in entered:
+                entered.add(name)
+                path += missing
+                continue
+            path.pop()
+            value = max((count * known.get(ref, 1) for ref, count in counts.items()), default=1)
+            known[name] = min(value, MAX_NESTED_COUNT + 1)
+        return max(known.values(), default=1)
+
+
+def _number(digits: str) -> int:
+    """Also of thousands of digits, which Python refuses to read."""
+    return int(digits[:12])
+
+
+def _regex_states(text: str, param: str) -> float:
+    return _checked(_Scan(param).run(_REGEX, text), param)
+
+
+def _ebnf_states(text: str, param: str) -> float:
+    return _checked(_Scan(param).run(_EBNF, text), param)
+
+
+def _checked(scan: _Scan, param: str) -> float:
+    if scan.nested_count() > MAX_NESTED_COUNT:
+        raise LimitExceededError(
+            f"repetition counts inside of each other multiply to more than {MAX_NESTED_COUNT:,}; lower them or remove "
+            "one of them",
+            param=param,
+        )
+    return scan.states

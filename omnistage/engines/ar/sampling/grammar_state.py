@@ -142,7 +142,7 @@ class GrammarState:
         cpu = time.thread_time()  # what others do on the machine says nothing about the grammar
         try:
             self._advance(token_id)
-        except Exception as error:  # the boundary of one request's grammar: it ends this request alone
+        except BaseException as error:  # the boundary of one request's grammar: it ends this request alone
             self.failure = stage_failure(error, "the grammar")
             self._words[:] = 0
         seconds = time.thread_time() - cpu

@@ -73,7 +73,7 @@ class MaskThreads:
         for thread, start in self._running.items():
             if thread not in self._slow and now - start > SLOW_SECONDS:
                 self._slow.add(thread)
-                _lower_priority(thread)
+                lower_priority(thread)
         if not self._jobs:
             return
         if self._idle:
@@ -105,7 +105,8 @@ class MaskThreads:
             return self._jobs.popleft()
 
 
-def _lower_priority(thread: int) -> None:
+def lower_priority(thread: int) -> None:
+    """Let all other threads of the machine go first, where the system knows priorities of threads."""
     if sys.platform == "linux":  # elsewhere priorities belong to processes
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, _NICENESS)

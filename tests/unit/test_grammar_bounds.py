@@ -1,0 +1,124 @@
+"""What a constraint costs is read from its source: what is out of proportion is refused before it is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import pytest
+
+from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.engines.ar.sampling.grammar_bounds import MAX_STATES, cost_of
+
+HUGE = "^(.{1,500}){400,500}$"
+
+
+def schema(**keywords: object) -> tuple[str, str]:
+    return "json_schema", json.dumps(keywords)
+
+
+def tag(**content: object) -> tuple[str, str]:
+    return "structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": [content]}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", HUGE),
+        ("regex", f"a|(b{HUGE}c)"),
+        ("regex", "((((a{1,60}){1,60}){1,60})){1,60}"),
+        ("grammar", "root ::= ([a-z]{1,500}){400,500}"),
+        ("grammar", 'root ::= line{1,500}\nline ::= "x" word "y"\nword ::= [a-z]{1,500}'),
+        schema(type="string", pattern=HUGE),
+        schema(properties={"a": {"items": {"anyOf": [{"pattern": HUGE}]}}}),
+        schema(patternProperties={HUGE: {"type": "integer"}}),
+        tag(type="regex", pattern=HUGE),
+        tag(type="grammar", grammar="root ::= ([a-z]{1,500}){400,500}"),
+        tag(type="json_schema", json_schema={"pattern": HUGE}),
+    ],
+)
+def test_counts_inside_of_counts_are_refused_wherever_they_stand(kind: str, text: str) -> None:
+    with pytest.raises(LimitExceededError, match="more than 100,000") as refused:
+        cost_of(kind, text)
+    assert refused.value.param == f"structured.{kind}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "." * 2000),
+        ("regex", ".?" * 60),
+        ("regex", "(.|)" * 60),
+        ("regex", "(.*)" * 60),
+        ("regex", "a?" * 500),
+        ("grammar", "root ::= " + "[^a]? " * 60),
+        schema(properties={f"p{i}": {"maxLength": 200 + i} for i in range(10)}),
+        schema(properties={f"p{i}": {"pattern": f"^.{{1,{200 + i}}}$"} for i in range(10)}),
+        schema(properties={f"p{i}": {} for i in range(200)}, maxProperties=100),
+    ],
+)
+def test_what_takes_long_to_compile_is_refused_with_both_numbers(kind: str, text: str) -> None:
+    with pytest.raises(LimitExceededError, match=rf"\d+ states .* {MAX_STATES} is the limit"):
+        cost_of(kind, text)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("regex", "(" * 70 + "a" + ")" * 70), ("grammar", "root ::= " + "(" * 70)])
+def test_deep_groups_are_refused(kind: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="nested deeper than 64"):
+        cost_of(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", r"\d{4}-\d{2}-\d{2}"),
+        ("regex", "[a-z]{1,64}"),
+        ("regex", r"([a-z]{1,63}\.){1,127}[a-z]{2,63}"),
+        ("regex", r"[\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63}){1,8}"),
+        ("regex", r"\(\{1,500\}\)[({1,9})]{400}\{"),
+        ("regex", ".{1,100000}"),
+        ("regex", "(yes|no|perhaps) *(x?y)?" * 20),
+        (
+            "grammar",
+            'root ::= "{" pair ("," pair){0,50} "}" # (x{1,999}){1,999}\npair ::= "\\"" [a-z]{1,50} "\\":" root',
+        ),
+        ("grammar", 'root ::= "(x{1,999}){1,999}"'),
+        schema(type="string", maxLength=10_000),
+        schema(type="array", items={"type": "string", "maxLength": 1000}, maxItems=1000),
+        schema(properties={f"p{i}": {"type": "string", "maxLength": 200} for i in range(50)}),
+        schema(
+            properties={"pattern": {"type": "string"}, "grammar": {"type": "string"}, "maxLength": {"type": "number"}}
+        ),
+        schema(enum=[{"pattern": HUGE}], default={"pattern": HUGE}),
+        schema(maxLength=10**30, minLength="wrong"),
+        ("json_object", ""),
+    ],
+)
+def test_what_people_write_is_let_through(kind: str, text: str) -> None:
+    cost_of(kind, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 60 + "a?" * 30_000, "[" * 60_000, '"' * 60_000, "a{" + "9" * 60_000 + "}", "x ::= " * 9000, "\\" * 60_001],
+)
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_reading_takes_time_in_proportion_to_the_source(kind: str, text: str) -> None:
+    start = time.thread_time()
+    with contextlib.suppress(InvalidRequestError):
+        cost_of(kind, text)
+    assert time.thread_time() - start < 5.0
+
+
+def test_only_schemas_with_few_alternatives_and_no_patterns_have_cheap_masks() -> None:
+    person = {"properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": ["integer", "null"]}}}
+    assert cost_of("json_object", "").cheap_masks
+    assert cost_of(*schema(**person)).cheap_masks
+    assert cost_of(*schema(anyOf=[{"type": "null"}] * 16)).cheap_masks
+    assert not cost_of(*schema(anyOf=[{"type": "null"}] * 17)).cheap_masks
+    assert not cost_of(*schema(anyOf=[{"maxLength": 9}] * 5)).cheap_masks
+    assert not cost_of(*schema(items={"type": "string", "pattern": "a"})).cheap_masks
+    assert not cost_of(*schema(allOf=[person])).cheap_masks
+    assert not cost_of("regex", "a").cheap_masks
+    assert not cost_of("grammar", 'root ::= "a"').cheap_masks
