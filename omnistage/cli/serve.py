@@ -184,14 +184,25 @@ class ObservabilityOptions:
 
     PANEL: ClassVar[str] = "Observability"
     audit_log: Path | None = option(None, "Append one JSON line per request: who, what, outcome.", metavar="FILE")
+    audit_on_error: str = option(
+        "warn", "When the audit log cannot be written: warn, or stop accepting requests.", metavar="warn|stop"
+    )
     otel_endpoint: str | None = option(None, "Send OpenTelemetry spans to this collector.", metavar="URL")
 
-    def start(self) -> Tracing | None:
-        """Open the audit log; tracing where the option or OpenTelemetry's variables set it."""
+    def open_audit_log(self, service: Service) -> None:
+        """Write the audit log from now on, if there is to be one."""
+        if self.audit_on_error not in ("warn", "stop"):
+            raise InvalidRequestError("must be warn or stop", param="--audit-on-error")
+        service.audit_required = self.audit_on_error == "stop"
         if self.audit_log is not None:
             from omnistage.server.observe.audit import log_to
 
-            log_to(self.audit_log)
+            service.audit_file = log_to(self.audit_log)
+        elif service.audit_required:
+            raise InvalidRequestError("goes with --audit-log; name the file", param="--audit-on-error")
+
+    def start_tracing(self) -> Tracing | None:
+        """Spans, where the option or OpenTelemetry's variables set it."""
         if self.otel_endpoint is None and not otel_in_environment():
             return None
         try:
@@ -243,8 +254,9 @@ def serve(
     overrides = {name: [*entries, *media.overrides()] for name, entries in overrides.items()}
     keyring = access.keyring()
     content_filter = None if access.content_filter is None else make_filter(access.content_filter)
-    tracing = observability.start()
+    tracing = observability.start_tracing()
     service = Service(keyring=keyring, state=options.state, content_filter=content_filter, tracing=tracing)
+    observability.open_audit_log(service)
     app = create_app(
         service,
         max_body_bytes=options.max_body_mib * 2**20,

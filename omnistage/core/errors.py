@@ -144,5 +144,12 @@ class ShutdownError(OmniError):
     code = "shutting_down"
 
 
+class StorageFullError(OmniError):
+    """No space is left on a disk of the service."""
+
+    status = 507
+    code = "storage_full"
+
+
 class InternalError(OmniError):
     """A defect of ours, wrapped at the boundary that caught it."""

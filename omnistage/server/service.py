@@ -32,11 +32,11 @@ from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checke
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import call_soon
 from omnistage.server.access.keys import Holder, Keyring
-from omnistage.server.http.errors import ContentFilterError, LoadingError, NotFoundError
+from omnistage.server.http.errors import AuditError, ContentFilterError, LoadingError, NotFoundError
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditRecord, ended_by
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, ended_by
 from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
@@ -114,6 +114,9 @@ class Service:
         self.loading = not self.models
         self.draining = False
         self.metrics = RequestMetrics()
+        self.audit_file: AuditFile | None = None
+        self.audit_required = False
+        """Whether requests are refused while the audit log cannot be written."""
         self.spoken = SpokenAnswers()
         self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
@@ -150,6 +153,12 @@ class Service:
             raise LoadingError("the models are loading; try again soon")
         if self.draining:
             raise ShutdownError("the service is stopping and accepts no more requests")
+        self.check_audit()
+
+    def check_audit(self) -> None:
+        """Raise where requests must be audited and cannot be. The line of a refused request is the next attempt."""
+        if self.audit_required and self.audit_file is not None and self.audit_file.failing:
+            raise AuditError("the audit log cannot be written, and requests are refused until it can; try again later")
 
     def model(self, name: str) -> ServedModel:
         """A model by its name. Raises the client's error."""

@@ -45,6 +45,8 @@ class AccessMiddleware:
                 record.who = holder.name
             if method == "POST":
                 self._service.check_ready()
+            else:
+                self._service.check_audit()
         except OmniError as error:
             return response_of(error)(scope, receive, send)
         scope.setdefault("state", {})["holder"] = holder

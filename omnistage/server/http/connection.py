@@ -16,9 +16,8 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from omnistage.core.errors import InternalError, InvalidRequestError, OmniError
-from omnistage.core.failures import log_defect
-from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, response_of
+from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, error_for_client, response_of
 from omnistage.server.http.limits import TransportLimits
 from omnistage.server.http.listening import PROBES, CrowdedError, Episode
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
@@ -278,12 +277,10 @@ class Exchange:
     ) -> None:
         """Respond to an error that no handler has; a response that has begun can only be broken off."""
         record.ended = "error"
-        if not isinstance(error, OmniError) and not isinstance(error.__cause__, OmniError):
-            log_defect("a route", error)
+        shown = error_for_client(error)
         if state.started:
             await cut()
             return
-        shown = error if isinstance(error, OmniError) else InternalError("a defect")
         await response_of(shown)(scope, receive, send)
 
 

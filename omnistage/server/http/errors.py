@@ -15,8 +15,10 @@ from typing_extensions import TypedDict
 
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.failures import log_defect
+from omnistage.core.storage import is_storage_full, storage_full
 from omnistage.core.validation import Problem, first_problem
 
+_NO_UPLOAD = "send the request again later"
 CLIENT_CLOSED = 499
 """nginx's number for a client that left, and ours for a request that was cancelled."""
 RETRY_SECONDS = 5
@@ -103,11 +105,29 @@ class BodyTimeoutError(OmniError):
     code = "body_timeout"
 
 
+class AuditError(OmniError):
+    """Requests must be audited, and cannot be now."""
+
+    status = 503
+    code = "audit_unavailable"
+
+
 class LoadingError(OmniError):
     """The models are not ready yet."""
 
     status = 503
     code = "loading"
+
+
+def error_for_client(error: BaseException) -> OmniError:
+    """What a client is told of an error that no handler has. A defect is logged."""
+    if isinstance(error, OmniError):
+        return error
+    if is_storage_full(error):
+        return storage_full(_NO_UPLOAD)
+    if not isinstance(error.__cause__, OmniError):
+        log_defect("a route", error)
+    return InternalError("a defect")
 
 
 def body_of(error: OmniError) -> ErrorBody:
@@ -151,6 +171,8 @@ def install(app: FastAPI) -> None:
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, OmniError):  # raised while FastAPI read the body
             return response_of(error.__cause__)
+        if is_storage_full(error.__cause__):  # large files of a form go to disk
+            return response_of(storage_full(_NO_UPLOAD))
         kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
         body: ErrorBody = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -5,14 +5,17 @@ One JSON line a request, through the logger `omnistage.audit`.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from omnistage.core.errors import ConfigError
 from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OutputChunk, Usage
 
@@ -21,6 +24,7 @@ DISCONNECTED = "disconnected"
 SLOW_READER = "slow_reader"
 FILTERED = "filtered"
 _log = logging.getLogger(AUDIT_LOGGER)
+_problems = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -93,10 +97,65 @@ def ended_by(reason: FinishReason | None) -> str:
     return FILTERED if reason is FinishReason.CONTENT_FILTER else str(reason)
 
 
-def log_to(file: Path) -> None:
-    """Append the audit log to a file, and only there."""
-    handler = logging.FileHandler(file, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(message)s"))
+class AuditFile(logging.Handler):
+    """Appends lines to a file. One that cannot be written is counted in `lost`, and told once while that lasts."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+        self._fd = self._open()
+        self._torn = False
+        """Part of a line is in the file, and could not be taken back."""
+        self.failing = False
+        self.lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode()
+        try:
+            self._append(b"\n" + line if self._torn else line)
+        except OSError as error:
+            self.lost += 1
+            if not self.failing:
+                _problems.error("the audit log %s cannot be written: %s", self._file, error.strerror)
+            self.failing = True
+            return
+        self._torn = False
+        if self.failing:
+            self.failing = False
+            _problems.warning("the audit log %s is written again; lines lost so far: %d", self._file, self.lost)
+
+    def _append(self, line: bytes) -> None:
+        """Write the whole line or nothing of it."""
+        if self._fd < 0:  # `logging.config`, which uvicorn uses, closes every handler that is there
+            self._fd = self._open()
+        written = os.write(self._fd, line)
+        if written == len(line):
+            return
+        try:
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+        except OSError:
+            self._torn = True
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _open(self) -> int:
+        return os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        super().close()
+
+
+def log_to(file: Path) -> AuditFile:
+    """Append the audit log to a file, and only there. Raises `ConfigError`."""
+    try:
+        handler = AuditFile(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open the audit log {file}: {error.strerror}; choose another", param="--audit-log"
+        ) from error
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    return handler

@@ -166,6 +166,12 @@ class _Collector(Collector):
             for stage, times in stats.step_seconds.items():
                 steps.add_metric([name, stage], _buckets(times), times.total)
         yield from (inflight, capacity, admitted, rejected, finished, steps, *by_stage.values(), *health.families)
+        audit = self._service.audit_file
+        yield CounterMetricFamily(
+            "omnistage_audit_lost_lines",
+            "Lines of the audit log that could not be written.",
+            value=0 if audit is None else audit.lost,
+        )
         yield InfoMetricFamily("omnistage_build", "The running version.", {"version": __version__})
         yield from _device_memory()
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from omnistage.core.errors import ConfigError, LimitExceededError
+from omnistage.core.storage import storage_errors
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_MAX_BYTES = 2**30
@@ -67,7 +68,7 @@ class FileStore:
                 param="response_format",
             )
         name = f"{secrets.token_urlsafe(24)}.{kind}"
-        with self._lock:
+        with self._lock, storage_errors("ask for b64_json, or try again later"):
             self._make_room(len(data), 1)
             write_whole(self._folder / name, data)
             self._sizes[name] = len(data)

@@ -22,6 +22,7 @@ from omnistage.core.errors import (
     ShutdownError,
 )
 from omnistage.core.failures import log_defect
+from omnistage.core.storage import is_storage_full, storage_errors
 from omnistage.core.types import FinishReason, Progress
 from omnistage.omni import OutputStream
 from omnistage.pipeline.outputs import OmniRequestOutput
@@ -51,6 +52,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 """
 _COLUMNS = "id, owner, model, prompt, size, seconds, created_at, status, completed_at, error_code, error_message, bytes"
 _INTERRUPTED = "the service stopped before the video was complete; send the request again"
+_TRY_LATER = "send the request again later"
 _OPEN = "status IN ('queued', 'in_progress')"
 
 
@@ -144,7 +146,7 @@ class JobStore:
         return self._folder / f"{job_id}.mp4"
 
     def add(self, job: Job) -> None:
-        with self._lock:
+        with self._lock, storage_errors(_TRY_LATER):
             self._make_room(0, 1)
             values = tuple(getattr(job, name) for name in _COLUMNS.split(", "))
             self._db.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
@@ -168,15 +170,20 @@ class JobStore:
         """Write the video, then the status: a completed job has its file. Raises if it alone is over the limit."""
         if len(data) > self._max_bytes:
             raise LimitExceededError(f"the video has {len(data)} bytes, over the limit of {self._max_bytes}")
-        with self._lock:
+        with self._lock, storage_errors(_TRY_LATER):
             if self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
                 return  # deleted meanwhile
             self._make_room(len(data), 0)
             write_whole(self.path(job_id), data)
-            self._db.execute(
-                "UPDATE jobs SET status = 'completed', bytes = ?, seconds = ?, size = ?, completed_at = ? WHERE id = ?",
-                (len(data), seconds, size, int(time.time()), job_id),
-            )
+            try:
+                self._db.execute(
+                    "UPDATE jobs SET status = 'completed', bytes = ?, seconds = ?, size = ?, completed_at = ? "
+                    "WHERE id = ?",
+                    (len(data), seconds, size, int(time.time()), job_id),
+                )
+            except sqlite3.Error:
+                self.path(job_id).unlink(missing_ok=True)  # nobody would find it
+                raise
 
     def fail(self, job_id: str, error: OmniError) -> None:
         detail = body_of(error)["error"]
@@ -187,7 +194,7 @@ class JobStore:
             )
 
     def delete(self, job_id: str) -> None:
-        with self._lock:
+        with self._lock, storage_errors(_TRY_LATER):
             self._drop(job_id)
 
     def _make_room(self, size: int, count: int) -> None:
@@ -225,6 +232,8 @@ class VideoJobs:
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._running: dict[str, _Running] = {}
+        self._unsaved: dict[str, OmniError] = {}
+        """Why jobs failed, where the disk was too full to say so."""
         self._closed = False
 
     async def start(self, job: Job, stream: OutputStream, stack: contextlib.AsyncExitStack) -> None:
@@ -255,6 +264,7 @@ class VideoJobs:
         """Delete a job and its video; a running one is aborted first."""
         await self._end([self._running[job.id]] if job.id in self._running else [])
         await asyncio.to_thread(self._store.delete, job.id)
+        self._unsaved.pop(job.id, None)
 
     async def close(self) -> None:
         """Abort running jobs as interrupted, and release the database."""
@@ -276,6 +286,8 @@ class VideoJobs:
     def _current(self, job: Job) -> Job:
         if job.status == "completed":
             return replace(job, progress=100)
+        if (error := self._unsaved.get(job.id)) is not None:
+            return replace(job, status="failed", error_code=error.code, error_message=error.message)
         running = self._running.get(job.id)
         if job.status == "failed" or running is None or running.progress is None:
             return job
@@ -293,17 +305,29 @@ class VideoJobs:
         try:
             async with stack:
                 await asyncio.wait({adding})
-                if adding.exception() is not None:  # `start` raises it
+                if adding.exception() is not None:
                     reading.cancel()
                 await asyncio.wait({reading})
+            if adding.exception() is not None:  # `start` raises it
+                return
             if reading.cancelled():
                 raise JobInterruptedError(_INTERRUPTED)
             await asyncio.to_thread(self._finish, job, reading.result())
         except OmniError as error:
-            await asyncio.to_thread(self._store.fail, job.id, error)
+            await self._fail(job, error)
         except Exception as error:  # the boundary of one job
             log_defect("a video job", error)
-            await asyncio.to_thread(self._store.fail, job.id, InternalError("a defect"))
+            await self._fail(job, InternalError("an internal error; the service's log has it"))
+
+    async def _fail(self, job: Job, error: OmniError) -> None:
+        try:
+            await asyncio.to_thread(self._store.fail, job.id, error)
+        except sqlite3.Error as failure:
+            self._unsaved[job.id] = error
+            if len(self._unsaved) > DEFAULT_MAX_JOBS:
+                del self._unsaved[next(iter(self._unsaved))]
+            if not is_storage_full(failure):
+                log_defect("a video job", failure)
 
     async def _read(self, job: Job, stream: OutputStream) -> OmniRequestOutput:
         async for item in stream:
