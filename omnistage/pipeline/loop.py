@@ -245,9 +245,7 @@ class StageLoop(Generic[Owner]):
             if limit != limit:
                 raise ValueError("not a number")
             return max(0.0, min(float(limit), threading.TIMEOUT_MAX))
-        except (
-            BaseException
-        ) as error:  # the boundary of a stage, as in `run_pending`; it is asked again at the next rest
+        except BaseException as error:  # the boundary of a stage, as in `run_pending`; the next rest asks again
             log_defect(f"wait_limit of stage {self.stage.name!r}", error)
             return _RETRY_SECONDS
 
@@ -367,6 +365,8 @@ class StageLoop(Generic[Owner]):
         Permanent where no other stage of this process could run in its place.
         """
         if self.health.state is not StageState.UP:
+            if permanent:
+                self.health.state = StageState.FAILED  # and not one that is being rebuilt
             return
         stage, health = self.stage, self.health
         permanent = permanent or loses_device(error)

@@ -264,8 +264,20 @@ def test_requests_in_a_call_that_hangs_end_at_their_deadline_and_others_go_on(ca
         assert spoken.wait().finish_reason is FinishReason.DEADLINE
         assert hang.entered.wait(30)
         assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
-        pipeline.orchestrator.shutdown(drain=False, timeout=0.1)
         hang.go.set()
+        pipeline.orchestrator.shutdown(drain=False)
+
+
+def test_a_shutdown_does_not_wait_for_a_step_that_hangs() -> None:
+    pipeline = Pipeline(threads=True)
+    hang = Hang()
+    pipeline.stages["talker"].before_step = hang
+    spoken = pipeline.submit("spoken")
+    assert hang.entered.wait(30)
+    pipeline.orchestrator.shutdown(drain=False, timeout=0.1)
+    assert ended(spoken) is FinishReason.ABORT
+    assert {name: stage.closed for name, stage in pipeline.stages.items()} == {"thinker": 1, "talker": 0, "vocoder": 1}
+    hang.go.set()
 
 
 def test_a_sink_that_hangs_holds_up_neither_deadlines_nor_aborts() -> None:

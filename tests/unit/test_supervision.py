@@ -317,6 +317,14 @@ def test_a_stage_whose_thread_is_gone_is_given_up() -> None:
     pipeline.orchestrator.check_idle()
 
 
+def test_a_stage_whose_thread_ends_while_it_is_rebuilt_is_failed_for_good() -> None:
+    pipeline = Pipeline(rebuilds={"talker": lambda _: FakeStage("talker")})
+    break_stage(pipeline)
+    assert state(pipeline) is StageState.REBUILDING
+    pipeline.orchestrator._loops["talker"].give_up(RuntimeError(SECRET), permanent=True)
+    assert state(pipeline) is StageState.FAILED
+
+
 def test_the_first_steps_of_a_stage_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline(max_step_seconds=10.0)
     loop, supervisor = pipeline.orchestrator._loops["talker"], pipeline.orchestrator._supervisor
