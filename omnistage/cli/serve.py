@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
+from urllib.parse import urlsplit
 
 import typer
 
@@ -30,6 +31,9 @@ class ServiceOptions:
     name: str | None = option(None, "What clients call MODEL; default: the folder's name.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every network.")
     port: int = option(8000, "Port; 0 takes a free one.", min=0, max=65535)
+    public_url: str | None = option(
+        None, "URL under which clients reach the service, for links in responses.", metavar="URL"
+    )
     max_body_mib: int = option(64, "Largest request body in MiB.", min=1, max=4096)
     max_held_mib: int = option(
         1024, "Bytes that all requests and realtime sessions hold together, in MiB.", min=1, max=2**20
@@ -46,6 +50,15 @@ class ServiceOptions:
     state: Path | None = option(
         None, "Keep video jobs and image files in this folder; default: only while it runs.", metavar="DIR"
     )
+
+    def checked_public_url(self) -> str | None:
+        """Without the last slash."""
+        if self.public_url is None:
+            return None
+        parts = urlsplit(self.public_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise InvalidRequestError("is not a URL like https://api.example.org", param="--public-url")
+        return self.public_url.rstrip("/")
 
     def folders(self, model: str | None) -> dict[str, str]:
         """The folder, or the hub's name, of each model by the name that clients use."""
@@ -265,6 +278,7 @@ def serve(
         json_limits=JsonLimits(options.max_text_mib * 2**20, options.max_json_values),
         stall_seconds=options.stall_seconds,
         cors=access.cors,
+        public_url=options.checked_public_url(),
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),
     )
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)

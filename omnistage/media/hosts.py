@@ -14,9 +14,40 @@ _PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# Public for `ipaddress`, but not in fact: the relays of 6to4, and newer documentation ranges.
-_NOT_PUBLIC_4 = (ipaddress.IPv4Network("192.88.99.0/24"),)
-_NOT_PUBLIC_6 = (ipaddress.IPv6Network("2001::/32"), ipaddress.IPv6Network("3fff::/20"))
+# IANA's registries of special-purpose addresses, in full: what `ipaddress` knows of them depends on Python's version.
+_NOT_PUBLIC_4 = tuple(
+    ipaddress.IPv4Network(network)
+    for network in (
+        "0.0.0.0/8",  # this network
+        "10.0.0.0/8",  # private
+        "100.64.0.0/10",  # shared, of carriers
+        "127.0.0.0/8",  # loopback
+        "169.254.0.0/16",  # link-local
+        "172.16.0.0/12",  # private
+        "192.0.0.0/24",  # protocol assignments
+        "192.0.2.0/24",  # documentation
+        "192.31.196.0/24",  # AS112
+        "192.52.193.0/24",  # AMT
+        "192.88.99.0/24",  # relays of 6to4
+        "192.168.0.0/16",  # private
+        "192.175.48.0/24",  # AS112
+        "198.18.0.0/15",  # benchmarks
+        "198.51.100.0/24",  # documentation
+        "203.0.113.0/24",  # documentation
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, and broadcast
+    )
+)
+# Beside everything outside of 2000::/3.
+_NOT_PUBLIC_6 = tuple(
+    ipaddress.IPv6Network(network)
+    for network in (
+        "2001::/23",  # protocol assignments, with Teredo, benchmarks and ORCHID
+        "2001:db8::/32",  # documentation
+        "2620:4f:8000::/48",  # AS112
+        "3fff::/20",  # documentation
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +153,4 @@ def is_public_address(text: str) -> bool:
             known = address in _UNICAST and not any(address in network for network in _NOT_PUBLIC_6)
             return known and address.is_global
         address = wrapped
-    if any(address in network for network in _NOT_PUBLIC_4):
-        return False
-    return address.is_global and not address.is_multicast and not address.is_reserved
+    return not any(address in network for network in _NOT_PUBLIC_4) and address.is_global

@@ -40,6 +40,7 @@ def create_app(
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     cors: Sequence[str] = (),
     allowed_hosts: Sequence[str] | None = None,
+    public_url: str | None = None,
 ) -> FastAPI:
     """The HTTP application over a service whose models may still be loading.
 
@@ -49,6 +50,8 @@ def create_app(
     app = FastAPI(title="Omnistage", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
+    app.state.public_url = public_url
+    app.state.checks_host = allowed_hosts is not None
     app.state.json_limits = json_limits
     held = HeldBytes(max_held_bytes, max_item=max_body_bytes, shared=service.keyring.required)
     app.state.transport = TransportLimits(held, stall_seconds, max_connections)

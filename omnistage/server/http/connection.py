@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, error_for_client, response_of
+from omnistage.server.http.heads import HTTP_VERSIONS, StrictBuffer
 from omnistage.server.http.limits import TransportLimits
 from omnistage.server.http.listening import PROBES, CrowdedError, Episode
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
@@ -54,6 +55,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn._receive_buffer = StrictBuffer()
         self.idle_since = self.loop.time()
         limits: TransportLimits = self.config.app.state.transport  # type: ignore[union-attr]
         if limits.max_connections is not None and len(self.connections) > limits.max_connections:
@@ -85,6 +87,8 @@ class Connection(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         if self._crowded:
             self._refuse(crowded())
+        elif event.http_version != b"1.1":
+            self._refuse(InvalidRequestError("a WebSocket needs HTTP/1.1; check the client that opens it"))
         else:
             super().handle_websocket_upgrade(event)
 
@@ -178,7 +182,7 @@ class Exchange:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = AuditRecord(scope["method"], _address(scope))
+        record = AuditRecord(scope["method"], address_of(scope))
         headers = dict(scope["headers"])
         tag = headers.get(b"x-client-request-id")
         record.tag = None if tag is None else tag.decode("latin-1")
@@ -186,6 +190,8 @@ class Exchange:
         # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
         two_lengths = b"content-length" in headers and b"transfer-encoding" in headers
         app = _refuse_two_lengths if two_lengths else self._app
+        if scope.get("http_version", "1.1") not in HTTP_VERSIONS:
+            app = _refuse_version
         if CROWDED in scope.get("state", ()) and scope["path"] not in _PROBE_PATHS:
             app = _refuse_crowded
         try:
@@ -310,18 +316,25 @@ def _split(message: Message, body: bytes) -> tuple[Message, ...]:
 
 
 async def _refuse_crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    response = response_of(crowded())
-    response.headers["Connection"] = "close"
-    await response(scope, receive, send)
+    await _refuse(crowded(), scope, receive, send)
 
 
 async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    response = response_of(InvalidRequestError("send Content-Length or Transfer-Encoding, not both"))
+    await _refuse(InvalidRequestError("send Content-Length or Transfer-Encoding, not both"), scope, receive, send)
+
+
+async def _refuse_version(scope: Scope, receive: Receive, send: Send) -> None:
+    error = InvalidRequestError("this version of HTTP is not supported; use HTTP/1.1")
+    await _refuse(error, scope, receive, send)
+
+
+async def _refuse(error: OmniError, scope: Scope, receive: Receive, send: Send) -> None:
+    response = response_of(error)
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 
 
-def _address(scope: Scope) -> str | None:
+def address_of(scope: Scope) -> str | None:
     """Where a request comes from; what a proxy says is used only if it is an address."""
     client = scope.get("client")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from omnistage.core.errors import ConfigError, InternalError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.core.threads import DaemonThreadPool
 from omnistage.server.http.connection import Connection
-from omnistage.server.http.listening import ListeningSocket
+from omnistage.server.http.listening import Episode, ListeningSocket
 from omnistage.server.http.stopping import EXIT_SECONDS, STOP_SECONDS, StopSignals
 from omnistage.server.http.websocket import WebSocketConnection
 from omnistage.server.service import Service
@@ -121,8 +122,26 @@ async def _done_before(work: asyncio.Task[None], event: asyncio.Event, timeout: 
     return work.done()
 
 
+class _InvalidRequests(logging.Filter):
+    """Lets one of uvicorn's lines about invalid requests pass a minute: a client can cause any number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._episodes = {
+            text: Episode() for text in ("Invalid HTTP request received.", "Unsupported upgrade request.")
+        }
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        episode = self._episodes.get(str(record.msg))
+        return episode is None or episode.begins()
+
+
+_invalid_requests = _InvalidRequests()
+
+
 def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None) -> uvicorn.Config:
     """uvicorn's settings for our application, with connections that it can abort."""
+    logging.getLogger("uvicorn.error").addFilter(_invalid_requests)  # once, however often it is called
     return uvicorn.Config(
         app,
         http=Connection,

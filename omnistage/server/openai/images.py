@@ -268,11 +268,25 @@ def _images(
         image: Image = {"seed": seed if isinstance(seed, int) else None}
         if body.response_format == "url":
             name = service.files.put(data, body.output_format)
-            image["url"] = str(request.url_for("get_file", name=name))
+            image["url"] = file_url(request, name)
         else:
             image["b64_json"] = base64.b64encode(data).decode()
         images.append(image)
     return images
+
+
+def file_url(request: Request, name: str) -> str:
+    """Where a file can be fetched from: below `--public-url`, else at the address that the client is connected to.
+
+    What the `Host` header says is used only where the service checks it: it is the client's word, or that of a page.
+    """
+    state = request.app.state
+    if state.public_url is not None:
+        return f"{state.public_url}/files/{name}"
+    if state.checks_host:
+        return str(request.url_for("get_file", name=name))
+    host, port = request.scope["server"]
+    return f"{request.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}/files/{name}"
 
 
 def _encoded(image: ImageOutput, body: ImageRequest, model: ServedModel) -> bytes:

@@ -21,7 +21,7 @@ from omnistage.core.failures import log_defect
 from omnistage.server.access.denial import deny
 from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder
-from omnistage.server.http.connection import cut
+from omnistage.server.http.connection import address_of, cut
 from omnistage.server.http.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
 from omnistage.server.http.limits import MAX_MESSAGE_BYTES, HeldBytes, Hold
 from omnistage.server.http.websocket import HOLD
@@ -91,7 +91,7 @@ async def unknown_path(websocket: WebSocket) -> None:
 @contextlib.contextmanager
 def _audited(websocket: WebSocket, endpoint: str) -> Iterator[AuditRecord]:
     """The audit record of a connection, closed and counted at its end."""
-    record = AuditRecord(endpoint, websocket.client.host if websocket.client is not None else None)
+    record = AuditRecord(endpoint, address_of(websocket.scope))
     CURRENT_RECORD.set(record)
     try:
         yield record
