@@ -70,6 +70,23 @@ def test_deep_groups_are_refused(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= root{2}",
+        "root ::= root{0,}",
+        'root ::= "a"\nr ::= r{2,}',
+        'root ::= ("" root){2,}',
+        "root ::= a{200}\na ::= b\nb ::= root?",
+    ],
+)
+def test_a_rule_that_stands_only_for_itself_is_refused(text: str) -> None:
+    """xgrammar ends the whole process for some of them."""
+    for kind, source in (("grammar", text), tag(type="grammar", grammar=text)):
+        with pytest.raises(InvalidRequestError, match="only for itself"):
+            cost_of(kind, source)
+
+
+@pytest.mark.parametrize(
     ("kind", "text"),
     [
         ("regex", r"\d{4}-\d{2}-\d{2}"),
@@ -84,6 +101,7 @@ def test_deep_groups_are_refused(kind: str, text: str) -> None:
             'root ::= "{" pair ("," pair){0,50} "}" # (x{1,999}){1,999}\npair ::= "\\"" [a-z]{1,50} "\\":" root',
         ),
         ("grammar", 'root ::= "(x{1,999}){1,999}"'),
+        ("grammar", 'root ::= sum\nsum ::= product | sum "+" product\nproduct ::= [0-9]+ | "(" root ")"'),
         schema(type="string", maxLength=10_000),
         schema(type="array", items={"type": "string", "maxLength": 1000}, maxItems=1000),
         schema(properties={f"p{i}": {"type": "string", "maxLength": 200} for i in range(50)}),
@@ -101,7 +119,15 @@ def test_what_people_write_is_let_through(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["(" * 60 + "a?" * 30_000, "[" * 60_000, '"' * 60_000, "a{" + "9" * 60_000 + "}", "x ::= " * 9000, "\\" * 60_001],
+    [
+        "(" * 60 + "a?" * 30_000,
+        "[" * 60_000,
+        '"' * 60_000,
+        "a{" + "9" * 60_000 + "}",
+        "x ::= " * 9000,
+        "\\" * 60_001,
+        "".join(f"r{i} ::= r{i + 1}\n" for i in range(4000)),
+    ],
 )
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_reading_takes_time_in_proportion_to_the_source(kind: str, text: str) -> None:

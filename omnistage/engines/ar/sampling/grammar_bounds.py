@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 
@@ -234,6 +235,8 @@ class _Scan:
 
     param: str
     rules: dict[str, _Counts] = field(default_factory=dict)
+    hollow: set[str] = field(default_factory=set)
+    """Rules without alternatives and without any character."""
     groups: list[_Group] = field(default_factory=lambda: [_Group()])
     states: float = 0.0
 
@@ -244,11 +247,13 @@ class _Scan:
             if kind == "rule":
                 self._end_rule(name)
                 name = token["rule"]
+                self.hollow.add(name)
             elif kind == "open":
                 self._open()
             elif kind == "close":
                 self._close()
             elif kind == "or":
+                self.hollow.discard(name)
                 self.groups[-1].end_alternative()
             elif kind == "quantifier":
                 self._repeat(token)
@@ -256,6 +261,8 @@ class _Scan:
                 width = {"wide": 1.0, "narrow": _NARROW_STATE}.get(kind or "", 0.0)
                 self.states += width
                 name_of_rule = token["ref"] if kind == "ref" else ""
+                if kind != "ref" and token[0] != '""':
+                    self.hollow.discard(name)
                 self.groups[-1].put(_Item({name_of_rule: 1}, width, wide=kind == "wide"))
         self._end_rule(name)
         return self
@@ -293,6 +300,15 @@ class _Scan:
         if token["quantifier"] in ("*", "?") or (low is not None and not _number(low)):
             item.optional = max(item.optional, 1)
 
+    def circular(self) -> str | None:
+        """A rule that stands for nothing but itself, or other rules that stand for it; None if there is none."""
+        graph = {name: self.hollow.intersection(self.rules[name]) for name in self.hollow}
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            return min(error.args[1])
+        return None
+
     def nested_count(self) -> int:
         """The largest product of counts inside of each other. A rule inside of itself counts once."""
         known: dict[str, int] = {}
@@ -329,6 +345,11 @@ def _ebnf_states(text: str, param: str) -> float:
 
 
 def _checked(scan: _Scan, param: str) -> float:
+    circular = scan.circular()
+    if circular is not None:  # xgrammar would never return, and end the process with its stack
+        raise InvalidRequestError(
+            f"rule {circular[:100]!r} stands only for itself; give it a text to end with", param=param
+        )
     if scan.nested_count() > MAX_NESTED_COUNT:
         raise LimitExceededError(
             f"repetition counts inside of each other multiply to more than {MAX_NESTED_COUNT:,}; lower them or remove "

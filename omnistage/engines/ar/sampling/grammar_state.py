@@ -62,7 +62,7 @@ class GrammarState:
         """`slow`: opening the matcher may take long."""
         self._open_matcher = open_matcher
         self._matcher: xgrammar.GrammarMatcher | None = None
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._stop_ids = tuple(stops)
         self._banned = frozenset(banned).difference(stops)
         self.width = -(-vocab_size // 32)
@@ -157,8 +157,8 @@ class GrammarState:
         """Accept the token and write the mask of the next one."""
         if self._matcher is None:
             self._matcher = self._open_matcher()
-            self._stops = _bits(self._stop_ids, self._vocab_size)
-            self._allowed = ~_bits(self._banned, self._vocab_size)
+            self._stops = _bits(self._stop_ids, self.vocab_size)
+            self._allowed = ~_bits(self._banned, self.vocab_size)
         elif self._matcher.is_terminated():
             return  # only tokens that stop are left, and the mask has them already
         if token_id is not None and not self._matcher.accept_token(token_id):
