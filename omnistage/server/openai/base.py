@@ -49,16 +49,15 @@ def max_items(limit: int) -> BeforeValidator:
     """For lists and objects: counted before pydantic visits the items, as it would keep an error for each."""
 
     def check(value: object) -> object:
-        check_items(value, limit)
+        if isinstance(value, (list, tuple, dict)) and len(value) > limit:
+            raise ValueError(too_many(len(value), limit))
         return value
 
     return BeforeValidator(check)
 
 
-def check_items(value: object, limit: int) -> None:
-    """Raise `ValueError` for a list or an object of more than `limit` items."""
-    if isinstance(value, list | tuple | dict) and len(value) > limit:
-        raise ValueError(f"has {len(value)} items, and may have {limit}; send fewer")
+def too_many(count: int, limit: int) -> str:
+    return f"has {count} items, and may have {limit}; send fewer"
 
 
 Metadata = Annotated[dict[str, str], max_items(MAX_METADATA)]

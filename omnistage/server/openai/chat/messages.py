@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from omnistage.core.validation import field_error
-from omnistage.server.openai.base import check_items, max_items
+from omnistage.server.openai.base import max_items, too_many
 from omnistage.server.openai.tools import MAX_TOOLS, ToolCall
 
 MAX_MESSAGES = 16_384
@@ -76,10 +76,9 @@ def _has_bounds(value: object) -> object:
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "must be an object")
     for field, limit in _MAX_ITEMS.items():
-        try:
-            check_items(value.get(field), limit)
-        except ValueError as error:
-            raise field_error(field, str(error)) from None
+        items = value.get(field)
+        if isinstance(items, list) and len(items) > limit:
+            raise field_error(field, too_many(len(items), limit))
     return value
 
 
