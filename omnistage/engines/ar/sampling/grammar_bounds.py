@@ -306,7 +306,8 @@ class _Scan:
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
-            return min(error.args[1])
+            cycle: list[str] = error.args[1]
+            return min(cycle)
         return None
 
     def nested_count(self) -> int:
