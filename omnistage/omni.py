@@ -19,7 +19,14 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
-from omnistage.pipeline.batch import Batch, BatchBar
+from omnistage.pipeline.batch import (
+    Batch,
+    BatchBar,
+    Conversation,
+    conversation_list,
+    params_for_each,
+    prompt_list,
+)
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import (
@@ -29,6 +36,7 @@ from omnistage.pipeline.intake import (
     RequestOptions,
     checked_request_id,
     is_conversation,
+    known_request_id,
 )
 from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
 from omnistage.pipeline.output import OutputBuffer, Sink
@@ -36,7 +44,6 @@ from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import is_long, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
-Conversation = Sequence[Mapping[str, object]]
 _REFRESH_SECONDS = 0.2
 
 
@@ -117,7 +124,7 @@ class _Front:
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
-        preparing = self._preparing.get(_known_id(request_id))
+        preparing = self._preparing.get(known_request_id(request_id))
         if preparing is not None:
             preparing.cancel()
             return True
@@ -125,7 +132,7 @@ class _Front:
 
     def trace(self, request_id: str) -> Trace | None:
         """What ran when, for a running or recent request."""
-        return self.orchestrator.trace(_known_id(request_id))
+        return self.orchestrator.trace(known_request_id(request_id))
 
     def stats(self) -> OrchestratorStats:
         return self.orchestrator.stats()
@@ -284,7 +291,7 @@ class Omni(_Front):
         raises its error. A passed timeout is no error: the output holds what there was, with reason "deadline".
         """
         single = isinstance(prompts, str | Mapping | OmniTokensPrompt) or is_conversation(prompts)
-        batch: Sequence[Prompt] = [prompts] if single else _prompts(prompts)  # type: ignore[list-item]
+        batch: Sequence[Prompt] = [prompts] if single else prompt_list(prompts)  # type: ignore[list-item]
         options = RequestOptions(modalities, voice, priority, timeout)
         return self._run_all(batch, sampling_params, options, progress, raising=single)
 
@@ -327,7 +334,7 @@ class Omni(_Front):
     ) -> OmniRequestOutput | list[OmniRequestOutput]:
         """Answer one conversation (a list of messages), or a list of conversations; see `generate` for errors."""
         options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
-        conversations, single = _conversations(messages)
+        conversations, single = conversation_list(messages)
         outputs = self._run_all(conversations, sampling_params, options, progress, raising=single)
         return outputs[0] if single else outputs
 
@@ -346,7 +353,7 @@ class Omni(_Front):
         What is wrong with the request raises at once. Closing the iterator aborts the request.
         """
         options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
-        conversations, single = _conversations(messages)
+        conversations, single = conversation_list(messages)
         if not single:
             raise InvalidRequestError("streaming takes one conversation at a time", param="messages")
         return self._stream(self._plan(conversations[0], sampling_params, options))
@@ -377,7 +384,7 @@ class Omni(_Front):
         *,
         raising: bool,
     ) -> list[OmniRequestOutput]:
-        each = _one_each(params, len(prompts))
+        each = params_for_each(params, len(prompts))
         plans = []
         for index, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             try:
@@ -439,44 +446,3 @@ class Omni(_Front):
 
 
 OmniLLM = Omni
-
-
-def _known_id(request_id: object) -> str:
-    if not isinstance(request_id, str):
-        raise InvalidRequestError(f"must be text, got {type(request_id).__name__}", param="request_id")
-    return request_id
-
-
-def _prompts(prompts: object) -> list[Prompt]:
-    """The prompts of a batch. Raises `InvalidRequestError` for what is neither a prompt nor several."""
-    try:
-        items = None if isinstance(prompts, bytes | bytearray | memoryview) else iter(prompts)  # type: ignore[call-overload]
-    except TypeError:
-        items = None
-    if items is None:
-        raise InvalidRequestError(
-            f"must be a prompt or a list of prompts, got {type(prompts).__name__}", param="prompts"
-        )
-    return list(items)
-
-
-def _one_each(params: ParamsLike | Sequence[ParamsLike], count: int) -> list[ParamsLike]:
-    if not isinstance(params, list | tuple):
-        return [params] * count  # type: ignore[list-item]
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"{len(params)} parameters for {count} prompts; give one for all or one for each", param="sampling_params"
-        )
-    return list(params)
-
-
-def _conversations(messages: object) -> tuple[list[Conversation], bool]:
-    """The conversations given, and whether it was one by itself."""
-    if isinstance(messages, list | tuple) and messages:
-        if isinstance(messages[0], Mapping):
-            return [messages], True
-        if all(isinstance(conversation, list | tuple) for conversation in messages):
-            return list(messages), False
-    raise InvalidRequestError(
-        "must be a conversation (a list of messages with role and content) or a list of conversations", param="messages"
-    )

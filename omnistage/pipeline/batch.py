@@ -1,16 +1,21 @@
-"""Several requests of one call: their outputs as they come, and a bar that shows how far they are."""
+"""Several requests of one call: what the caller gives, their outputs as they come, and a progress bar."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from omnistage.core.errors import InvalidRequestError
+from omnistage.pipeline.intake import ParamsLike, Prompt
 from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+
+Conversation = Sequence[Mapping[str, object]]
 
 
 class Batch:
@@ -81,3 +86,39 @@ class BatchBar:
     def __exit__(self, *_: object) -> None:
         self.refresh()
         self._bar.stop()
+
+
+def prompt_list(prompts: object) -> list[Prompt]:
+    """The prompts of a batch. Raises `InvalidRequestError` for what is neither a prompt nor several."""
+    try:
+        items = None if isinstance(prompts, bytes | bytearray | memoryview) else iter(prompts)  # type: ignore[call-overload]
+    except TypeError:
+        items = None
+    if items is None:
+        raise InvalidRequestError(
+            f"must be a prompt or a list of prompts, got {type(prompts).__name__}", param="prompts"
+        )
+    return list(items)
+
+
+def params_for_each(params: ParamsLike | Sequence[ParamsLike], count: int) -> list[ParamsLike]:
+    """Parameters of each prompt of a batch: one for all, or a list of as many."""
+    if not isinstance(params, list | tuple):
+        return [params] * count  # type: ignore[list-item]
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} parameters for {count} prompts; give one for all or one for each", param="sampling_params"
+        )
+    return list(params)
+
+
+def conversation_list(messages: object) -> tuple[list[Conversation], bool]:
+    """The conversations given, and whether it was one by itself."""
+    if isinstance(messages, list | tuple) and messages:
+        if isinstance(messages[0], Mapping):
+            return [messages], True
+        if all(isinstance(conversation, list | tuple) for conversation in messages):
+            return list(messages), False
+    raise InvalidRequestError(
+        "must be a conversation (a list of messages with role and content) or a list of conversations", param="messages"
+    )

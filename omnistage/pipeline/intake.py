@@ -267,6 +267,13 @@ def checked_request_id(value: object) -> str:
     return value
 
 
+def known_request_id(value: object) -> str:
+    """A request id that a caller asks about. Raises `InvalidRequestError`."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"must be text, got {type(value).__name__}", param="request_id")
+    return value
+
+
 def is_conversation(value: object) -> bool:
     """Whether this is one conversation: a non-empty list of messages, each a mapping with a role."""
     if not isinstance(value, list | tuple) or not value:
