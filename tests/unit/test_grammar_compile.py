@@ -21,9 +21,8 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
-from omnistage.core.threads import DaemonThreads
 from omnistage.engines.ar.sampling import grammar, grammar_state
-from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, MaskThreads
+from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, GrammarThreads
 
 PATIENCE = 30.0
 CHEAP, OTHER = StructuredOutput(regex="a"), StructuredOutput(regex="b")
@@ -59,8 +58,8 @@ class GatedCompiler(grammar.GrammarCompiler):
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedCompiler]:
-    monkeypatch.setattr(grammar, "_compile_threads", DaemonThreads(1, "test"))
-    monkeypatch.setattr(grammar, "_slow_compile_threads", DaemonThreads(1, "test-slow"))
+    monkeypatch.setattr(grammar, "_compile_threads", GrammarThreads("test", threads=1, max_threads=1))
+    monkeypatch.setattr(grammar, "_slow_compile_threads", GrammarThreads("test-slow", threads=1, max_threads=1))
     compiler = GatedCompiler()
     yield compiler
     compiler.opened.set()
@@ -115,6 +114,19 @@ def test_a_small_constraint_does_not_wait_behind_large_ones(
     compiler.opened.set()
     assert small.result(PATIENCE) is not None
     assert large.result(PATIENCE) is not None
+
+
+def test_a_constraint_that_takes_long_against_expectation_gives_its_thread_s_place_to_others(
+    compiler: GatedCompiler, clients: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = GrammarThreads("test", threads=1, max_threads=2, slow_seconds=0.0)
+    monkeypatch.setattr(grammar, "_compile_threads", threads)
+    first = compiling(compiler, clients, CHEAP)
+    second = compiling(compiler, clients, OTHER)
+    assert not first.done()
+    compiler.opened.set()
+    assert first.result(PATIENCE) is not None
+    assert second.result(PATIENCE) is not None
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -186,7 +198,7 @@ def test_while_slow_masks_keep_all_threads_busy_no_more_constrained_requests_are
     compiler.opened.set()
     compiler.compile(CHEAP)
     now = [0.0]
-    threads = MaskThreads("test", threads=1, max_threads=1, clock=lambda: now[0])
+    threads = GrammarThreads("test", threads=1, max_threads=1, clock=lambda: now[0])
     monkeypatch.setattr(grammar_state, "_quick", threads)
     opened, began = threading.Event(), threading.Event()
 

@@ -21,7 +21,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar.sampling import grammar_state
-from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, MaskThreads
+from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, GrammarThreads
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.component import CausalLM
@@ -222,7 +222,7 @@ def test_a_mask_that_takes_too_long_ends_its_request_alone(
 def test_a_mask_that_no_thread_begins_with_ends_its_request_with_try_again(
     model: CausalLM, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_state, "_quick", MaskThreads("test", threads=1, max_threads=1))
+    monkeypatch.setattr(grammar_state, "_quick", GrammarThreads("test", threads=1, max_threads=1))
     monkeypatch.setattr(grammar_state, "MASK_QUEUE_SECONDS", 0.1)
     harness = Harness(model)
     harness.submit("slow", **SLOW)
@@ -274,7 +274,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
 
 def test_a_slow_job_gives_its_place_to_another_thread_up_to_a_bound() -> None:
     now = [0.0]
-    threads = MaskThreads("test", threads=1, max_threads=2, clock=lambda: now[0])
+    threads = GrammarThreads("test", threads=1, max_threads=2, clock=lambda: now[0])
     opened = threading.Event()
     done: list[str] = []
     began = threading.Semaphore(0)

@@ -113,6 +113,10 @@ _STAGE_GAUGES = {
     "blocks": ("omnistage_kv_blocks", "KV cache blocks."),
     "blocks_free": ("omnistage_kv_blocks_free", "KV cache blocks that no request holds."),
     "encoder_cache_bytes": ("omnistage_encoder_cache_bytes", "Size of the encoder cache."),
+    "masks_awaited": (
+        "omnistage_grammar_masks_awaited",
+        "Answers left out of steps until their grammar is worked out.",
+    ),
 }
 _STAGE_COUNTERS = {
     "steps": ("omnistage_stage_steps", "Steps of a stage."),
@@ -125,6 +129,7 @@ _STAGE_COUNTERS = {
     "prefix_hits": ("omnistage_prefix_cache_hits", "Prefix cache hits."),
     "encoder_cache_hits": ("omnistage_encoder_cache_hits", "Encoder cache hits."),
     "encoder_cache_misses": ("omnistage_encoder_cache_misses", "Encoder cache misses."),
+    "masks_late": ("omnistage_grammar_masks_late", "Tokens that were not sampled because their grammar was not ready."),
 }
 """A stage's statistics by their names in `StageStats` and its `extra`; diffusion's caches leave out `encoder_`."""
 

@@ -12,7 +12,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omnistage.core.cancellation import current_cancellation
@@ -24,10 +25,9 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
-from omnistage.core.threads import DaemonThreads
 from omnistage.engines.ar.sampling.grammar_bounds import GrammarCost, cost_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
-from omnistage.engines.ar.sampling.masks import lower_priority
+from omnistage.engines.ar.sampling.masks import GrammarThreads, lower_priority
 
 if TYPE_CHECKING:
     import xgrammar
@@ -42,10 +42,10 @@ MAX_GRAMMAR_BYTES = 64 * 1024**2
 CACHED_BYTES = 256 * 1024**2
 """Of compiled grammars in one cache."""
 
-# Compiling cannot be ended from outside, only kept from piling up. What will take long has threads of its own: nobody's
-# small schema waits behind them.
-_compile_threads = DaemonThreads(4, "omnistage-compile")
-_slow_compile_threads = DaemonThreads(2, "omnistage-compile-slow")
+# Compiling cannot be ended from outside, only kept from piling up. What will take long has threads of its own, and what
+# takes long against expectation gives its place to another: nobody's small schema waits behind them.
+_compile_threads = GrammarThreads("omnistage-compile", threads=4, max_threads=16, slow_seconds=1.0)
+_slow_compile_threads = GrammarThreads("omnistage-compile-slow", threads=2, max_threads=6, slow_seconds=COMPILE_SECONDS)
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -135,7 +135,7 @@ class _Entry:
 class _Job:
     """A constraint that is being compiled, or will be."""
 
-    future: Future[_Entry]
+    future: Future[_Entry] = field(default_factory=Future)
     waiting: int = 0
 
 
@@ -198,7 +198,8 @@ class GrammarCompiler:
         with self._lock:
             job = self._jobs.get((kind, text))
             if job is None:
-                job = self._jobs[kind, text] = _Job(threads.submit(self._make, kind, text, cost))
+                job = self._jobs[kind, text] = _Job()
+                threads.submit(partial(self._run, job, kind, text, cost))
             job.waiting += 1
         try:
             return current_cancellation().result(job.future, COMPILE_SECONDS)
@@ -218,6 +219,14 @@ class GrammarCompiler:
                     job.future.done() or (not job.waiting and job.future.cancel())
                 ):
                     del self._jobs[kind, text]
+
+    def _run(self, job: _Job, kind: str, text: str, cost: GrammarCost) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            job.future.set_result(self._make(kind, text, cost))
+        except BaseException as error:  # raised again where the result is awaited
+            job.future.set_exception(error)
 
     def _make(self, kind: str, text: str, cost: GrammarCost) -> _Entry:
         if not cost.cheap:

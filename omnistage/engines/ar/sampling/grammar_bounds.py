@@ -67,11 +67,13 @@ class GrammarCost:
     """Those that take time to compile."""
     cheap_masks: bool
     """No mask can be expensive: the text can be read in few ways at any place."""
+    recursive: bool = False
+    """It has rules of its own, which may contain themselves: then the states say little."""
 
     @property
     def cheap(self) -> bool:
         """It is compiled in well under a second."""
-        return self.states <= CHEAP_STATES
+        return self.states <= CHEAP_STATES and not self.recursive
 
 
 def cost_of(kind: str, text: str) -> GrammarCost:
@@ -95,7 +97,7 @@ def cost_of(kind: str, text: str) -> GrammarCost:
             "repetitions of character classes, and few different values of maxLength",
             param=param,
         )
-    return GrammarCost(states, cheap_masks)
+    return GrammarCost(states, cheap_masks, recursive=kind == "grammar" or (kind == "structural_tag" and "::=" in text))
 
 
 # ------------------------------------------------------------------------------------------------------- JSON

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omnistage.core.errors import InvalidRequestError, OmniError, QueueFullError, StageError
 from omnistage.core.failures import stage_failure
-from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, MaskThreads
+from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, GrammarThreads
 
 if TYPE_CHECKING:
     import xgrammar
@@ -31,8 +31,8 @@ MASK_QUEUE_SECONDS = 60.0
 INLINE_SECONDS = 0.005
 """A grammar whose masks are cheap by its form is followed in threads after all once one took longer."""
 
-_quick = MaskThreads("omnistage-mask", threads=2, max_threads=16)
-_slow = MaskThreads("omnistage-slow-mask", threads=2, max_threads=8)
+_quick = GrammarThreads("omnistage-mask", threads=2, max_threads=16)
+_slow = GrammarThreads("omnistage-slow-mask", threads=2, max_threads=8)
 """Masks of requests whose last one was slow: others never queue behind them."""
 
 

@@ -1,4 +1,4 @@
-"""Threads that compute the token masks of grammars, so that no stage's thread ever does.
+"""Threads that compile grammars and compute their token masks, so that no stage's thread ever does.
 
 What the next mask of a grammar costs cannot be known in advance: it is tens of microseconds for most, and seconds where
 the text so far can be read in many ways, with no repetition count or state count telling the two apart. It cannot be
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 SLOW_SECONDS = 0.02
-"""A job that runs longer no longer counts among the threads that are kept at work."""
+"""A mask that takes longer is a slow one."""
 _NICENESS = 10
 
 
-class MaskThreads:
+class GrammarThreads:
     """Runs jobs in daemon threads: `threads` at once, not counting those whose job turned out to be slow.
 
     A slow job cannot be ended. Another thread takes its place, up to `max_threads` in all; its own thread gets a lower
@@ -28,8 +28,15 @@ class MaskThreads:
     """
 
     def __init__(
-        self, name: str, threads: int, max_threads: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        threads: int,
+        max_threads: int,
+        *,
+        slow_seconds: float = SLOW_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._slow_seconds = slow_seconds
         self._name = name
         self._kept = threads
         self._max_threads = max_threads
@@ -71,7 +78,7 @@ class MaskThreads:
         """See to it that a thread takes what is queued; called with the lock held."""
         now = self._clock()
         for thread, start in self._running.items():
-            if thread not in self._slow and now - start > SLOW_SECONDS:
+            if thread not in self._slow and now - start > self._slow_seconds:
                 self._slow.add(thread)
                 lower_priority(thread)
         if not self._jobs:
