@@ -48,7 +48,7 @@ def http_case(rng: random.Random) -> list[bytes]:
         rng.shuffle(headers)
     if rng.random() < 0.1:
         headers.remove("Host: 127.0.0.1")
-    ends = ["\r\n"] * 12 + ["\n", "\r", "\r\n ", "\r\n\t", "\0", "\r\r\n"]
+    ends = ["\r\n"] * 80 + ["\n", "\r", "\r\n ", "\r\n\t", "\0", "\r\r\n"]
     text = "".join(f"{line}{rng.choice(ends)}" for line in (f"{method} {path} {version}", *headers))
     data = bytearray(text.encode("latin-1", "replace") + rng.choice([b"\r\n"] * 9 + [b"\n", b""]) + body)
     for _ in range(rng.choice([0, 0, 0, 1, 4])):
