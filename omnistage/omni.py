@@ -248,8 +248,10 @@ class AsyncOmni(_Front):
 
     async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""
-        # In a thread of its own: those that requests use may all be busy.
-        await asyncio.wrap_future(DaemonThreads(1, "shutdown").submit(self.orchestrator.shutdown, drain, timeout))
+        thread = DaemonThreads(1, "shutdown")  # its own: those that requests use may all be busy
+        stopped = thread.submit(self.orchestrator.shutdown, drain, timeout)
+        thread.shutdown()
+        await asyncio.wrap_future(stopped)
 
     async def __aenter__(self) -> Self:
         return self

@@ -774,7 +774,7 @@ def test_the_command_writes_several_and_a_sheet_without_metadata(folder: Path, t
 
 
 def test_the_command_keeps_a_picture_that_has_no_room_for_its_metadata(folder: Path, tmp_path: Path) -> None:
-    result = generate(folder, tmp_path, "--format", "jpg", "--contact-sheet", "--negative-prompt", "x" * 40_000)
+    result = generate(folder, tmp_path, "--format", "jpg", "--contact-sheet", "--negative-prompt", "\u00e9" * 32_000)
     assert [path.name for path in tmp_path.iterdir()] == ["picture.jpg"]
     assert read_metadata(tmp_path / "picture.jpg") == {}
     assert "the metadata are too long for this format" in result.stderr

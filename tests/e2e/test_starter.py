@@ -41,7 +41,7 @@ from omnistage.engines.diffusion.stage import DenoiseStage
 from omnistage.models.prompts import PromptTokenizer
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.pipeline import build, loop
+from omnistage.pipeline import build, loop_threads
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.outputs import OmniRequestOutput
 from tests.e2e.harness import PipelineHarness, assert_empty, final_of, open_door, say
@@ -120,7 +120,7 @@ def apart(one: OmniRequestOutput, two: OmniRequestOutput) -> int:
 def test_torch_computes_in_one_thread_and_modules_in_their_own(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that compute with torch slow each other down, even by turns."""
     where: dict[str, set[tuple[str, int]]] = {}
-    monkeypatch.setattr(loop, "_cores", lambda: 2)
+    monkeypatch.setattr(loop_threads, "_cores", lambda: 2)
 
     def here() -> tuple[str, int]:
         return threading.current_thread().name, torch.get_num_threads()
