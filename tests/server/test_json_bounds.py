@@ -227,6 +227,17 @@ def test_values_are_counted_without_what_strings_contain(piece: int, monkeypatch
         assert count <= values_of(data) + body.count(b"[") + body.count(b"{")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_values_are_counted_in_every_encoding(encoding: str) -> None:
+    limits = JsonLimits(max_values=100_000)
+    for letter in ("\u2201", "\u0122", "\u5c22"):  # half of each is a quote
+        body = f'["{letter}",{"0," * 200_000}0]'.encode(encoding)
+        with pytest.raises(LimitExceededError, match="200002 JSON values"):
+            parse_json(body, limits)
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_json('["a"]'.encode(encoding)[:-1], limits)
+
+
 def test_a_refusal_needs_hardly_more_memory_than_the_body() -> None:
     body = HOSTILE["tools"][1](MANY)
     tracemalloc.start()

@@ -64,6 +64,7 @@ def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
     Raises `LimitExceededError` before parsing more than `limits` allow, and `InvalidRequestError` for what is not JSON,
     is nested too deeply, or has strings that are not text or numbers that are not finite.
     """
+    body = _as_utf8(body)
     count = _checked_count(body, limits)
     try:
         values = json.loads(body)
@@ -79,6 +80,17 @@ def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
 
 
 # ------------------------------------------------------------------------------------------------- before parsing
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """What is counted must be what is parsed: in UTF-16 the bytes of a letter may be those of a quote."""
+    encoding = json.detect_encoding(body)
+    if encoding in ("utf-8", "utf-8-sig"):
+        return body
+    try:
+        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except ValueError:
+        raise InvalidRequestError(NOT_JSON) from None
 
 
 def _checked_count(body: bytes, limits: JsonLimits) -> int:
