@@ -6,6 +6,7 @@ import base64
 import contextlib
 import gc
 import json
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.http.limits import HeldBytes, TransportLimits
 from omnistage.server.http.websocket import WebSocketConnection
+from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
 from tests.server.harness import Running, raw, serving, status_of, until
 from tests.server.wire import CONTINUATION, PING, TEXT, WireSocket, frame, websocket
@@ -148,6 +150,28 @@ def test_the_audio_of_sessions_counts(small: Running) -> None:
         # The third's message and its audio are more than the 2 MiB that are left.
         assert [b"queue_full" in answer for answer in answers] == [False, False, True, True]
     until(lambda: held_by(small).total == 0, "the return of all bytes")
+
+
+def test_a_message_in_which_a_session_breaks_does_not_count_for_ever(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Session, text: str) -> None:
+        raise RuntimeError("broken")
+
+    lost, connection_lost = threading.Event(), WebSocketConnection.connection_lost
+
+    def note_lost(self: WebSocketConnection, error: Exception | None) -> None:
+        connection_lost(self, error)
+        lost.set()
+
+    monkeypatch.setattr(Session, "handle", broken)
+    monkeypatch.setattr(WebSocketConnection, "connection_lost", note_lost)
+    with websocket(small.url) as socket:
+        socket.send(frame(EMPTY_COMMIT) + frame(b"{}"))
+        assert socket.close_code()[0] == 1011
+        until(lambda: held_by(small).total == 0, "the end of the session")
+    assert lost.wait(30)
+    assert held_by(small).total == 0
 
 
 def test_one_key_cannot_take_all_of_it(service: Service) -> None:

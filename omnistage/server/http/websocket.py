@@ -86,7 +86,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         with self._hold:
-            await super().run_asgi()
+            try:
+                await super().run_asgi()
+            finally:  # messages that it has not taken, or was working on, count no longer
+                self._queued.clear()
+                self._delivered = self._handled = 0
 
     async def receive(self) -> ASGIReceiveEvent:
         self._delivered -= self._handled

@@ -241,7 +241,11 @@ class _Connection:
                     raise ClientGoneError("the client has disconnected")
             await handling
         finally:
-            handling.cancel()
+            if not handling.done():
+                handling.cancel()
+                await asyncio.wait({handling})  # what it still does belongs to the session
+            if not handling.cancelled():
+                handling.exception()  # seen, even where the client was gone first: asyncio logs it otherwise
 
     def _receive(self) -> asyncio.Future[Message]:
         if self._receiving is None:
