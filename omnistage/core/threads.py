@@ -7,8 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from omnistage.core.errors import InternalError
 from omnistage.core.failures import log_defect
@@ -17,10 +17,39 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    owner: str | None
-    work: Callable[[], None]
+class _Job(Future[_Result]):
+    """Work that waits for a thread or has one, and its result."""
+
+    def __init__(self, threads: DaemonThreads, owner: str | None, work: Callable[[], _Result]) -> None:
+        super().__init__()
+        self.owner = owner
+        self._threads = threads
+        self._work: Callable[[], _Result] | None = work
+
+    def run(self) -> None:
+        work, self._work = self._work, None  # its data end with it, however long somebody keeps the result
+        if not self.set_running_or_notify_cancel() or work is None:
+            return
+        try:
+            result = work()
+        except Exception as error:  # raised again where the result is awaited
+            self.set_exception(error)
+        except BaseException as error:
+            # An event loop that awaits a result which is SystemExit would end, and the server with it.
+            log_defect(f"work in {self._threads.name}", error)
+            failure = InternalError(f"failed with {type(error).__name__}")
+            failure.__cause__ = error
+            self.set_exception(failure)
+        else:
+            self.set_result(result)
+
+    def cancel(self) -> bool:
+        """Also leaves the queue: what nobody wants takes no memory until a thread would have come to it."""
+        cancelled = super().cancel()
+        if cancelled and self._threads.withdraw(self):
+            self._work = None
+            self.set_running_or_notify_cancel()
+        return cancelled
 
 
 class DaemonThreads(Executor):
@@ -32,9 +61,9 @@ class DaemonThreads(Executor):
 
     def __init__(self, threads: int, name: str) -> None:
         self._max_threads = threads
-        self._name = name
+        self.name = name
         self._changed = threading.Condition()
-        self._jobs: list[_Job] = []
+        self._jobs: list[_Job[Any]] = []
         self._owned: Counter[str | None] = Counter()
         """Threads that work, by owner."""
         self._threads = 0
@@ -48,45 +77,46 @@ class DaemonThreads(Executor):
         self, owner: str | None, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs
     ) -> Future[_Result]:
         """`submit`, for an owner; work of None is not limited."""
-        future: Future[_Result] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except Exception as error:  # raised again where the result is awaited
-                future.set_exception(error)
-            except BaseException as error:
-                # An event loop that awaits a result which is SystemExit would end, and the server with it.
-                log_defect(f"work in {self._name}", error)
-                failure = InternalError(f"failed with {type(error).__name__}")
-                failure.__cause__ = error
-                future.set_exception(failure)
-            else:
-                future.set_result(result)
-
+        job = _Job(self, owner, partial(fn, *args, **kwargs))
         with self._changed:
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            self._jobs.append(_Job(owner, work))
+            self._jobs.append(job)
             if len(self._jobs) > self._idle and self._threads < self._max_threads:
-                self._threads += 1
-                threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
+                self._start_thread(job)
             else:
                 self._changed.notify()
-        return future
+        return job
+
+    def _start_thread(self, job: _Job[Any]) -> None:
+        """One more for what is queued. Raises where the system starts none and there is no other to take the job."""
+        try:
+            threading.Thread(target=self._run, name=f"{self.name}-{self._threads + 1}", daemon=True).start()
+        except RuntimeError:
+            if not self._threads:
+                self._jobs.remove(job)
+                raise
+        else:
+            self._threads += 1
+
+    def withdraw(self, job: _Job[Any]) -> bool:
+        """Take a job out of the queue; whether it was there."""
+        with self._changed:
+            if job not in self._jobs:
+                return False
+            self._jobs.remove(job)
+            return True
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            job.work()
+            job.run()
             with self._changed:
                 self._owned[job.owner] -= 1
                 if not self._owned[job.owner]:
                     del self._owned[job.owner]  # owners come and go
             del job  # while the thread waits for more, it keeps none of the data
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job[Any] | None:
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._closed or self._startable() is not None)
@@ -97,7 +127,7 @@ class DaemonThreads(Executor):
                 self._owned[job.owner] += 1
             return job
 
-    def _startable(self) -> _Job | None:
+    def _startable(self) -> _Job[Any] | None:
         """The oldest work whose owner may have one more thread."""
         share = max(self._max_threads // 2, 1)
         return next((job for job in self._jobs if job.owner is None or self._owned[job.owner] < share), None)
@@ -106,9 +136,10 @@ class DaemonThreads(Executor):
         """Take no more work. Nobody waits for the threads, whatever `wait` says; they end with what is queued."""
         with self._changed:
             self._closed = True
-            if cancel_futures:
-                self._jobs.clear()
+            dropped = list(self._jobs) if cancel_futures else []
             self._changed.notify_all()
+        for job in dropped:
+            job.cancel()
 
 
 class DaemonThreadPool(ThreadPoolExecutor):

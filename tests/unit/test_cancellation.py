@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 
@@ -165,6 +166,71 @@ def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> Non
     go.set()
     assert first.result(10)
     assert second.result(10) == 2
+
+
+def test_a_job_that_is_cancelled_in_the_queue_leaves_it_with_its_data() -> None:
+    pool, go = DaemonThreads(1, "test"), threading.Event()
+    first = pool.submit(go.wait, 10)
+    body = {"a body"}
+    data = weakref.ref(body)
+    job = pool.submit(len, body)
+    del body
+    assert data() is not None
+    assert job.cancel()
+    assert job.cancel()  # again
+    assert data() is None
+    assert job in wait([job], timeout=10).done
+    last = pool.submit(lambda: 3)
+    go.set()
+    assert first.result(10)
+    assert last.result(10) == 3
+    pool.shutdown()
+
+
+def test_a_result_that_is_kept_does_not_keep_what_it_was_made_from() -> None:
+    pool, body = DaemonThreads(1, "test"), {"a body"}
+    data = weakref.ref(body)
+    job = pool.submit(len, body)
+    del body
+    assert job.result(10) == 1
+    assert pool.submit(lambda: 2).result(10) == 2  # the thread is done with the first
+    assert data() is None
+    pool.shutdown()
+
+
+def test_what_is_dropped_at_the_shutdown_is_cancelled() -> None:
+    pool, begun, go = DaemonThreads(1, "test"), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return go.wait(10)
+
+    first, second = pool.submit(work), pool.submit(lambda: 2)
+    assert begun.wait(10)
+    pool.shutdown(cancel_futures=True)
+    assert second.cancelled()
+    go.set()
+    assert first.result(10)
+
+
+def test_where_no_thread_can_be_started_others_take_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, go = DaemonThreads(2, "test"), threading.Event()
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(lambda: 1)
+    first = pool.submit(go.wait, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        second = pool.submit(lambda: 2)
+    go.set()
+    assert second.result(10) == 2
+    assert first.result(10)
+    pool.shutdown()
 
 
 def test_the_process_ends_while_a_thread_still_works() -> None:
