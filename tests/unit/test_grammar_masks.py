@@ -300,3 +300,29 @@ def test_a_slow_job_gives_its_place_to_another_thread_up_to_a_bound() -> None:
     opened.set()
     assert threads.wait(lambda: len(done) == 2, PATIENCE)
     assert not threads.exhausted
+
+
+def test_a_queued_job_is_not_left_behind_slow_ones_where_nobody_asks() -> None:
+    threads = GrammarThreads("test", threads=2, max_threads=3)
+    opened, done = threading.Event(), threading.Event()
+
+    def block() -> None:
+        opened.wait(10 * PATIENCE)
+
+    for _ in range(2):
+        threads.submit(block)
+    threads.submit(done.set)
+    assert done.wait(PATIENCE)
+    opened.set()
+
+
+def test_jobs_that_come_together_run_side_by_side() -> None:
+    threads = GrammarThreads("test", threads=2, max_threads=2)
+    idle = threading.Event()
+    threads.submit(idle.set)
+    assert idle.wait(PATIENCE)
+    together = threading.Barrier(2, timeout=PATIENCE)
+    met: list[int] = []
+    for _ in range(2):
+        threads.submit(lambda: met.append(together.wait()))
+    assert threads.wait(lambda: len(met) == 2, PATIENCE)

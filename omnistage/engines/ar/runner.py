@@ -177,6 +177,9 @@ class Runner:
                 on_time = [row for row, key in enumerate(keys) if key not in result.late]
                 keys = [keys[row] for row in on_time]
                 logits = logits[torch.tensor(on_time, dtype=torch.int64, device=logits.device)]
+            if not keys:  # nothing is read from the device below
+                self._stream.synchronize()
+                return result
             for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
                 result.sampled[key] = sampled
                 if sampled.error is None:

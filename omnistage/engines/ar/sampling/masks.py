@@ -44,6 +44,10 @@ class GrammarThreads:
         lock = threading.Lock()
         self._work = threading.Condition(lock)
         self._done = threading.Condition(lock)
+        self._late = threading.Condition(lock)
+        self._watcher: threading.Thread | None = None
+        self._watching = False
+        """A queued job waits for jobs that may turn out to be slow."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._running: dict[int, float] = {}
         """When the job of a thread began, by the thread's native id."""
@@ -88,6 +92,22 @@ class GrammarThreads:
         elif self._threads < min(self._kept + len(self._slow), self._max_threads):
             self._threads += 1
             threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
+        elif self._threads < self._max_threads and not self._watching:
+            self._watching = True
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+                self._watcher.start()
+            self._late.notify()
+
+    def _watch(self) -> None:
+        """Find out which jobs are slow, even where nobody submits or waits for another meanwhile."""
+        with self._late:
+            while True:
+                while not self._watching:
+                    self._late.wait()
+                self._late.wait_for(lambda: False, self._slow_seconds)
+                self._watching = False
+                self._assign()
 
     def _run(self) -> None:
         thread = threading.get_native_id()
@@ -109,7 +129,9 @@ class GrammarThreads:
                 self._work.wait()
             self._idle -= 1
             self._running[thread] = self._clock()
-            return self._jobs.popleft()
+            job = self._jobs.popleft()
+            self._assign()  # several may have come for one thread that was idle
+            return job
 
 
 def lower_priority(thread: int) -> None:
