@@ -114,9 +114,9 @@ class StageLoop(Generic[Owner]):
             self.changed.notify_all()
 
     def replace(self, stage: Stage) -> bool:
-        """Run another stage in place of the failed one; False if the loop is stopping and will not."""
+        """Run another stage in place of the failed one; False if the loop is stopping, or over, and will not."""
         with self.changed:
-            if self.stopping:
+            if self.stopping or self._ended.is_set():
                 return False
             self._inbox.append(Replace(stage))
             self.changed.notify_all()
@@ -159,9 +159,8 @@ class StageLoop(Generic[Owner]):
 
     def stats(self) -> StageStats:
         """The stage's counters, read now; exact while the loop rests, and the last ones once it has ended."""
-        if self._last_stats is None and self._counting.acquire(
-            blocking=False
-        ):  # else one that hangs holds up one reader
+        # One that hangs holds up one reader: the others get the counters that were read last.
+        if self._last_stats is None and self._counting.acquire(blocking=False):
             try:
                 self._stats = self._read_stats()
             finally:
@@ -413,9 +412,8 @@ class StageLoop(Generic[Owner]):
         for request_id, live in list(self._live.items()):
             self._forget(request_id)
             self._emit_end(live.owner, request_id, FinishReason.ABORT)
-        self._last_stats = (
-            self._read_stats()
-        )  # the stage may be closed from now on; a reader that began earlier must not win
+        # The stage may be closed from now on; a reader that began earlier must not win.
+        self._last_stats = self._read_stats()
         self._ended.set()
 
     def _stage_error(self, what: str, error: BaseException) -> StageError:

@@ -59,6 +59,8 @@ class _Attempts:
     """Since the stage last ran for long."""
     running_since: float = field(default=float("-inf"))
     due: float | None = None
+    steps: int = 0
+    """Of the stages that ran before, so that a new one may warm up."""
 
 
 class Supervisor:
@@ -179,6 +181,7 @@ class Supervisor:
         with self._changed:
             attempts.made += 1  # until it has run for long
             attempts.running_since = self._clock()
+            attempts.steps = _steps(self._loops[name])
             health.rebuilds += 1
         self._on_replaced(name, stage)
         _log.warning("stage %s has been rebuilt", name)
@@ -221,7 +224,7 @@ class Supervisor:
     def _limit(self, loop: WatchedLoop) -> float:
         if self._max_step_seconds is None:
             return float("inf")
-        warm = sum(loop.step_seconds().counts) >= WARM_UP_STEPS
+        warm = _steps(loop) - self._attempts[loop.health.name].steps >= WARM_UP_STEPS
         return self._max_step_seconds * (1 if warm else WARM_UP_FACTOR)
 
     def _note(self, loop: WatchedLoop, overdue: float | None) -> None:
@@ -231,6 +234,7 @@ class Supervisor:
         health.overdue, health.hung = overdue, hung
         if hangs_now:
             _log.critical("stage %s hangs; restart the service", health.name)
+        if hung:  # each time: a request may have been checked just before
             self._end_requests(health.name)
 
     def _overdue(self, name: str, loop: WatchedLoop) -> float | None:
@@ -245,6 +249,10 @@ class Supervisor:
             self._reported[name] = started
             _log.error("stage %s has been in one step for %.0f s\n%s", name, seconds, _stacks(name, loop.thread))
         return seconds
+
+
+def _steps(loop: WatchedLoop) -> int:
+    return sum(loop.step_seconds().counts)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -338,3 +339,48 @@ def test_the_first_steps_of_a_stage_may_take_longer(monkeypatch: pytest.MonkeyPa
     loop.turn_started = None
     supervisor.tick()
     assert loop.health.available
+
+
+def test_a_stage_that_was_rebuilt_may_take_longer_at_first_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(max_step_seconds=10.0, rebuilds={"talker": lambda _: FakeStage("talker", clock=pipeline.clock)})
+    monkeypatch.setattr(supervision, "WARM_UP_STEPS", 1)
+    loop, supervisor = pipeline.orchestrator._loops["talker"], pipeline.orchestrator._supervisor
+    pipeline.submit()
+    pipeline.run()
+    break_stage(pipeline)
+    pipeline.clock.now += supervision.REBUILD_PAUSES[0]
+    elsewhere(pipeline.run)
+    assert state(pipeline) is StageState.UP
+    now = time.perf_counter()
+    monkeypatch.setattr(supervision.time, "perf_counter", lambda: now + 50.0)
+    loop.turn_started = now
+    supervisor.tick()
+    assert loop.health.available
+
+
+def test_a_request_that_was_checked_just_before_its_stage_hangs_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(max_step_seconds=10.0)
+    orchestrator = pipeline.orchestrator
+    monkeypatch.setattr(supervision.time, "perf_counter", lambda: 5000.0)
+    orchestrator._loops["talker"].turn_started = 0.0
+    orchestrator._supervisor.tick()
+    assert orchestrator.health()["talker"].hung
+    monkeypatch.setattr(orchestrator, "_check_stages", lambda _: None)
+    sink = pipeline.submit()
+    orchestrator._supervisor.tick()
+    assert isinstance(sink.final.error, StageUnavailableError)
+
+
+def test_a_stage_that_was_built_for_a_loop_that_is_over_is_closed() -> None:
+    built: list[FakeStage] = []
+
+    def build(_: int) -> FakeStage:
+        built.append(FakeStage("talker", clock=pipeline.clock))
+        return built[0]
+
+    pipeline = Pipeline(rebuilds={"talker": build})
+    break_stage(pipeline)
+    pipeline.orchestrator._loops["talker"].close_out()  # as where its thread has ended
+    pipeline.clock.now += supervision.REBUILD_PAUSES[0]
+    pipeline.orchestrator._supervisor.tick()
+    assert [stage.closed for stage in built] == [1]
