@@ -219,12 +219,13 @@ class DecodePool:
                 reusable = True
                 raise error.error from None
         finally:
+            if reusable:
+                process.release()  # without the lock: it takes a while for a large item, and cancelling needs it
             with self._changed:
                 self._busy.remove(process)
                 # Where it was cancelled just now, it may be killed a moment later.
                 reusable = reusable and process.reusable and not (self._closed or cancellation.cancelled)
                 if reusable:
-                    process.release()
                     self._idle.append(process)
             if not reusable:
                 process.close()

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 from pydantic import ValidationError
 
@@ -39,26 +40,25 @@ class DecodeProcess:
     """Used by one thread at a time, except for `kill`."""
 
     def __init__(self) -> None:
-        self._input, self._output = memory_file(), memory_file()
-        files = (self._input.fileno(), self._output.fileno())
-        task_end, self._tasks = os.pipe()
-        self._answers, answer_end = os.pipe()
-        try:
+        self._items = 0
+        with ExitStack() as ends, ExitStack() as files:
+            self._input, self._output = files.enter_context(memory_file()), files.enter_context(memory_file())
+            shared = (self._input.fileno(), self._output.fileno())
+            task_end, self._tasks = os.pipe()
+            ends.callback(os.close, task_end)
+            files.callback(os.close, self._tasks)
+            self._answers, answer_end = os.pipe()
+            ends.callback(os.close, answer_end)
+            files.callback(os.close, self._answers)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "omnistage.media.decode_worker", *map(str, files)],
+                [sys.executable, "-m", "omnistage.media.decode_worker", *map(str, shared)],
                 stdin=task_end,
                 stdout=answer_end,
-                pass_fds=files,
+                pass_fds=shared,
                 env=_environment(),
                 cwd="/",
             )
-        except OSError:
-            self._close_files()
-            raise
-        finally:
-            os.close(task_end)
-            os.close(answer_end)
-        self._items = 0
+            self._close_files = files.pop_all().close
 
     @property
     def pid(self) -> int:
@@ -132,12 +132,6 @@ class DecodeProcess:
         self._process.kill()
         self._process.wait()
         self._close_files()
-
-    def _close_files(self) -> None:
-        for file in (self._input, self._output):
-            file.close()
-        for descriptor in (self._tasks, self._answers):
-            os.close(descriptor)
 
 
 def _environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import errno
 import io
 import os
 import signal
@@ -32,6 +33,7 @@ from omnistage.core.errors import (
 from omnistage.media import MediaLimits, decode_audio, decode_image, decode_video
 from omnistage.media.context import decode_for
 from omnistage.media.decode_pool import DecodePool, decode_processes, use_decode_pool
+from omnistage.media.decode_process import DecodeProcess
 
 ROOT = Path(__file__).parents[2]
 if (folder := str(ROOT / "tools")) not in sys.path:
@@ -404,6 +406,27 @@ class TestProcesses:
             with pytest.raises(CancelledRequestError):
                 slow.result()
         assert set(os.listdir("/dev/shm")) <= shared_memory
+        assert len(os.listdir("/proc/self/fd")) == files
+
+    @linux
+    @pytest.mark.parametrize("failing", ["os.memfd_create", "os.pipe", "subprocess.Popen"])
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_a_process_that_cannot_be_started_leaves_no_descriptor(
+        self, failing: str, before: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, _, name = failing.rpartition(".")
+        original = getattr(sys.modules[module], name)
+        calls = iter(range(10))
+
+        def limited(*args: object, **options: object) -> object:
+            if next(calls) == before or name == "Popen":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return original(*args, **options)
+
+        files = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(sys.modules[module], name, limited)
+        with pytest.raises(OSError, match="Too many open files"):
+            DecodeProcess()
         assert len(os.listdir("/proc/self/fd")) == files
 
 
