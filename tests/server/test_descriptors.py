@@ -19,8 +19,8 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.http import listening
 from omnistage.server.http.listening import ListeningSocket, connections_below, raise_descriptor_limit
 from omnistage.server.service import Service
+from tests.server.command_harness import Command
 from tests.server.harness import SHORT, Held, make, raw, serving, status_of, until
-from tests.server.test_serve_command import Command
 
 DESCRIPTORS, CONNECTIONS = 64, 150
 LIMITED = f"""
