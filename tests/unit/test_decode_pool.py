@@ -236,11 +236,11 @@ class TestLimits:
         with decode_processes(1) as pool:
             assert pool is not None
             decode_image(ordinary(), LIMITS)
-            [process] = pool.processes()
-            os.kill(process, signal.SIGKILL)
-            until(lambda: not is_running(process))
+            [process] = pool._idle
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: not process.reusable)  # all of its threads have ended
             decode_image(ordinary(), LIMITS)
-            assert pool.processes() != [process]
+            assert pool.processes() != [process.pid]
 
 
 def is_running(process: int) -> bool:
