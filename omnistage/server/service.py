@@ -232,8 +232,12 @@ class Service:
                         self.tracing.stages(model.name, trace)
 
     def decoding(self, holder: Holder) -> contextlib.AbstractContextManager[None]:
-        """Media that are decoded in the block are the holder's; without keys nobody can be told from anybody."""
-        return decode_for(holder.name if self.keyring.required else None)
+        """Media that are decoded in the block are the holder's."""
+        return decode_for(self.owner_of(holder))
+
+    def owner_of(self, holder: Holder) -> str | None:
+        """Whose work it is, for threads and processes that leave room to others; without keys nobody is known."""
+        return holder.name if self.keyring.required else None
 
     @contextlib.contextmanager
     def run_without_stages(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import json
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +17,9 @@ import httpx
 import pytest
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
-from omnistage.server.http import json_body
-from omnistage.server.http.json_body import JsonLimits, is_small, parse_json
+from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http import json_body, routing
+from omnistage.server.http.json_body import JsonLimits, is_small, parse_json, run_json
 from omnistage.server.service import Service
 from tests.server.harness import Held, Running, data_url, longest_pause, serving, until
 
@@ -264,6 +268,37 @@ def test_little_is_parsed_at_once_and_much_in_a_thread() -> None:
     assert is_small(b'{"model": "lm", "prompt": "Once"}')
     assert not is_small(b'"' + b"a" * 2**17 + b'"')
     assert not is_small(zeros(10_000).encode())
+
+
+def test_large_bodies_of_one_key_leave_a_thread_to_others() -> None:
+    go = threading.Event()
+
+    async def main() -> None:
+        first = [
+            asyncio.create_task(run_json(functools.partial(go.wait, 30), small=False, owner="ann")) for _ in range(3)
+        ]
+        assert await run_json(lambda: 1, small=False, owner="bob") == 1
+        assert not any(task.done() for task in first)
+        go.set()
+        assert all(await asyncio.gather(*first))
+
+    asyncio.run(main())
+
+
+def test_a_body_is_parsed_as_work_of_its_key(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners: list[str | None] = []
+
+    async def note(work: Callable[[], object], *, small: bool, owner: str | None) -> object:
+        owners.append(owner)
+        return await run_json(work, small=small, owner=owner)
+
+    monkeypatch.setattr(routing, "run_json", note)
+    body = {"model": "unknown", "prompt": "Once"}
+    with serving(service) as server:
+        httpx.post(f"{server.url}/v1/completions", json=body)
+        service.keyring = Keyring([Holder("ann", digest_of("a-key-for-tests"))])
+        httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer a-key-for-tests"})
+    assert owners == [None, "ann"]
 
 
 def test_json_is_parsed_as_before() -> None:

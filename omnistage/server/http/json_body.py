@@ -46,11 +46,14 @@ class JsonLimits:
     max_values: int = 2**18
 
 
-async def run_json(work: Callable[[], T], *, small: bool) -> T:
-    """The result of parsing or validating: at once where it is little, else from a thread of its own."""
+async def run_json(work: Callable[[], T], *, small: bool, owner: str | None) -> T:
+    """The result of parsing or validating: at once where it is little, else from a thread.
+
+    One owner has half of the threads, so that its large bodies do not keep those of others waiting.
+    """
     if small:
         return work()
-    return await asyncio.wrap_future(_THREADS.submit(work))
+    return await asyncio.wrap_future(_THREADS.submit_for(owner, work))
 
 
 def is_small(body: bytes) -> bool:

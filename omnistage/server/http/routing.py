@@ -22,6 +22,9 @@ from omnistage.server.http.limits import Hold
 if TYPE_CHECKING:
     from starlette._utils import AwaitableOrContextManager
 
+    from omnistage.server.access.keys import Holder
+    from omnistage.server.service import Service
+
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 MAX_FORM_FIELDS = 256
 MAX_FORM_FILES = 32
@@ -49,10 +52,15 @@ class BodyRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             small = is_small(body)
-            self._json, count = await run_json(partial(self._parsed, body), small=small)
+            self._json, count = await run_json(partial(self._parsed, body), small=small, owner=self._owner())
             if not small:
                 self._hold(len(body), count)
         return self._json
+
+    def _owner(self) -> str | None:
+        holder: Holder | None = self.scope["state"].get("holder")
+        service: Service = self.app.state.service
+        return None if holder is None else service.owner_of(holder)
 
     def _parsed(self, body: bytes) -> tuple[Any, int]:
         limits: JsonLimits = self.app.state.json_limits

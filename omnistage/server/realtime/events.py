@@ -87,10 +87,10 @@ class EventError(Exception):
         self.event_id = event_id
 
 
-async def read(text: str) -> ClientEvent:
-    """The event in a message. Raises `EventError`."""
+async def read(text: str, owner: str | None) -> ClientEvent:
+    """The event in a message of this owner. Raises `EventError`."""
     small = len(text) <= LARGE_CHARS and _separators(text) <= _LARGE_VALUES
-    return await run_json(partial(parse, text), small=small)
+    return await run_json(partial(parse, text), small=small, owner=owner)
 
 
 def parse(text: str) -> ClientEvent:

@@ -146,7 +146,7 @@ class Session:
         event: events.ClientEvent | None = None
         event_id = None
         try:
-            event = await events.read(text)
+            event = await events.read(text, self._service.owner_of(self._holder))
             event_id = event.event_id
             await self._handlers[event.type](event)
         except events.EventError as error:
