@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from starlette.datastructures import UploadFile
 
-from omnistage.core.errors import QueueFullError
+from omnistage.core.errors import QueueFullError, ShutdownError
 from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
 from omnistage.server.http.executor import Workers
@@ -130,7 +130,7 @@ async def test_a_full_queue_says_what_is_in_it() -> None:
 
     async def run(work: Any) -> Any:
         with contextlib.ExitStack() as held:
-            return await workers.run(work, held)
+            return await workers.run(work, workers.reserve(held), held)
 
     taken = [asyncio.ensure_future(run(lambda over: go.wait(30))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -139,3 +139,18 @@ async def test_a_full_queue_says_what_is_in_it() -> None:
     go.set()
     assert all(await asyncio.gather(*taken))
     await workers.close(0)
+
+
+@awaited
+async def test_a_stop_waits_for_clips_that_are_still_decoded() -> None:
+    workers = Workers(1, 2, "test")
+    with contextlib.ExitStack() as held:
+        place = workers.reserve(held)
+        closing = asyncio.ensure_future(workers.close(30))
+        await asyncio.sleep(0)
+        with pytest.raises(ShutdownError):
+            workers.reserve(contextlib.ExitStack())
+        assert await workers.run(lambda over: 1, place, held) == 1
+    await closing
+    with contextlib.ExitStack() as held, pytest.raises(ShutdownError):
+        await workers.run(lambda over: 1, place, held)

@@ -380,7 +380,7 @@ async def test_work_that_nobody_waits_for_keeps_nothing_in_memory() -> None:
 
     async def run(work: Callable[[threading.Event], Any]) -> Any:
         with contextlib.ExitStack() as held:
-            return await workers.run(work, held)
+            return await workers.run(work, workers.reserve(held), held)
 
     first = asyncio.ensure_future(run(lambda over: go.wait(30)))
     second = asyncio.ensure_future(run(lambda over, sent=data: sent))  # type: ignore[misc]
@@ -448,7 +448,7 @@ def test_a_stopping_service_lets_transcriptions_finish(
         stopped.result(30)
         assert {one.result().status_code for one in asked} == {200 if seconds else 503}
         with pytest.raises(ShutdownError):
-            asyncio.run(response.transcribe_workers.run(lambda over: None, contextlib.ExitStack()))
+            response.transcribe_workers.reserve(contextlib.ExitStack())
 
 
 # --------------------------------------------------------------------------------------------------- content filter

@@ -15,6 +15,8 @@ from omnistage.pipeline.preparation import call_soon
 T = TypeVar("T")
 Work = Callable[[threading.Event], T]
 """The event is set once nobody waits for the result any longer; work may look at it and stop early."""
+Place = asyncio.Future[None]
+"""In the queue; done once its work is submitted, or will not be."""
 
 
 class Workers:
@@ -30,25 +32,38 @@ class Workers:
         self._unit = unit
         self._queued = 0
         self._awaited: set[asyncio.Future[Any]] = set()
+        """Work that requests wait for, and places of requests that still prepare theirs."""
+        self._closing = False
         self._closed = False
 
-    async def run(self, work: Work[T], resources: ExitStack) -> T:
-        """The result of `work`; raises `QueueFullError` where the queue is full.
+    def reserve(self, resources: ExitStack) -> Place:
+        """A place in the queue, which is freed with `resources`: taken before the work is prepared, not after.
 
-        Its place in the queue is freed with `resources`. Where this is left before the thread is done, the thread
-        takes over `resources`, which close once it has really ended.
+        Raises `QueueFullError` where there is none.
         """
-        if self._closed:
+        if self._closing:
             raise ShutdownError("the service is stopping and accepts no more requests")
         if self._queued >= self._max_queued:
             raise QueueFullError(f"{self._queued} {self._unit} are queued already, the maximum; try again soon")
         self._queued += 1
-        resources.callback(self._leave)
+        place: Place = asyncio.get_running_loop().create_future()
+        self._awaited.add(place)
+        resources.callback(self._leave, place)
+        return place
+
+    async def run(self, work: Work[T], place: Place, resources: ExitStack) -> T:
+        """The result of `work`.
+
+        Where this is left before the thread is done, the thread takes over `resources`, which close once it has really
+        ended.
+        """
+        if self._closed:
+            raise ShutdownError("the service is stopping; send the request again")
         over = threading.Event()
-        order = [work]
-        job = self._pool.submit(lambda: order.pop()(over))
+        job = self._pool.submit(work, over)
         waiting = asyncio.wrap_future(job)
         self._awaited.add(waiting)
+        self._prepared(place)
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -59,21 +74,27 @@ class Workers:
         finally:
             self._awaited.discard(waiting)
             over.set()
-            if job.cancel():
-                order.clear()  # the pool keeps cancelled work until its turn comes: let it keep none of the data
-            elif not job.done():
+            if not job.cancel() and not job.done():
                 loop, kept = asyncio.get_running_loop(), resources.pop_all()
-
                 job.add_done_callback(lambda _: call_soon(loop, kept.close))
 
     async def close(self, timeout: float) -> None:
-        """Take no more work; what is queued has `timeout` seconds to end, then nobody waits for it."""
+        """Take no more work; what has a place has `timeout` seconds to end, then nobody waits for it."""
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while self._awaited and (left := end - loop.time()) > 0:
+            await asyncio.wait(self._awaited, timeout=left)
         self._closed = True
-        if self._awaited:
-            await asyncio.wait(self._awaited, timeout=timeout)
         for waiting in tuple(self._awaited):
             waiting.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _leave(self) -> None:
+    def _prepared(self, place: Place) -> None:
+        self._awaited.discard(place)
+        if not place.done():
+            place.set_result(None)
+
+    def _leave(self, place: Place) -> None:
+        self._prepared(place)
         self._queued -= 1

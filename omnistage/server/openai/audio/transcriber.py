@@ -47,6 +47,7 @@ async def transcribe(
     preparation = Cancellation(None if timeout is None else time.monotonic() + timeout)
     with contextlib.ExitStack() as resources:
         request_filter = resources.enter_context(service.run_without_stages(holder, model, preparation))
+        place = service.transcribe_workers.reserve(resources)
 
         def inspect(media: Decoded) -> None:
             if request_filter is not None and isinstance(request_filter.check_media(media), Refuse | Redact):
@@ -63,7 +64,7 @@ async def transcribe(
                 clip = await prepare(decode, preparation, long=True)
             async with asyncio.timeout(preparation.remaining()):
                 text = await service.transcribe_workers.run(
-                    lambda over: transcriber.transcribe(clip, over.is_set), resources
+                    lambda over: transcriber.transcribe(clip, over.is_set), place, resources
                 )
         except (TimeoutError, DeadlineExceededError) as error:
             raise DeadlineExceededError(TIMED_OUT, param="timeout") from error
