@@ -12,6 +12,7 @@ import pytest
 
 from omnistage.cli.serve import ServiceOptions
 from omnistage.core.errors import InvalidRequestError
+from omnistage.server.http.heads import StrictBuffer
 from omnistage.server.service import Service
 from tests.server.harness import Running, raw, serving, status_of, until
 from tests.server.wire import frame, websocket
@@ -27,6 +28,16 @@ def answer_to(server: Running, request: str) -> int:
     with sockets.create_connection((host, int(port)), timeout=20) as line:
         line.sendall(request.encode())
         return status_of(line)
+
+
+def test_a_connection_keeps_nothing_of_what_it_has_read() -> None:
+    buffer = StrictBuffer()
+    buffer += b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n"
+    assert buffer.maybe_extract_lines() == [b"POST / HTTP/1.1", b"Content-Length: 3"]
+    buffer += b"abc"
+    assert buffer.maybe_extract_at_most(3) == b"abc"
+    kept = [value for value in vars(buffer).values() if isinstance(value, bytearray)]
+    assert kept == [b""]
 
 
 @pytest.mark.parametrize(
