@@ -55,7 +55,7 @@ class WatchedLoop(Protocol):
 
 @dataclass(slots=True)
 class _Attempts:
-    made: int = 0
+    count: int = 0
     """Since the stage last ran for long."""
     running_since: float = field(default=float("-inf"))
     due: float | None = None
@@ -159,8 +159,8 @@ class Supervisor:
         attempts, health = self._attempts[name], self._loops[name].health
         with self._changed:
             if self._clock() - attempts.running_since > REBUILD_MEMORY:
-                attempts.made = 0
-            possible = not permanent and name in self._rebuilds and attempts.made < self._max_rebuilds
+                attempts.count = 0
+            possible = not permanent and name in self._rebuilds and attempts.count < self._max_rebuilds
             health.state = StageState.REBUILDING if possible else StageState.FAILED
         if not possible:
             _log.critical("stage %s cannot be rebuilt; restart the service", name)
@@ -173,13 +173,13 @@ class Supervisor:
 
     def _schedule(self, name: str) -> None:
         attempts = self._attempts[name]
-        attempts.due = self._clock() + REBUILD_PAUSES[min(attempts.made, len(REBUILD_PAUSES) - 1)]
+        attempts.due = self._clock() + REBUILD_PAUSES[min(attempts.count, len(REBUILD_PAUSES) - 1)]
         self._changed.notify_all()
 
     def stage_replaced(self, name: str, stage: Stage) -> None:
         attempts, health = self._attempts[name], self._loops[name].health
         with self._changed:
-            attempts.made += 1  # until it has run for long
+            attempts.count += 1  # until it has run for long
             attempts.running_since = self._clock()
             attempts.steps = _steps(self._loops[name])
             health.rebuilds += 1
@@ -189,8 +189,8 @@ class Supervisor:
     def _rebuild(self, name: str) -> None:
         attempts, loop = self._attempts[name], self._loops[name]
         try:
-            with _collected():
-                stage = self._rebuilds[name](attempts.made)
+            with _freed_memory():
+                stage = self._rebuilds[name](attempts.count)
             if not isinstance(stage, Stage):
                 raise InternalError(f"the factory of stage {name!r} returned a {type(stage).__name__}")
         except BaseException as error:  # the boundary of a checkpoint and a device: another attempt may succeed
@@ -206,12 +206,12 @@ class Supervisor:
     def _rebuild_failed(self, name: str) -> None:
         attempts, health = self._attempts[name], self._loops[name].health
         with self._changed:
-            attempts.made += 1
-            if attempts.made < self._max_rebuilds:
+            attempts.count += 1
+            if attempts.count < self._max_rebuilds:
                 self._schedule(name)
                 return
             health.state = StageState.FAILED
-        _log.critical("stage %s could not be rebuilt in %d attempts; restart the service", name, attempts.made)
+        _log.critical("stage %s could not be rebuilt in %d attempts; restart the service", name, attempts.count)
 
     # -------------------------------------------------------------------------------------------- watching
 
@@ -256,7 +256,7 @@ def _steps(loop: WatchedLoop) -> int:
 
 
 @contextmanager
-def _collected() -> Iterator[None]:
+def _freed_memory() -> Iterator[None]:
     """Build a stage with the old one's memory free: that may be in cycles, and a server freezes what it has loaded."""
     frozen = gc.get_freeze_count() > 0
     if frozen:

@@ -62,18 +62,18 @@ class Connection(H11Protocol):
             self._join_crowd(limits.max_connections)
         self._watch_head()
 
-    def _join_crowd(self, most: int) -> None:
+    def _join_crowd(self, limit: int) -> None:
         """Make room by closing connections that have been idle longest; without any, serve only probes, or nothing."""
         if _crowd.begins():
-            _log.warning("there are %d connections, the maximum; idle ones are closed, others refused", most)
+            _log.warning("there are %d connections, the maximum; idle ones are closed, others refused", limit)
         idle = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.idle]
         idle.sort(key=lambda one: one.idle_since)
-        for one in idle[: max(1, most // _EVICTED_SHARE)]:  # several: looking for them takes a while
+        for one in idle[: max(1, limit // _EVICTED_SHARE)]:  # several: looking for them takes a while
             self.connections.discard(one)
             one.transport.abort()
-        if len(self.connections) <= most:
+        if len(self.connections) <= limit:
             return
-        if len(self.connections) > most + PROBES:
+        if len(self.connections) > limit + PROBES:
             self._refuse(crowded())
             return
         self._crowded, self.head_seconds = True, _PROBE_SECONDS

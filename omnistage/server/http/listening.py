@@ -53,14 +53,14 @@ def connections_below(limit: int | None, wanted: int | None = None) -> int | Non
     """How many connections fit below a limit of descriptors, or those wanted. Raises `ConfigError` for too many."""
     if limit is None:
         return wanted
-    most = max(_MIN_CONNECTIONS, limit - max(_MIN_OTHERS, limit // 8) - PROBES)
-    if wanted is not None and wanted > most:
+    available = max(_MIN_CONNECTIONS, limit - max(_MIN_OTHERS, limit // 8) - PROBES)
+    if wanted is not None and wanted > available:
         raise ConfigError(
-            f"{wanted} connections do not fit: the process may open {limit} files, which is enough for {most}; "
+            f"{wanted} connections do not fit: the process may open {limit} files, which is enough for {available}; "
             "raise the limit (ulimit -n, LimitNOFILE=) or choose fewer",
             param="--max-connections",
         )
-    return most if wanted is None else wanted
+    return available if wanted is None else wanted
 
 
 class Episode:
