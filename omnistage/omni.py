@@ -229,7 +229,7 @@ class AsyncOmni(_Front):
             plan = await prepare(
                 lambda: self._plan(prompt, sampling_params, options, request_id, arrival),
                 cancellation,
-                long=is_long(prompt),
+                long=is_long(prompt, options.tools),
             )
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
         return OutputStream(self.orchestrator, plan, self._output_buffer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
@@ -59,23 +59,35 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
             cancellation.cancel()
 
 
-def is_long(prompt: object) -> bool:
+def is_long(prompt: object, tools: Sequence[object] = ()) -> bool:
     """Whether preparing a prompt may take long: it has media, or much text. What is no prompt is refused at once."""
+    if tools and _chars(tools) > SHORT_CHARS:
+        return True
     if isinstance(prompt, str):
         return len(prompt) > SHORT_CHARS
     if isinstance(prompt, Mapping):  # of a drawing with images, or text
         return any(key not in _TEXT_KEYS or is_long(value) for key, value in prompt.items())
     if not isinstance(prompt, list | tuple):
         return False
-    texts: list[object] = []
+    chars = 0
     for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list | tuple) else (content,)
-        for part in parts:
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else (content,):
             if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
                 return True
-            texts.append(part.get("text") if isinstance(part, Mapping) else part)
-    return sum(len(text) for text in texts if isinstance(text, str)) > SHORT_CHARS
+        chars += sum(_chars(message.get(key)) for key in ("content", "tool_calls", "refusal"))
+    return chars > SHORT_CHARS
+
+
+def _chars(value: object) -> int:
+    """The characters of all texts in this."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_chars, value.values()))
+    return sum(map(_chars, value)) if isinstance(value, list | tuple) else 0
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

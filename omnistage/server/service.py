@@ -211,10 +211,12 @@ class Service:
                     "the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _"
                 )
             request_id = checked_request_id(request_id)
-            _remember(self._holders, request_id, holder.name)  # before it is prepared, so that it can be aborted then
-            if record.tag is not None:
-                _remember(self._tagged, (holder.name, record.tag), request_id)
-            with cancellation_scope(preparation), self.decoding(holder):
+            _remember(self._holders, request_id, holder.name)
+            with (
+                self._tagging(holder, record.tag, request_id),
+                cancellation_scope(preparation),
+                self.decoding(holder),
+            ):
                 if self._content_filter is None:
                     stream = await model.omni.start(prompt, params, options, request_id)
                 else:
@@ -230,6 +232,21 @@ class Service:
                     self.metrics.observe_trace(model.name, trace)
                     if self.tracing is not None:
                         self.tracing.stages(model.name, trace)
+
+    @contextlib.contextmanager
+    def _tagging(self, holder: Holder, tag: str | None, request_id: str) -> Iterator[None]:
+        """The client's own id leads to this request from its preparation on; one that is refused does not keep it."""
+        if tag is None:
+            yield
+            return
+        earlier = self._tagged.get((holder.name, tag))
+        _remember(self._tagged, (holder.name, tag), request_id)
+        try:
+            yield
+        except BaseException:
+            if earlier is not None and self._tagged.get((holder.name, tag)) == request_id:
+                self._tagged[holder.name, tag] = earlier
+            raise
 
     def decoding(self, holder: Holder) -> contextlib.AbstractContextManager[None]:
         """Media that are decoded in the block are the holder's."""

@@ -86,6 +86,25 @@ def test_a_cancelled_answer_is_an_error(
     assert not any(choice.get("finish_reason") for event in told for choice in event.get("choices", ()))
 
 
+def test_a_refused_request_does_not_take_the_id_of_a_running_one(server: Running, lm: AsyncOmni, held: Held) -> None:
+    path, body = WAYS["responses"]
+    headers = {"X-Client-Request-Id": "twice"}
+    got: list[httpx.Response] = []
+
+    def ask() -> None:
+        got.append(httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: held.waits, "some tokens")
+    refused = httpx.post(f"{server.url}{path}", json={**body, "max_output_tokens": 10**9}, headers=headers, timeout=60)
+    too_long = httpx.post(f"{server.url}{path}", json={**body, "input": "a" * 300_000}, headers=headers, timeout=60)
+    assert (refused.status_code, too_long.status_code) == (400, 400)
+    assert httpx.delete(f"{server.url}/v1/requests/twice").status_code == 200
+    asking.join(30)
+    assert got[0].status_code == 499
+
+
 def test_every_answer_of_a_model_names_its_request(server: Running) -> None:
     with server.client() as client:
         asked: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 2}

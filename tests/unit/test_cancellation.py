@@ -332,6 +332,8 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], False),
         ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], True),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], True),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "a" * (SHORT_CHARS + 1)}}]}], True),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * (SHORT_CHARS + 1)}]}], True),
         ({"prompt": "a cat"}, False),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/y.png", "text": ""}]}], True),
         ({"prompt": "a cat", "image": b"..."}, True),
@@ -344,3 +346,9 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
 )
 def test_prompts_with_media_or_much_text_are_long(prompt: object, long: bool) -> None:
     assert is_long(prompt) is long
+
+
+def test_long_tools_make_a_prompt_long() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * SHORT_CHARS}}
+    assert is_long("hello", [tool])
+    assert not is_long("hello", [{"type": "function", "function": {"name": "f"}}])

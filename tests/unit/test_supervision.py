@@ -238,7 +238,7 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
 ) -> None:
     monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
     monkeypatch.setattr(supervision, "HUNG_FACTOR", 10**6)
-    pipeline = Pipeline(threads=True, max_step_seconds=0.05)
+    pipeline = Pipeline(threads=True, max_step_seconds=0.5)
     hang = Hang()
 
     def step_in_another_thread() -> None:  # as a stage that runs a whole pipeline does
@@ -272,7 +272,7 @@ def test_a_step_that_is_not_expected_to_end_ends_the_requests_that_need_its_stag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
-    pipeline = Pipeline(threads=True, max_step_seconds=0.02)
+    pipeline = Pipeline(threads=True, max_step_seconds=0.2)
     hang = Hang()
     pipeline.stages["talker"].before_step = hang
     spoken = pipeline.submit("spoken")

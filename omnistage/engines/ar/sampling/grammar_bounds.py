@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 
-MAX_STATES = 1024
+MAX_STATES = 2048
 """The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens."""
 MAX_NESTED_COUNT = 100_000
 MAX_GROUP_DEPTH = 64
