@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from omnistage.core.validation import invalid_params, is_utf8
 
+MAX_STOP_CHARS = 1024
+"""Of one stop string: a table as long as it is made for each."""
 _FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -102,6 +104,8 @@ class SamplingParams(StageParams):
     def _check_stop_not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
         if not all(stop):
             raise ValueError("an empty stop string can never be found; remove it")
+        if any(len(text) > MAX_STOP_CHARS for text in stop):
+            raise ValueError(f"a stop string may have at most {MAX_STOP_CHARS} characters; shorten it")
         return stop
 
     @field_validator("stop_token_ids", "suppress_token_ids")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
@@ -22,6 +22,8 @@ _Result = TypeVar("_Result")
 
 SHORT_CHARS = 32_768
 """Text up to here is tokenised in a few milliseconds."""
+_VALUE_CHARS = 16
+"""What a message or a value of a tool counts as, beside its text."""
 _TEXT_KEYS = ("prompt", "prompt_token_ids")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
@@ -41,8 +43,8 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
         cancellation.check()  # it may have waited in the queue
         return context.run(work)
 
-    job = _long.submit_for(current_owner(), run) if long else _short.submit(run)
     cancellation.begin_work()
+    job = _long.submit_for(current_owner(), run) if long else _short.submit(run)
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
     try:
@@ -59,10 +61,11 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
             cancellation.cancel()
 
 
-def is_long(prompt: object, tools: Sequence[object] = ()) -> bool:
-    """Whether preparing a prompt may take long: it has media, or much text. What is no prompt is refused at once."""
-    if tools and _chars(tools) > SHORT_CHARS:
-        return True
+def is_long(prompt: object, tools: object = ()) -> bool:
+    """Whether preparing a prompt may take long: it has media, much text, many messages or large tools.
+
+    What is no prompt is refused at once. Looks at no more than tells.
+    """
     if isinstance(prompt, str):
         return len(prompt) > SHORT_CHARS
     if isinstance(prompt, Mapping):  # of a drawing with images, or text
@@ -71,23 +74,33 @@ def is_long(prompt: object, tools: Sequence[object] = ()) -> bool:
         return False
     chars = 0
     for message in prompt:
-        if not isinstance(message, Mapping):
-            continue
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else (content,):
             if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
                 return True
-        chars += sum(_chars(message.get(key)) for key in ("content", "tool_calls", "refusal"))
-    return chars > SHORT_CHARS
+            text = part.get("text") or part.get("refusal") if isinstance(part, Mapping) else part
+            chars += len(text) if isinstance(text, str) else 0
+        if isinstance(message, Mapping):  # what is left of a message, which templates render piece by piece
+            chars += _VALUE_CHARS
+            calls = message.get("tool_calls")
+            chars += _weight(calls, SHORT_CHARS - chars) if calls else 0
+        if chars > SHORT_CHARS:
+            return True
+    return bool(tools) and chars + _weight(tools, SHORT_CHARS - chars) > SHORT_CHARS
 
 
-def _chars(value: object) -> int:
-    """The characters of all texts in this."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_chars, value.values()))
-    return sum(map(_chars, value)) if isinstance(value, list | tuple) else 0
+def _weight(value: object, enough: int) -> int:
+    """The characters of all texts in a value, and some for each value in it; counted until they are enough."""
+    total, left = 0, [value]
+    while left and total <= enough:
+        item = left.pop()
+        total += _VALUE_CHARS + (len(item) if isinstance(item, str) else 0)
+        if isinstance(item, Mapping):
+            left += item  # its keys
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return total
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

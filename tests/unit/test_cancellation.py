@@ -331,6 +331,10 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
         ([{"role": "user", "content": "hello"}], False),
         ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], False),
         ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], True),
+        ([{"role": "user", "content": "a"}] * 1000, False),
+        ([{"role": "user", "content": "a"}] * 4000, True),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}], False),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": " " * SHORT_CHARS}}]}], True),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], True),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "a" * (SHORT_CHARS + 1)}}]}], True),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * (SHORT_CHARS + 1)}]}], True),
@@ -348,7 +352,11 @@ def test_prompts_with_media_or_much_text_are_long(prompt: object, long: bool) ->
     assert is_long(prompt) is long
 
 
-def test_long_tools_make_a_prompt_long() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "d" * SHORT_CHARS}}
-    assert is_long("hello", [tool])
-    assert not is_long("hello", [{"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    ("properties", "long"),
+    [({"a": {"type": "string"}}, False), ({"a": {"description": "x" * SHORT_CHARS}}, True)]
+    + [({f"p{i}": {} for i in range(count)}, count > 100) for count in (100, 5000)],
+)
+def test_large_tools_make_a_prompt_long(properties: dict[str, object], long: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    assert is_long([{"role": "user", "content": "hello"}], [tool]) is long

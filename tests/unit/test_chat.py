@@ -120,6 +120,15 @@ class TestText:
         (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}], LIMITS)
         assert message.tool_calls == (ToolCall("f", kept, "c"),)
 
+    @pytest.mark.parametrize("calls", [1, 100])
+    def test_arguments_are_counted_before_they_are_parsed(self, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("omnistage.pipeline.messages.chat.json", None)
+        for text in ('{"a":[' + "0," * (300_000 // calls) + "0]}", " " * (LIMITS.max_text_chars // calls + 1)):
+            call = {"function": {"name": "f", "arguments": text}}
+            with pytest.raises(LimitExceededError) as caught:
+                parse_messages([{"role": "assistant", "tool_calls": [call]}] * calls, LIMITS)
+            assert caught.value.param == "messages"
+
     def test_a_tool_may_give_nothing_but_must_say_so(self) -> None:
         assert parse_messages([{"role": "tool", "content": ""}], LIMITS)[0].parts == (TextPart(""),)
         with pytest.raises(InvalidRequestError):

@@ -33,6 +33,8 @@ def tag(**content: object) -> tuple[str, str]:
         schema(type="string", pattern=HUGE),
         schema(properties={"a": {"items": {"anyOf": [{"pattern": HUGE}]}}}),
         schema(patternProperties={HUGE: {"type": "integer"}}),
+        *(schema(properties={name: {"pattern": HUGE}}) for name in ("title", "description", "default", "enum")),
+        schema(**{"$defs": {"examples": {"properties": {"const": {"pattern": HUGE}}}}}),
         tag(type="regex", pattern=HUGE),
         tag(type="grammar", grammar="root ::= ([a-z]{1,500}){400,500}"),
         tag(type="json_schema", json_schema={"pattern": HUGE}),
@@ -56,6 +58,8 @@ def test_counts_inside_of_counts_are_refused_wherever_they_stand(kind: str, text
         schema(properties={f"p{i}": {"maxLength": 200 + i} for i in range(20)}),
         schema(properties={f"p{i}": {"pattern": f"^.{{1,{200 + i}}}$"} for i in range(20)}),
         schema(properties={f"p{i}": {} for i in range(400)}, maxProperties=200),
+        schema(properties={f"p{i}": {} for i in range(2000)}),
+        schema(properties={f"p{i}": {"type": "string"} for i in range(2100)}, additionalProperties=True),
     ],
 )
 def test_what_takes_long_to_compile_is_refused_with_both_numbers(kind: str, text: str) -> None:
@@ -110,6 +114,9 @@ def test_a_rule_that_stands_only_for_itself_is_refused(text: str) -> None:
         ),
         schema(enum=[{"pattern": HUGE}], default={"pattern": HUGE}),
         schema(maxLength=10**30, minLength="wrong"),
+        schema(maxLength=10**400, minLength=-(10**400), minProperties=10**400, maxProperties=1e300),
+        schema(properties={f"p{i}": {} for i in range(1000)}, required=[f"p{i}" for i in range(1000)]),
+        schema(properties={f"p{i}": {} for i in range(300)}),
         ("json_object", ""),
     ],
 )
@@ -148,3 +155,12 @@ def test_only_schemas_with_few_alternatives_and_no_patterns_have_cheap_masks() -
     assert not cost_of(*schema(allOf=[person])).cheap_masks
     assert not cost_of("regex", "a").cheap_masks
     assert not cost_of("grammar", 'root ::= "a"').cheap_masks
+
+
+def test_a_schema_of_many_optional_properties_is_not_compiled_among_the_cheap_ones() -> None:
+    properties = {f"p{i}": {"type": "string"} for i in range(300)}
+    assert not cost_of(*schema(properties=properties)).cheap
+    assert cost_of(*schema(properties=properties, required=list(properties))).cheap
+    few = dict(list(properties.items())[:30])
+    assert cost_of(*schema(properties=few)).cheap
+    assert cost_of(*schema(properties=few, additionalProperties=True)).cheap

@@ -183,3 +183,15 @@ def test_stop_strings_agree_with_a_search_of_the_whole_text(text: str, stops: li
 def test_a_slow_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="fast tokenizer"):
         TextStream(object(), SamplingParams())  # type: ignore[arg-type]
+
+
+def test_long_stop_strings_are_refused() -> None:
+    """A table is made of each in the thread of the stage, for every answer."""
+    SamplingParams(stop=("a" * 1024,))
+    with pytest.raises(ValueError, match="at most 1024 characters"):
+        SamplingParams(stop=("a" * 1025,))
+
+
+def test_answers_share_what_is_computed_of_stop_strings() -> None:
+    first, second = (TextStream(BYTES, SamplingParams(stop=("abab",))) for _ in range(2))
+    assert first._stops[0]._fallback is second._stops[0]._fallback

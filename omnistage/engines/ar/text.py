@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,20 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
+@lru_cache(maxsize=1024)
+def _fallback_lengths(text: str) -> tuple[int, ...]:
+    """For each beginning of a text, the length of the longest shorter one that it ends with; once for all answers."""
+    fallback = [0] * (len(text) + 1)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = fallback[length]
+        if text[i] == text[length]:
+            length += 1
+        fallback[i + 1] = length
+    return tuple(fallback)
+
+
 class _StopString:
     """Knuth-Morris-Pratt matching of one stop string: linear in the text, whatever the string."""
 
@@ -30,14 +45,7 @@ class _StopString:
         self.text = text
         self.matched = 0
         """Characters of the stop string that the text so far ends with."""
-        self._fallback = [0] * (len(text) + 1)
-        length = 0
-        for i in range(1, len(text)):
-            while length and text[i] != text[length]:
-                length = self._fallback[length]
-            if text[i] == text[length]:
-                length += 1
-            self._fallback[i + 1] = length
+        self._fallback = _fallback_lengths(text)
 
     def feed(self, character: str) -> bool:
         """Take one more character; True if it completes the stop string."""

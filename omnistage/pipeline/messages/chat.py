@@ -31,6 +31,8 @@ _ROLES: dict[str, Role] = {
 MAX_NAME_CHARS = 256
 MAX_ARGUMENT_DEPTH = 64
 """Of a call's arguments: beyond them they are text, so that nothing has to follow them down."""
+MAX_ARGUMENT_VALUES = 2**18
+"""Of all calls of a request, together: as many as a body may have, which counts these texts as one value each."""
 _DETAILS = ("auto", "low", "high", "original")
 _LOW_DETAIL = (512, 512)
 """Pixels: as OpenAI has it."""
@@ -104,6 +106,7 @@ def parse_messages(
         raise InvalidRequestError(f"must be a list of messages, got {type(messages).__name__}", param="messages")
     if not messages:
         raise InvalidRequestError("is empty; send at least one message", param="messages")
+    _check_arguments(messages, limits)
     options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts(parsed, limits)
@@ -117,6 +120,33 @@ def parse_messages(
     return messages_out
 
 
+def _check_arguments(messages: Sequence[object], limits: MediaLimits) -> None:
+    """Bound the JSON in the arguments of calls before any of it is parsed. What is no call is refused later."""
+    chars = values = 0
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                chars += len(arguments)
+                values += sum(map(arguments.count, ",[{"))
+    if chars > limits.max_text_chars:
+        raise _too_much_text(chars, limits)
+    if values > MAX_ARGUMENT_VALUES:
+        raise LimitExceededError(
+            f"calls with {values} JSON values in their arguments are over the limit of {MAX_ARGUMENT_VALUES}",
+            param="messages",
+        )
+
+
+def _too_much_text(chars: int, limits: MediaLimits) -> LimitExceededError:
+    return LimitExceededError(
+        f"{chars} characters of text are over the limit of {limits.max_text_chars}; shorten the messages",
+        param="messages",
+    )
+
+
 def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: MediaLimits) -> None:
     parts = [part for _, message_parts in parsed for part in message_parts]
     items = sum(isinstance(part, _Pending) for part in parts)
@@ -127,10 +157,7 @@ def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: Media
     chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
     chars += sum(len(call.name) + len(str(call.arguments)) for head, _ in parsed for call in head.tool_calls)
     if chars > limits.max_text_chars:
-        raise LimitExceededError(
-            f"{chars} characters of text are over the limit of {limits.max_text_chars}; shorten the messages",
-            param="messages",
-        )
+        raise _too_much_text(chars, limits)
 
 
 def _finish(part: _Parsed, total: _Total) -> Part:

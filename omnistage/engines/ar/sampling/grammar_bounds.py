@@ -30,6 +30,9 @@ _NARROW_STATE = 0.3
 _WIDE_PAIR = 0.45
 _NARROW_PAIR = 0.02
 _PROPERTY_PAIR = 1 / 3500
+_OPTIONAL_PAIR = 1 / 1250
+_ADDITIONAL_STATE = 1.0
+"""Of each property beside which others are allowed: their names must be told apart."""
 _CHEAP_KEYWORDS = frozenset(
     (
         *("$defs", "$id", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions"),
@@ -39,6 +42,8 @@ _CHEAP_KEYWORDS = frozenset(
     )
 )
 _DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "description", "title"))
+_NAMING_KEYWORDS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+"""What they hold are schemas by name, and a name may be that of a keyword."""
 
 _QUANTIFIER = r"(?P<quantifier>[*+?]|\{\s*(?P<low>\d+)\s*(?P<comma>,\s*(?P<high>\d*)\s*)?\})\??"
 # A bracket or a quote that is never closed reaches to the end: so every character is looked at once.
@@ -123,24 +128,35 @@ def _json_states(parsed: object, param: str) -> Iterator[float]:
             if low or high:
                 lengths.add((low, high))
             yield _property_states(node)
-            level += [value for keyword, value in node.items() if keyword not in _DATA_KEYWORDS]
+            for keyword, value in node.items():
+                if keyword in _NAMING_KEYWORDS and isinstance(value, dict):
+                    level += value.values()
+                elif keyword not in _DATA_KEYWORDS:
+                    level.append(value)
     yield from (_regex_states(pattern, param) for pattern in patterns)
     yield from (_ebnf_states(grammar, param) for grammar in grammars)
-    yield from (min(max(low, high), _UNROLLED) for low, high in lengths)
+    yield from (max(min(max(low, high), _UNROLLED), 0) for low, high in lengths)
 
 
 def _property_states(node: dict[str, object]) -> float:
-    """Counting properties takes states for each and each number of those before it."""
-    properties = node.get("properties")
+    """Those that may be left out are compared with all behind them; counting takes states for each number of them."""
+    properties, required = node.get("properties"), node.get("required")
     low, high = _count(node, "minProperties"), _count(node, "maxProperties")
-    if not isinstance(properties, dict) or not (low or high):
+    if not isinstance(properties, dict):
         return 0.0
-    return len(properties) ** 2 * min(max(low, high or len(properties)), len(properties)) * _PROPERTY_PAIR
+    if low or high:
+        return len(properties) ** 2 * min(max(low, high or len(properties)), len(properties)) * _PROPERTY_PAIR
+    named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    additional = any(node.get(keyword) for keyword in ("additionalProperties", "unevaluatedProperties"))
+    optional = len(properties.keys() - named)
+    return optional**2 * _OPTIONAL_PAIR + (len(properties) * _ADDITIONAL_STATE if additional else 0.0)
 
 
 def _count(node: dict[str, object], keyword: str) -> int:
     value = node.get(keyword)
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) else 0
+    return value if isinstance(value, int) else 0  # of any size: beyond a float's it cannot be asked whether finite
 
 
 def _alternatives(schema: object) -> float:
