@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from omnistage.core.errors import CancelledRequestError, DeadlineExceededError
 
 _Result = TypeVar("_Result")
+_LOCK_POLL_SECONDS = 0.05
 
 
 class Cancellation:
@@ -148,3 +149,16 @@ def cancellation_scope(cancellation: Cancellation | None = None) -> Iterator[Can
     finally:
         _CURRENT.reset(token)
         cancellation.cancel()
+
+
+@contextmanager
+def locked(lock: threading.Lock) -> Iterator[None]:
+    """Hold `lock` inside the block. Waiting for it ends with the request: raises as `Cancellation.check` does."""
+    cancellation = current_cancellation()
+    while not lock.acquire(timeout=_LOCK_POLL_SECONDS):
+        cancellation.check()
+    try:
+        cancellation.check()
+        yield
+    finally:
+        lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,12 +15,21 @@ import pytest
 import torch
 from PIL import Image
 
+from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.clips import AudioClip, VideoClip
-from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.errors import (
+    CancelledRequestError,
+    CheckpointError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    LimitExceededError,
+    MediaError,
+    PromptTooLongError,
+)
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.models.qwen2_5_omni import tiny
-from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
+from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor, _Media
 
 VOCAB = 1296
 IDS = tiny.special_ids(VOCAB)
@@ -294,6 +304,75 @@ def test_media_that_the_processor_does_not_take_are_refused_with_a_reason(
 
     monkeypatch.setattr(type(processor._processor), "__call__", refuse)
     with pytest.raises(MediaError, match=r"cannot take these media: (the chat template's placeholders|too small)"):
+        ask(processor, picture())
+
+
+# -------------------------------------------------------------------------------------- size and deadline
+
+
+def blank_film(frames: int, height: int, width: int) -> VideoPart:
+    """Of one frame's memory, however many there are."""
+    pixels = np.broadcast_to(np.zeros((1, height, width, 3), np.uint8), (frames, height, width, 3))
+    return VideoPart(VideoClip(pixels, 2.0, frames / 2), use_audio=False)
+
+
+def test_rows_of_images_and_videos_are_known_from_their_sizes(processor: Qwen25OmniProcessor) -> None:
+    images = [picture(width=w, height=h) for w, h in ((56, 56), (30, 200), (641, 479), (1, 150), (1000, 333))]
+    films = [blank_film(*shape) for shape in ((1, 56, 84), (5, 480, 641), (2, 1080, 1920), (4, 20, 300))]
+    media = _Media(images=[p.image for p in images], videos=[f.clip.frames for f in films])
+    made = ask(processor, *images, *films)
+    assert processor._image_tokens(media) == (made.context["image_grid_thw"].prod(-1) // 4).tolist()
+    assert processor._video_tokens(media) == (made.context["video_grid_thw"].prod(-1) // 4).tolist()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([blank_film(1600, 56, 84)], id="frames"),
+        pytest.param([blank_film(400, 56, 84)] * 2, id="videos"),
+        pytest.param([ImagePart(Image.new("RGB", (700, 700)))] * 600, id="pixels"),
+    ],
+)
+def test_media_that_cannot_fit_are_refused_before_they_are_converted(
+    processor: Qwen25OmniProcessor, parts: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        pytest.fail("the media were converted")
+
+    monkeypatch.setattr(type(processor._processor), "__call__", fail)
+    with pytest.raises(PromptTooLongError, match="tokens of media"):
+        ask(processor, *parts)
+
+
+def test_a_picture_too_narrow_for_the_processor_is_refused_with_its_reason(processor: Qwen25OmniProcessor) -> None:
+    with pytest.raises(MediaError, match="cannot take these media: absolute aspect ratio"):
+        ask(processor, ImagePart(Image.new("RGB", (1000, 2))))
+
+
+def test_a_request_that_waits_for_the_processor_ends_when_it_is_cancelled(processor: Qwen25OmniProcessor) -> None:
+    cancellation = Cancellation()
+
+    def work() -> None:
+        with cancellation_scope(cancellation):
+            ask(processor, picture())
+
+    with ThreadPoolExecutor(1) as pool, processor._lock:
+        waiting = pool.submit(work)
+        assert not waiting.done()
+        cancellation.cancel()
+        with pytest.raises(CancelledRequestError):
+            waiting.result(60)
+    ask(processor, picture())  # the lock was left as it was
+
+
+def test_a_request_past_its_deadline_does_not_reach_the_processor(
+    processor: Qwen25OmniProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        pytest.fail("the media were converted")
+
+    monkeypatch.setattr(type(processor._processor), "__call__", fail)
+    with cancellation_scope(Cancellation(time.monotonic() - 1)), pytest.raises(DeadlineExceededError):
         ask(processor, picture())
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, MediaError, UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import ARInput, DiffusionInput, Modality
@@ -107,7 +108,7 @@ class GlmImageInputProcessor:
         from PIL import Image
 
         try:
-            with self._lock:
+            with locked(self._lock):
                 features = self._processor.image_processor(
                     images=[Image.fromarray(picture) for picture in pictures], return_tensors="pt"
                 )

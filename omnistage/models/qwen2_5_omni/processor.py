@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
@@ -127,12 +128,41 @@ class Qwen25OmniProcessor:
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
         self._prompts.check_length(rendered)  # transformers' processor tokenises it too
-        with self._lock:
+        self._check_size(media)
+        with locked(self._lock):
             features = self._features(rendered, media)
             expanded = self._expand(rendered, media, features)
         ids = self._prompts.encode(expanded, guarded)
         spans, context = self._spans(ids, media, features)
         return ARInput(ids, media=tuple(spans), context=context)
+
+    def _check_size(self, media: _Media) -> None:
+        """Refuse images and videos that cannot fit, by their sizes alone: converting them takes gigabytes."""
+        try:
+            count = sum(self._image_tokens(media)) + sum(self._video_tokens(media))
+        except ValueError as error:
+            raise _refused(str(error)) from error
+        if count > self._prompts.limits.max_tokens:
+            raise self._prompts.limits.too_long(f"{count} tokens of media")
+
+    def _image_tokens(self, media: _Media) -> list[int]:
+        """Rows that each image fills in the prompt."""
+        images = self._processor.image_processor
+        merge = images.merge_size**2
+        return [images.get_number_of_image_patches(i.height, i.width, {}) // merge for i in media.images]
+
+    def _video_tokens(self, media: _Media) -> list[int]:
+        """Rows that each video fills in the prompt."""
+        videos = self._processor.video_processor
+        # The processor's defaults come before the video processor's own sizes.
+        options = dict(self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {}))
+        if getattr(videos, "cap_pixels_per_frame", None):
+            # Long videos are made smaller then, which the count leaves out: count the smallest.
+            size = options.get("size") or videos.size
+            options["size"] = {"shortest_edge": size["shortest_edge"], "longest_edge": size["shortest_edge"]}
+        merge = videos.merge_size**2
+        shapes = [frames.shape[:3] for frames in media.videos]
+        return [videos.get_num_of_video_patches(*shape, options) // merge for shape in shapes]
 
     def _features(self, rendered: str, media: _Media) -> BatchFeature:
         """Pixels, mel frames and grids of all items, as the reference computes them."""
@@ -160,7 +190,7 @@ class Qwen25OmniProcessor:
         except (ValueError, StopIteration) as error:
             # A StopIteration has no message: the template named fewer or more media than were sent.
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
-            raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
+            raise _refused(reason) from error
         if media.audios and int(_audio_lengths(features).min()) < 1:
             shortest = f"{_MIN_SECONDS * 1000:g} ms"
             raise MediaError(f"an audio clip is shorter than {shortest}; send a longer one", param="messages")
@@ -229,6 +259,10 @@ class Qwen25OmniProcessor:
             key = content_key("audio", mel.contiguous().numpy())
             spans.append(MediaSpan(Modality.AUDIO, key, rows, {"input_features": mel, "feature_attention_mask": mask}))
         return spans
+
+
+def _refused(reason: str) -> MediaError:
+    return MediaError(f"the processor cannot take these media: {reason}", param="messages")
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
