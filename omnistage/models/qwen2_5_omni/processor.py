@@ -155,13 +155,14 @@ class Qwen25OmniProcessor:
         """Rows that each video fills in the prompt."""
         videos = self._processor.video_processor
         # The processor's defaults come before the video processor's own sizes.
-        options = dict(self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {}))
+        size = self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {}).get("size") or videos.size
+        least, most = size["shortest_edge"], size["longest_edge"]
         if getattr(videos, "cap_pixels_per_frame", None):
-            # Long videos are made smaller then, which the count leaves out: count the smallest.
-            size = options.get("size") or videos.size
-            options["size"] = {"shortest_edge": size["shortest_edge"], "longest_edge": size["shortest_edge"]}
-        merge = videos.merge_size**2
-        shapes = [frames.shape[:3] for frames in media.videos]
+            most = least  # long videos are made smaller then, which the count leaves out: count the smallest
+        # Some releases of transformers read the one spelling, some the other, and some leave out an odd last frame.
+        options = {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
+        merge, step = videos.merge_size**2, videos.temporal_patch_size
+        shapes = [(n + -n % step, height, width) for n, height, width, _ in (frames.shape for frames in media.videos)]
         return [videos.get_num_of_video_patches(*shape, options) // merge for shape in shapes]
 
     def _features(self, rendered: str, media: _Media) -> BatchFeature:
