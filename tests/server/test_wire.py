@@ -15,7 +15,7 @@ from omnistage.core.errors import InvalidRequestError
 from omnistage.server.http.heads import StrictBuffer
 from omnistage.server.service import Service
 from tests.server.harness import Running, raw, serving, status_of, until
-from tests.server.wire import frame, websocket
+from tests.server.wire import PING, frame, websocket
 from tests.unit.test_docs import tool
 
 fuzz_wire = tool("fuzz_wire")
@@ -68,6 +68,48 @@ def test_a_pipelined_head_is_checked_too(server: Running) -> None:
         while piece := line.recv(4096):
             data += piece
     assert [int(part[:3]) for part in data.split(b"HTTP/1.1 ")[1:]] == [405, 400]
+
+
+def is_cut_off(line: sockets.socket, data: bytes) -> bool:
+    """Whether the other side closes the connection while data are sent again and again."""
+    try:
+        for _ in range(1000):
+            line.sendall(data)
+    except OSError:
+        return True
+    return False
+
+
+CHUNKED = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head", [CHUNKED, CHUNKED.replace("/v1/completions", "/nowhere"), CHUNKED.replace("POST", "GET")]
+)
+def test_a_body_of_tiny_chunks_is_broken_off(server: Running, head: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with sockets.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(head.encode())
+        assert is_cut_off(line, b"1\r\n \r\n" * 1000)
+
+
+def test_small_chunks_are_taken_where_they_are_few_or_not_tiny(server: Running) -> None:
+    body = b'{"model": "lm", "prompt": "a", "max_tokens": 1}'
+
+    def pieces(size: int, padding: int) -> list[bytes]:
+        text = b" " * padding + body
+        return [text[start : start + size] for start in range(0, len(text), size)]
+
+    for size, padding in ((1, 0), (100, 200_000)):
+        headers = {"Content-Type": "application/json"}
+        content = iter(pieces(size, padding))
+        sent = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=60)
+        assert sent.status_code == 200, sent.text
+
+
+def test_a_session_of_tiny_frames_is_ended(server: Running) -> None:
+    with websocket(server.url) as socket:
+        assert is_cut_off(socket.line, frame(b"", PING) * 1000)
 
 
 def test_old_clients_are_served(server: Running) -> None:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, error_for_client, response_of
 from omnistage.server.http.heads import HTTP_VERSIONS, StrictBuffer
-from omnistage.server.http.limits import TransportLimits
+from omnistage.server.http.limits import FEED_BYTES, PieceCount, TransportLimits
 from omnistage.server.http.listening import PROBES, CrowdedError, Episode
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
 from omnistage.server.observe.metrics import RequestMetrics
@@ -50,12 +50,15 @@ class Connection(H11Protocol):
     """When it was opened, or its last response was complete."""
     _crowded = False
     """It is beyond the limit, and only for probes."""
+    _chunks_fit = True
     _head_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._chunks = PieceCount()
         self.conn._receive_buffer = StrictBuffer()
+        self._next_event, self.conn.next_event = self.conn.next_event, self._counted_event  # type: ignore[method-assign]
         self.idle_since = self.loop.time()
         limits: TransportLimits = self.config.app.state.transport  # type: ignore[union-attr]
         if limits.max_connections is not None and len(self.connections) > limits.max_connections:
@@ -94,8 +97,23 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
-        super().data_received(data)
+        for start in range(0, len(data), FEED_BYTES):
+            super().data_received(data[start : start + FEED_BYTES])
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                break
+            if not self._chunks_fit:
+                self._refuse_body(InvalidRequestError("the chunks of the body are too small; send larger ones"))
+                break
         self._watch_head()
+
+    def _counted_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """h11's next event, with the chunks of a body counted."""
+        event = self._next_event()
+        if type(event) is h11.Data:
+            self._chunks_fit = self._chunks.add(1, len(event.data)) and self._chunks_fit
+        elif type(event) is h11.Request:
+            self._chunks, self._chunks_fit = PieceCount(), True
+        return event
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -137,9 +155,12 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP in OpenAI's form; a response that has begun can only be broken off."""
+        self._refuse_body(InvalidRequestError("this is not valid HTTP; check the client that sends it"))
+
+    def _refuse_body(self, error: OmniError) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.scope["state"][_MALFORMED] = True  # for the record of the request whose body this was
-        self._refuse(InvalidRequestError("this is not valid HTTP; check the client that sends it"))
+        self._refuse(error)
 
     def _refuse(self, error: OmniError) -> None:
         """Respond without the application, and close."""

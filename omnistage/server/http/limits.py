@@ -98,3 +98,23 @@ class TransportLimits:
     stall_seconds: float = 60.0
     max_connections: int | None = None
     """Beyond it idle ones are closed, and those without any get 503; None: no limit."""
+
+
+class PieceCount:
+    """Chunks of a body, or frames of a WebSocket: each costs the same work, however few bytes it brings."""
+
+    FREE = 1024
+    BYTES_EACH = 64
+
+    def __init__(self) -> None:
+        self._left = float(self.FREE)
+
+    def add(self, pieces: int, nbytes: int, seconds: float = 0.0) -> bool:
+        """Count what arrived, `seconds` after the last; False once there are too many for their bytes."""
+        earned = nbytes / self.BYTES_EACH + seconds * self.FREE / 2
+        self._left = min(self._left + earned, float(self.FREE)) - pieces
+        return self._left >= 0
+
+
+FEED_BYTES = 8 * 2**10
+"""Bytes that are parsed at once before pieces are counted: 8 KiB of one-byte chunks take 50 ms to parse."""

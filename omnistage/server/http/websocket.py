@@ -15,7 +15,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from omnistage.core.errors import QueueFullError
-from omnistage.server.http.limits import MIN_RATE, TransportLimits
+from omnistage.server.http.limits import FEED_BYTES, MIN_RATE, PieceCount, TransportLimits
 
 HOLD = "omnistage.hold"
 """Where a connection's scope has its `Hold`: the application tells whose it is."""
@@ -56,16 +56,26 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """When the incomplete message began, later by the time in which we did not read."""
         self._grew = 0.0
         self._paused: float | None = None
+        self._frames_seen, self._fed = PieceCount(), self.loop.time()
         self._stall_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------------- the connection
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
+        for start in range(0, len(data), FEED_BYTES):
+            if self.transport.is_closing():
+                return
+            self._feed(data[start : start + FEED_BYTES])
+
+    def _feed(self, data: bytes) -> None:
         self.conn.receive_data(data)
         complete = bool(self.conn.events)
+        now = self.loop.time()
+        seconds, self._fed = now - self._fed, now
+        if not self._frames_seen.add(len(self.conn.events), len(data), seconds):
+            self._fail(_POLICY, "the frames are too small; send whole messages")
+            return
         if self.conn.parser_exc is not None:
             self.handle_parser_exception()
         elif self.conn.handshake_exc is not None and not self.handshake_initiated:
