@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -386,3 +387,30 @@ def test_a_seed_seeds_the_speech_too(client: openai.OpenAI) -> None:
     first = spoken(-7)  # OpenAI's may be negative
     assert spoken(-7) == first
     assert spoken(8) != first
+
+
+def test_more_log_probabilities_than_an_answer_may_hold_are_refused(server: Running) -> None:
+    body = {"model": "lm", "messages": [{"role": "user", "content": "hi"}], "n": 128, "max_tokens": 300}
+    refused = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 20}, timeout=60
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "logprobs")
+    assert "38400 tokens with 21 log probabilities each" in refused.json()["error"]["message"]
+
+
+def test_a_large_answer_is_built_outside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from omnistage.server.openai.chat import route
+
+    threads: list[str] = []
+    build = route.completion
+
+    def completion(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return build(*arguments)
+
+    monkeypatch.setattr(route, "completion", completion)
+    body = {"model": "lm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    for more in ({}, {"logprobs": True, "top_logprobs": 2}):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **more}, timeout=60)
+        assert answer.status_code == 200
+    assert [name.startswith("json") for name in threads] == [False, True]

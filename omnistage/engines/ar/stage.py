@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import CapacityError, InvalidRequestError, OmniError, PromptTooLongError, StageError
+from omnistage.core.errors import (
+    CapacityError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    PromptTooLongError,
+    StageError,
+)
 from omnistage.core.failures import log_defect, stage_failure
 from omnistage.core.params import SamplingParams
 from omnistage.core.stage import StageStats
@@ -34,6 +41,8 @@ from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceS
 from omnistage.engines.ar.text import TextStream
 from omnistage.engines.stage import BatchedStage
 
+MAX_LOGPROBS = 2**19
+"""Log probabilities of one request, over all tokens of all answers: 25,000 tokens with the 20 most likely ones each."""
 _HELD_WAIT_SECONDS = 0.002
 """Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
 
@@ -120,6 +129,14 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.logprobs is not None:
+            tokens = params.n * min(params.max_tokens, self.max_length)
+            if tokens * (params.logprobs + 1) > MAX_LOGPROBS:
+                raise LimitExceededError(
+                    f"{tokens} tokens with {params.logprobs + 1} log probabilities each are over the limit of "
+                    f"{MAX_LOGPROBS} in all; ask for fewer of them, fewer answers or a smaller max_tokens",
+                    param="logprobs",
+                )
         self.runner.sampler.check(self._effective(params))
 
     def _effective(self, params: SamplingParams) -> SamplingParams:

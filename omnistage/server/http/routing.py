@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.params import Form
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 
@@ -115,6 +116,15 @@ class BodyRoute(APIRoute):
             return await handler(bounded)
 
         return handle
+
+
+async def json_response(build: Callable[[], Mapping[str, object]], *, small: bool, owner: str | None) -> Response:
+    """A response of what `build` returns; a large one is built and written outside the event loop."""
+
+    def respond() -> Response:
+        return Response(to_json(build(), inf_nan_mode="null"), media_type="application/json")
+
+    return await run_json(respond, small=small, owner=owner)
 
 
 def api_router() -> APIRouter:

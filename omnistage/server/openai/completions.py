@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
@@ -25,7 +24,7 @@ from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
-from omnistage.server.http.routing import api_router
+from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.request_models import SamplingFields
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
@@ -115,9 +114,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 finals[place] = item.final
     completion = _empty(streams, body)
     outputs = [output for place in sorted(finals) for output in finals[place].outputs]
-    completion["choices"] = [_choice(index, output) for index, output in enumerate(outputs)]
     completion["usage"] = usage_of(_total(final.usage for final in finals.values()))
-    return JSONResponse(completion)
+
+    def build() -> Completion:
+        return {**completion, "choices": [_choice(index, output) for index, output in enumerate(outputs)]}
+
+    return await json_response(build, small=body.logprobs is None, owner=holder.name)
 
 
 @asynccontextmanager

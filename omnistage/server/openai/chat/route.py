@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
-from omnistage.server.http.routing import api_router
+from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
@@ -46,7 +45,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
     if not body.stream:
         final = await final_output(running)
-        return JSONResponse(completion(final.request_id, body, final, keep))
+        small = not (body.logprobs or final.audio or final.images)
+        return await json_response(
+            lambda: completion(final.request_id, body, final, keep), small=small, owner=holder.name
+        )
 
     async def events() -> AsyncGenerator[bytes]:
         async with running as stream:

@@ -5,6 +5,7 @@ The models read their own earlier turns as text, so the transcript is all that i
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,13 +19,15 @@ class SpokenAnswers:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._kept: dict[tuple[str, str], tuple[float, str]] = {}
+        self._lock = threading.Lock()
 
     def keep(self, holder: str, audio_id: str, transcript: str) -> int:
         """Keep a transcript; until when, in Unix seconds."""
         expires = self._clock() + _KEEP_SECONDS
-        self._kept[holder, audio_id] = (expires, transcript)
-        while len(self._kept) > _MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        with self._lock:  # answers are built in several threads
+            self._kept[holder, audio_id] = (expires, transcript)
+            while len(self._kept) > _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
         return int(expires)
 
     def recalled(self, holder: str, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
-from omnistage.server.http.routing import api_router
+from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
@@ -42,7 +41,9 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     running = renaming(service.run_request(holder, model, body.messages(), _params(body, model), options), body.path)
     if not body.stream:
         final = await final_output(running)
-        return JSONResponse(ResponseWriter(final.request_id, body).response(final))
+        writer = ResponseWriter(final.request_id, body)
+        small = not (final.audio or final.images or any(answer.logprobs for answer in final.outputs))
+        return await json_response(lambda: writer.response(final), small=small, owner=holder.name)
 
     async def events() -> AsyncGenerator[bytes]:
         async with running as stream:
