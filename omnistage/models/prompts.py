@@ -42,6 +42,11 @@ class TextLimits:
         if chars > self.max_chars:
             raise self.too_long(f"{chars} characters")
 
+    def check_messages(self, messages: int) -> None:
+        """Each is rendered as a token at least: more of them need not be rendered to be refused."""
+        if messages > self.max_tokens:
+            raise self.too_long(f"{messages} messages")
+
     def check_literals(self, literals: int) -> None:
         if literals > self.max_tokens:
             raise self.too_long(f"more than {self.max_tokens} spellings of special tokens")

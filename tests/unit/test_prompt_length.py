@@ -184,3 +184,5 @@ def test_the_limit_is_that_of_the_model(tmp_path: Path) -> None:
     processor = CausalLMProcessor.load(tmp_path)
     with pytest.raises(PromptTooLongError, match="holds 2048 tokens"):
         processor.chat([ChatMessage("user", (TextPart(OPEN * 3000),))])
+    with pytest.raises(PromptTooLongError, match="2049 messages"):
+        processor.chat([ChatMessage("user", (TextPart("a"),))] * 2049)

@@ -39,6 +39,7 @@ class CausalLMProcessor:
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         guarded = self._prompts.guarded()
+        self._prompts.limits.check_messages(len(messages))
         if not self._prompts.tokenizer.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         turns = []

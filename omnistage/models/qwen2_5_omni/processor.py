@@ -83,6 +83,7 @@ class Qwen25OmniProcessor:
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         if not self._processor.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        self._prompts.limits.check_messages(len(messages))
         media, guarded = _Media(), self._prompts.guarded()
         turns = [turn_of(m, [_template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:
