@@ -116,8 +116,8 @@ def test_a_session_without_a_half_message_may_be_silent(service: Service) -> Non
 def test_many_small_fragments_take_no_more_memory_than_their_bytes(small: Running) -> None:
     with websocket(small.url) as socket:
         socket.send(frame(b"{", fin=False))
-        socket.send(frame(b" ", CONTINUATION, fin=False) * 50_000)
-        until(lambda: held_by(small).total >= 50_000, "the arrival of the fragments")
+        socket.send(frame(b" " * 64, CONTINUATION, fin=False) * 900)  # not so small that they are refused
+        until(lambda: held_by(small).total >= 900 * 64, "the arrival of the fragments")
         (connection,) = (thing for thing in gc.get_objects() if isinstance(thing, WebSocketConnection) and thing.frames)
         assert len(connection.frames) == 1
         socket.send(frame(b"}", CONTINUATION))
