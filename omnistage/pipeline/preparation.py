@@ -43,8 +43,8 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
         cancellation.check()  # it may have waited in the queue
         return context.run(work)
 
-    cancellation.begin_work()
     job = _long.submit_for(current_owner(), run) if long else _short.submit(run)
+    cancellation.begin_work()  # only now: where no thread can be started, nothing would ever end it
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
     try:

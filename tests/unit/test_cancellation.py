@@ -315,6 +315,18 @@ async def test_a_failure_as_late_as_the_deadline_is_not_left_to_asyncio(
 
 
 @in_loop
+async def test_where_no_thread_can_be_started_nothing_counts_as_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("omnistage.pipeline.preparation._short.submit", submit)
+    cancellation = Cancellation()
+    with pytest.raises(RuntimeError, match="thread"):
+        await prepare(lambda: 1, cancellation, long=False)
+    assert cancellation.idle
+
+
+@in_loop
 async def test_long_work_does_not_keep_short_work_waiting() -> None:
     go = threading.Event()
     blocked = [asyncio.ensure_future(prepare(lambda: go.wait(30), Cancellation(), long=True)) for _ in range(64)]
