@@ -93,16 +93,7 @@ class DecodePool:
 
         return self._decode(AudioJob(target_rate=target_rate), data, limits, collect)
 
-    def decode_video(
-        self,
-        data: bytes,
-        limits: MediaLimits,
-        fps: float,
-        max_frames: int | None,
-        min_frames: int,
-        with_audio: bool,
-        audio_rate: int,
-    ) -> VideoClip:
+    def decode_video(self, data: bytes, limits: MediaLimits, job: VideoJob) -> VideoClip:
         """As `decode_video_bytes` does."""
 
         def collect(answer: Answer, process: DecodeProcess) -> VideoClip:
@@ -113,9 +104,6 @@ class DecodePool:
             audio = None if answer.audio is None else _read_audio(answer.audio, process)
             return VideoClip(frames, answer.fps, answer.seconds, audio)
 
-        job = VideoJob(
-            fps=fps, min_frames=min_frames, max_frames=max_frames, with_audio=with_audio, audio_rate=audio_rate
-        )
         return self._decode(job, data, limits, collect)
 
     def start_process(self) -> None:

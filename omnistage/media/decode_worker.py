@@ -136,7 +136,7 @@ def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
         return _write_image(decode_image_bytes(data, limits, copy=False), target)
     if isinstance(job, AudioJob):
         return _write_audio(decode_audio_bytes(data, limits, job.target_rate), target)
-    clip = decode_video_bytes(data, limits, job.fps, job.max_frames, job.min_frames, job.with_audio, job.audio_rate)
+    clip = decode_video_bytes(data, limits, job)
     frames, height, width, _ = clip.frames.shape
     write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
     audio = None if clip.audio is None else _write_audio(clip.audio, target)

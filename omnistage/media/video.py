@@ -20,6 +20,7 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError, Media
 from omnistage.media.audio import decode_audio_track
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.decode_pool import active_decode_pool
+from omnistage.media.decode_protocol import VideoJob
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import BytesSource, load_bytes
 
@@ -74,21 +75,13 @@ def decode_video(
         return _sample_array(source, sampling, limits)
     data = load_bytes(source, limits)
     pool = active_decode_pool()
-    decode = decode_video_bytes if pool is None else pool.decode_video
-    return decode(data, limits, fps, max_frames, min_frames, with_audio, audio_rate)
+    job = VideoJob(fps=fps, min_frames=min_frames, max_frames=max_frames, with_audio=with_audio, audio_rate=audio_rate)
+    return decode_video_bytes(data, limits, job) if pool is None else pool.decode_video(data, limits, job)
 
 
-def decode_video_bytes(
-    data: bytes,
-    limits: MediaLimits,
-    fps: float,
-    max_frames: int | None,
-    min_frames: int,
-    with_audio: bool,
-    audio_rate: int,
-) -> VideoClip:
+def decode_video_bytes(data: bytes, limits: MediaLimits, job: VideoJob) -> VideoClip:
     """Decode a video file in this process."""
-    sampling = _sampling(fps, min_frames, max_frames, limits)
+    sampling = _sampling(job.fps, job.min_frames, job.max_frames, limits)
     total, source_fps = _measure(data, limits)
     seconds = float(total / source_fps)
     frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits)
@@ -99,8 +92,8 @@ def decode_video_bytes(
     if frames is None:
         raise MediaError("video has no frames that decode; the file may be damaged")
     audio = None
-    if with_audio:
-        audio = decode_audio_track(data, audio_rate, max_seconds=limits.max_video_seconds, kind="video")
+    if job.with_audio:
+        audio = decode_audio_track(data, job.audio_rate, max_seconds=limits.max_video_seconds, kind="video")
     return VideoClip(frames, len(frames) / seconds, seconds, audio)
 
 

@@ -64,6 +64,15 @@ def server(service: Service) -> Iterator[Running]:
         model.omni.orchestrator.check_idle()
 
 
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Running]:
+    """A service without models, for requests that never reach one."""
+    service = Service()
+    service.loading = False
+    with serving(service) as running:
+        yield running
+
+
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with server.client() as made:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
 from omnistage.server.http.routing import MAX_FORM_FIELDS, MAX_FORM_FILES, MAX_URL_ENCODED_BYTES
-from omnistage.server.service import Service
-from tests.server.harness import Running, longest_pause, serving
+from tests.server.harness import Running, longest_pause
 
 MULTIPART = "multipart/form-data; boundary=B"
 URL_ENCODED = "application/x-www-form-urlencoded"
 END = b"--B--\r\n"
-
-
-@pytest.fixture(scope="module")
-def empty() -> Iterator[Running]:
-    service = Service()
-    service.loading = False
-    with serving(service) as running:
-        yield running
 
 
 def part(name: str, data: bytes, filename: str | None = None, headers: str = "") -> bytes:

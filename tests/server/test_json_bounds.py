@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -70,15 +70,6 @@ HOSTILE: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "stop_token_ids": ("completions", lambda n: body_with("stop_token_ids", pairs(n), prompt="a")),
 }
 """By the field at fault: the endpoint, and its body with so many values."""
-
-
-@pytest.fixture(scope="module")
-def empty() -> Iterator[Running]:
-    """A service without models: these requests never reach one."""
-    service = Service()
-    service.loading = False
-    with serving(service) as running:
-        yield running
 
 
 def post(server: Running, path: str, body: bytes) -> httpx.Response:

@@ -50,6 +50,7 @@ class Connection(H11Protocol):
     """When it was opened, or its last response was complete."""
     _crowded = False
     """It is beyond the limit, and only for probes."""
+    _chunked = False
     _chunks_fit = True
     _head_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
@@ -97,8 +98,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
-        for start in range(0, len(data), FEED_BYTES):
-            super().data_received(data[start : start + FEED_BYTES])
+        while data:
+            # A body of a given length comes as one piece a read, however long; only chunks may be many.
+            whole = self.conn.their_state is h11.SEND_BODY and not self._chunked
+            piece, data = (data, b"") if whole else (data[:FEED_BYTES], data[FEED_BYTES:])
+            super().data_received(piece)
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 break
             if not self._chunks_fit:
@@ -113,6 +117,7 @@ class Connection(H11Protocol):
             self._chunks_fit = self._chunks.add(1, len(event.data)) and self._chunks_fit
         elif type(event) is h11.Request:
             self._chunks, self._chunks_fit = PieceCount(), True
+            self._chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
         return event
 
     def connection_lost(self, exc: Exception | None) -> None:
