@@ -155,6 +155,18 @@ class MediaOptions:
         max=256,
         metavar="N",
     )
+    max_media_mib: int | None = option(
+        None,
+        "Memory for decoded media of all requests in MiB, half of it for one; default: a quarter of the machine's.",
+        min=64,
+        max=2**24,
+    )
+
+    def memory(self) -> int:
+        """Bytes for the decoded media of all requests."""
+        from omnistage.media.budget import default_media_bytes
+
+        return default_media_bytes() if self.max_media_mib is None else self.max_media_mib * 2**20
 
     def processes(self) -> int:
         """How many processes decode media."""
@@ -259,6 +271,7 @@ def serve(
         from omnistage.server.http.run import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
+    from omnistage.media.budget import media_budget
     from omnistage.media.decode_pool import decode_processes
     from omnistage.server.moderation.filters import make_filter
     from omnistage.server.service import Service
@@ -283,7 +296,7 @@ def serve(
     )
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
     try:
-        with decode_processes(media.processes()):
+        with decode_processes(media.processes()), media_budget(media.memory()):
             run(
                 app,
                 service,

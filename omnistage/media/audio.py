@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Iterable, Iterator
 
@@ -15,15 +16,18 @@ from numpy.typing import NDArray
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.budget import ItemBytes, current_hold
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.decode_pool import active_decode_pool
-from omnistage.media.limits import MediaLimits
+from omnistage.media.limits import MediaLimits, Need, no_need
 from omnistage.media.source import BytesSource, load_bytes
 
 PCM16_RATE = 24_000
 MIN_RATE, MAX_RATE = 1_000, 384_000
 _MAX_CHANNELS = 32
 _BLOCK_FRAMES = 65_536
+_MARGIN_SECONDS = 1.0
+"""That a clip may be longer than its header says: encoders pad."""
 # Placeholders in the headers of WAV files that were written as a stream.
 _UNKNOWN_WAV_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF, 0xFFFFF000)
 AudioSource = BytesSource | AudioClip | tuple[NDArray[np.generic], int]
@@ -47,37 +51,48 @@ def decode_audio(
     """
     if target_rate is not None:
         _check_rate(target_rate, InvalidRequestError)
-    seconds = limits.max_audio_seconds
     if isinstance(source, AudioClip):
         source = (source.samples, source.sample_rate)
-    if isinstance(source, tuple):
-        return _from_array(*_checked_array(source), target_rate, seconds)
-    data = load_bytes(source, limits, bare_base64=bare_base64)
-    if format == "pcm16":
-        if len(data) % 2:
-            raise MediaError(f"pcm16 audio has an odd number of bytes ({len(data)}); send whole 16-bit samples")
-        return _from_array(np.frombuffer(data, dtype="<i2"), PCM16_RATE, target_rate, seconds)
+    array = _checked_array(source) if isinstance(source, tuple) else None
+    if not isinstance(source, tuple):
+        data = load_bytes(source, limits, bare_base64=bare_base64)
+        if format == "pcm16":
+            if len(data) % 2:
+                raise MediaError(f"pcm16 audio has an odd number of bytes ({len(data)}); send whole 16-bit samples")
+            array = np.frombuffer(data, dtype="<i2"), PCM16_RATE
+    with current_hold().decoding() as item:
+        if array is not None:
+            clip = _from_array(*array, target_rate, limits.max_audio_seconds, item.need)
+        else:
+            clip = _decode_file(data, limits, target_rate, item)
+        item.keep(clip.samples.nbytes)
+        return clip
+
+
+def _decode_file(data: bytes, limits: MediaLimits, target_rate: int | None, item: ItemBytes) -> AudioClip:
     pool = active_decode_pool()
     if pool is not None:
-        return pool.decode_audio(data, limits, target_rate)
-    return decode_audio_bytes(data, limits, target_rate)
+        return pool.decode_audio(data, limits, target_rate, item)
+    return decode_audio_bytes(data, limits, target_rate, item.need)
 
 
-def decode_audio_bytes(data: bytes, limits: MediaLimits, target_rate: int | None) -> AudioClip:
+def decode_audio_bytes(data: bytes, limits: MediaLimits, target_rate: int | None, need: Need = no_need) -> AudioClip:
     """Decode an audio file in this process."""
     seconds = limits.max_audio_seconds
     _check_seconds(_wav_header_seconds(data), seconds)
     file = _open_soundfile(data)
     if file is not None:
         with file:
-            return _decode_soundfile(file, target_rate, seconds)
-    clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio")
+            return _decode_soundfile(file, target_rate, seconds, need)
+    clip = decode_audio_track(data, target_rate, max_seconds=seconds, kind="audio", need=need)
     if clip is None:
         raise MediaError("the file has no audio track; send an audio file, or a video with audio")
     return clip
 
 
-def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: float, kind: str) -> AudioClip | None:
+def decode_audio_track(
+    data: bytes, target_rate: int | None, *, max_seconds: float, kind: str, need: Need = no_need
+) -> AudioClip | None:
     """Return the first audio track of any container that FFmpeg reads, or None where there is no such track."""
     # A cover image inside a music file needs a frame too, but never a large one.
     with open_container(data, kind, max_frame_pixels=4096 * 4096) as container:
@@ -85,13 +100,15 @@ def decode_audio_track(data: bytes, target_rate: int | None, *, max_seconds: flo
             return None
         stream = container.streams.audio[0]
         check_decoder(stream, kind)
+        seconds = None
         if stream.duration is not None and stream.time_base is not None:
-            _check_seconds(float(stream.duration * stream.time_base), max_seconds)
+            seconds = float(stream.duration * stream.time_base)
         elif container.duration is not None:
-            _check_seconds(container.duration / av.time_base, max_seconds)
+            seconds = container.duration / av.time_base
         rate = stream.codec_context.sample_rate
         _check_rate(rate, MediaError)
-        return _collect(_decoded_blocks(container.decode(stream), rate), rate, target_rate, max_seconds)
+        length = _Length(seconds, max_seconds, rate if target_rate is None else target_rate, need)
+        return _collect(_decoded_blocks(container.decode(stream), rate), rate, target_rate, length)
 
 
 def _open_soundfile(data: bytes) -> soundfile.SoundFile | None:
@@ -106,15 +123,15 @@ def _open_soundfile(data: bytes) -> soundfile.SoundFile | None:
     return file
 
 
-def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_seconds: float) -> AudioClip:
+def _decode_soundfile(file: soundfile.SoundFile, target_rate: int | None, max_seconds: float, need: Need) -> AudioClip:
     rate = int(file.samplerate)
     _check_rate(rate, MediaError)
     _check_channels(file.channels)
     # Some formats have no length in their header and report the largest integer.
-    if file.frames < np.iinfo(np.int64).max:
-        _check_seconds(file.frames / rate, max_seconds)
+    seconds = file.frames / rate if file.frames < np.iinfo(np.int64).max else None
+    length = _Length(seconds, max_seconds, rate if target_rate is None else target_rate, need)
     try:
-        return _collect(_file_blocks(file), rate, target_rate, max_seconds)
+        return _collect(_file_blocks(file), rate, target_rate, length)
     except soundfile.SoundFileError as error:
         raise MediaError(f"audio does not decode ({error}); the file may be truncated or damaged") from error
 
@@ -140,9 +157,30 @@ def _decoded_blocks(frames: Iterable[av.AudioFrame], rate: int) -> Iterator[NDAr
             yield piece.to_ndarray().T
 
 
-def _collect(
-    blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int | None, max_seconds: float
-) -> AudioClip:
+class _Length:
+    """How long a clip may be, checked by its header and again while it is decoded; and memory for as much."""
+
+    def __init__(self, seconds: float | None, max_seconds: float, rate: int, need: Need) -> None:
+        """`seconds` by its header, None where it does not say; `rate` of what is decoded."""
+        self._max_seconds = max_seconds
+        self._rate = rate
+        self._need = need
+        self._expected = 0.0
+        self._expect(max_seconds if seconds is None else seconds)
+
+    def check(self, seconds: float) -> None:
+        """Raise if it is too long, so far."""
+        _check_seconds(seconds, self._max_seconds)
+        if seconds > self._expected:  # the header is wrong
+            self._expect(self._max_seconds)
+
+    def _expect(self, seconds: float) -> None:
+        _check_seconds(seconds, self._max_seconds)
+        self._expected = min(max(seconds, 0.0) + _MARGIN_SECONDS, self._max_seconds)
+        self._need(math.ceil(self._expected * self._rate) * 4)
+
+
+def _collect(blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int | None, length: _Length) -> AudioClip:
     """Average channels, check and resample block by block, so that memory follows the result and not the source."""
     resampler = StreamResampler(rate, rate if target_rate is None else target_rate)
     done: list[NDArray[np.float32]] = []
@@ -151,7 +189,7 @@ def _collect(
     for block in blocks:
         cancellation.check()
         count += len(block)
-        _check_seconds(count / rate, max_seconds)
+        length.check(count / rate)
         mono = _to_mono(block)
         if not np.isfinite(mono).all():
             raise MediaError("audio has NaN or infinite samples; encode it again")
@@ -185,10 +223,12 @@ def _to_mono(block: NDArray[np.generic]) -> NDArray[np.float32]:
         return (mono * scale).astype(np.float32)
 
 
-def _from_array(samples: NDArray[np.generic], rate: int, target_rate: int | None, max_seconds: float) -> AudioClip:
-    _check_seconds(len(samples) / rate, max_seconds)
+def _from_array(
+    samples: NDArray[np.generic], rate: int, target_rate: int | None, max_seconds: float, need: Need
+) -> AudioClip:
+    length = _Length(len(samples) / rate, max_seconds, rate if target_rate is None else target_rate, need)
     blocks = (samples[start : start + _BLOCK_FRAMES] for start in range(0, len(samples), _BLOCK_FRAMES))
-    return _collect(blocks, rate, target_rate, max_seconds)
+    return _collect(blocks, rate, target_rate, length)
 
 
 def _checked_array(source: tuple[object, ...]) -> tuple[NDArray[np.generic], int]:

@@ -22,6 +22,7 @@ from PIL import Image
 from omnistage.core.cancellation import Cancellation, current_cancellation
 from omnistage.core.clips import AudioClip, VideoClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError, OmniError, ShutdownError
+from omnistage.media.budget import ItemBytes
 from omnistage.media.context import current_owner
 from omnistage.media.decode_process import DecodeProcess, ProcessEndedError
 from omnistage.media.decode_protocol import (
@@ -34,6 +35,7 @@ from omnistage.media.decode_protocol import (
     ImageJob,
     Job,
     MemoryAnswer,
+    SizeAnswer,
     Task,
     VideoAnswer,
     VideoJob,
@@ -43,6 +45,9 @@ from omnistage.media.limits import MediaKind, MediaLimits
 _WALL_FACTOR, _WALL_SECONDS = 4.0, 30.0
 """Time on the clock: for a process that starts, waits for the processor or does nothing."""
 _CLOSE_SECONDS = 2.0
+_MAX_TRIES = 4
+"""For one item whose size turns out larger than its header says."""
+_STRIP_BYTES = 8 * 2**20
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _ERRORS = {cls.__name__: cls for cls in (InvalidRequestError, MediaError, LimitExceededError)}
@@ -72,18 +77,17 @@ class DecodePool:
         self._busy: set[DecodeProcess] = set()
         self._closed = False
 
-    def decode_image(self, data: bytes, limits: MediaLimits) -> Image.Image:
+    def decode_image(self, data: bytes, limits: MediaLimits, item: ItemBytes) -> Image.Image:
         """As `decode_image_bytes` does."""
 
         def collect(answer: Answer, process: DecodeProcess) -> Image.Image:
             if not isinstance(answer, ImageAnswer) or answer.width * answer.height > limits.max_image_pixels:
                 raise ProcessEndedError(0)
-            size = (answer.width, answer.height)
-            return Image.frombytes("RGB", size, process.read(3 * answer.width * answer.height, answer.offset))
+            return _read_image(answer, process)
 
-        return self._decode(ImageJob(), data, limits, collect)
+        return self._decode(ImageJob(), data, limits, item, collect)
 
-    def decode_audio(self, data: bytes, limits: MediaLimits, target_rate: int | None) -> AudioClip:
+    def decode_audio(self, data: bytes, limits: MediaLimits, target_rate: int | None, item: ItemBytes) -> AudioClip:
         """As `decode_audio_bytes` does."""
 
         def collect(answer: Answer, process: DecodeProcess) -> AudioClip:
@@ -91,9 +95,9 @@ class DecodePool:
                 raise ProcessEndedError(0)
             return _read_audio(answer, process)
 
-        return self._decode(AudioJob(target_rate=target_rate), data, limits, collect)
+        return self._decode(AudioJob(target_rate=target_rate), data, limits, item, collect)
 
-    def decode_video(self, data: bytes, limits: MediaLimits, job: VideoJob) -> VideoClip:
+    def decode_video(self, data: bytes, limits: MediaLimits, job: VideoJob, item: ItemBytes) -> VideoClip:
         """As `decode_video_bytes` does."""
 
         def collect(answer: Answer, process: DecodeProcess) -> VideoClip:
@@ -104,7 +108,7 @@ class DecodePool:
             audio = None if answer.audio is None else _read_audio(answer.audio, process)
             return VideoClip(frames, answer.fps, answer.seconds, audio)
 
-        return self._decode(job, data, limits, collect)
+        return self._decode(job, data, limits, item, collect)
 
     def start_process(self) -> None:
         """Start a process ahead of the first item, which would wait for it."""
@@ -134,10 +138,32 @@ class DecodePool:
             return [process.pid for process in (*self._idle, *self._busy)]
 
     def _decode(
-        self, job: Job, data: bytes, limits: MediaLimits, collect: Callable[[Answer, DecodeProcess], _Result]
+        self,
+        job: Job,
+        data: bytes,
+        limits: MediaLimits,
+        item: ItemBytes,
+        collect: Callable[[Answer, DecodeProcess], _Result],
     ) -> _Result:
-        cancellation = current_cancellation()
-        task = Task(size=len(data), limits=limits, job=job)
+        """Decode an item with the memory that is reserved for it, and again with more where it needs that.
+
+        Nobody waits for memory while it has a process.
+        """
+        max_decoded = item.begin()
+        for _ in range(_MAX_TRIES):
+            task = Task(size=len(data), limits=limits, job=job, max_decoded=max_decoded)
+            result = self._run(task, data, collect)
+            if not isinstance(result, SizeAnswer):
+                return result
+            item.need(result.nbytes)
+            max_decoded = result.nbytes
+        raise MediaError(f"the {job.kind} does not say how large it is; encode it again")
+
+    def _run(
+        self, task: Task, data: bytes, collect: Callable[[Answer, DecodeProcess], _Result]
+    ) -> _Result | SizeAnswer:
+        """Have a process decode an item, or say how large it is."""
+        cancellation, job, limits = current_cancellation(), task.job, task.limits
         cpu_seconds = limits.decode_seconds(job.kind)
         with self._turn(cancellation), self._process(cancellation) as process:
             remaining, wall_seconds = cancellation.remaining(), _WALL_SECONDS + _WALL_FACTOR * cpu_seconds
@@ -147,7 +173,7 @@ class DecodePool:
                         task, data, wall_seconds if remaining is None else min(wall_seconds, remaining)
                     )
                     _raise_failure(answer, job.kind, limits)
-                    result = collect(answer, process)
+                    result = answer if isinstance(answer, SizeAnswer) else collect(answer, process)
             except TimeoutError:
                 cancellation.check()
                 raise _too_slow(job.kind, cpu_seconds) from None
@@ -246,6 +272,20 @@ class _AnsweredError(Exception):
 
     def __init__(self, error: OmniError) -> None:
         self.error = error
+
+
+def _read_image(answer: ImageAnswer, process: DecodeProcess) -> Image.Image:
+    """In strips, so that a large one is not there twice."""
+    width, height = answer.width, answer.height
+    rows = max(_STRIP_BYTES // (3 * width), 1)
+    if height <= rows:
+        return Image.frombytes("RGB", (width, height), process.read(3 * width * height, answer.offset))
+    image, skip = Image.new("RGB", (width, height), None), answer.offset
+    for top in range(0, height, rows):
+        size = (width, min(rows, height - top))
+        image.paste(Image.frombytes("RGB", size, process.read(3 * math.prod(size), skip)), (0, top))
+        skip = 0
+    return image
 
 
 def _read_audio(answer: AudioAnswer, process: DecodeProcess) -> AudioClip:

@@ -39,15 +39,20 @@ class VideoJob(_Message):
     max_frames: int | None
     with_audio: bool
     audio_rate: int
+    max_audio_seconds: float
 
 
 Job = ImageJob | AudioJob | VideoJob
 
 
 class Task(_Message):
-    """One item to decode: `size` bytes of the input file."""
+    """One item to decode: `size` bytes of the input file.
+
+    Where it would take more than `max_decoded` bytes once decoded, it is not, and a `SizeAnswer` says how many.
+    """
 
     size: PositiveInt
+    max_decoded: int | None
     limits: MediaLimits
     job: Annotated[Job, Field(discriminator="kind")]
 
@@ -81,6 +86,13 @@ class VideoAnswer(_Message):
     audio: AudioAnswer | None
 
 
+class SizeAnswer(_Message):
+    """The item takes so many bytes once decoded, more than the task allows."""
+
+    answer: Literal["size"] = "size"
+    nbytes: PositiveInt
+
+
 class ErrorAnswer(_Message):
     """An error of `core.errors`, by the name of its class."""
 
@@ -105,7 +117,7 @@ class DefectAnswer(_Message):
 
 
 Decoded = ImageAnswer | AudioAnswer | VideoAnswer
-Answer = Decoded | ErrorAnswer | MemoryAnswer | DefectAnswer
+Answer = Decoded | SizeAnswer | ErrorAnswer | MemoryAnswer | DefectAnswer
 ANSWERS: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="answer")])
 
 

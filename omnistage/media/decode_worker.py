@@ -35,6 +35,7 @@ from omnistage.media.decode_protocol import (
     ImageAnswer,
     ImageJob,
     MemoryAnswer,
+    SizeAnswer,
     Task,
     VideoAnswer,
     read_all,
@@ -111,6 +112,14 @@ def _address_space() -> int | None:
     return int(_STATM.read_text().split()[0]) * resource.getpagesize()
 
 
+class _TooLargeError(Exception):
+    """The item takes more bytes than the task allows."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
 def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
     """Decode an item into the output file."""
     try:
@@ -122,6 +131,8 @@ def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
         return _decode(task, bytes(data), target)
     except OmniError as error:
         return ErrorAnswer(error=type(error).__name__, message=error.message, param=error.param)
+    except _TooLargeError as error:
+        return SizeAnswer(nbytes=error.nbytes)
     except MemoryError:
         return MemoryAnswer()
     except Exception as error:  # the boundary of the process: whatever a library raises ends this item only
@@ -132,11 +143,16 @@ def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
 
 def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
     job, limits = task.job, task.limits
+
+    def need(nbytes: int) -> None:
+        if task.max_decoded is not None and nbytes > task.max_decoded:
+            raise _TooLargeError(nbytes)
+
     if isinstance(job, ImageJob):
-        return _write_image(decode_image_bytes(data, limits, copy=False), target)
+        return _write_image(decode_image_bytes(data, limits, need, copy=False), target)
     if isinstance(job, AudioJob):
-        return _write_audio(decode_audio_bytes(data, limits, job.target_rate), target)
-    clip = decode_video_bytes(data, limits, job)
+        return _write_audio(decode_audio_bytes(data, limits, job.target_rate, need), target)
+    clip = decode_video_bytes(data, limits, job, need)
     frames, height, width, _ = clip.frames.shape
     write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
     audio = None if clip.audio is None else _write_audio(clip.audio, target)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
+from omnistage.media.budget import ItemBytes, current_hold
 from omnistage.media.decode_pool import active_decode_pool
-from omnistage.media.limits import MediaLimits
+from omnistage.media.limits import MediaLimits, Need, no_need
 from omnistage.media.source import BytesSource, load_bytes
 
 ImageSource = BytesSource | Image.Image | NDArray[np.generic]
@@ -35,6 +36,8 @@ _DECODE_ERRORS = (
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _ORIENTATION_TAG = 0x0112
 _JPEG, _SCAN, _JPEG_END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
+PIXEL_BYTES = 4
+"""Of Pillow's RGB images."""
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 """Not zeros that follow a data byte, nor markers without a segment: TEM, RSTn, SOI."""
 
@@ -47,20 +50,29 @@ def decode_image(source: ImageSource, limits: MediaLimits) -> Image.Image:
     any pixel is decoded. Raises `MediaError` for what does not decode, `LimitExceededError` for what is too big.
     Encoded images are decoded in another process where `use_decode_pool` has set that up.
     """
+    with current_hold().decoding() as item:
+        image = _decode(source, limits, item)
+        item.keep(image.width * image.height * PIXEL_BYTES)
+        return image
+
+
+def _decode(source: ImageSource, limits: MediaLimits, item: ItemBytes) -> Image.Image:
     if isinstance(source, np.ndarray):
-        return _from_array(source, limits)
+        return _from_array(source, limits, item.need)
     if isinstance(source, Image.Image):
         _check_size(*source.size, limits)
+        item.need(source.width * source.height * PIXEL_BYTES)
         return _convert(source)
     data = load_bytes(source, limits)
     pool = active_decode_pool()
-    return decode_image_bytes(data, limits) if pool is None else pool.decode_image(data, limits)
+    return decode_image_bytes(data, limits, item.need) if pool is None else pool.decode_image(data, limits, item)
 
 
-def decode_image_bytes(data: bytes, limits: MediaLimits, *, copy: bool = True) -> Image.Image:
+def decode_image_bytes(data: bytes, limits: MediaLimits, need: Need = no_need, *, copy: bool = True) -> Image.Image:
     """Decode an encoded image in this process; without `copy` the result may be the opened file itself."""
     with _open(data, limits) as image:
         _check_size(*image.size, limits)
+        need(image.width * image.height * PIXEL_BYTES)
         if data.startswith(_JPEG):
             _check_scans(data, limits.max_image_scans)
         return _convert(image, copy=copy)
@@ -156,11 +168,12 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8)).convert("RGB")
 
 
-def _from_array(array: NDArray[np.generic], limits: MediaLimits) -> Image.Image:
+def _from_array(array: NDArray[np.generic], limits: MediaLimits, need: Need) -> Image.Image:
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         raise InvalidRequestError(f"image array has shape {array.shape}; give [h, w, 3] (or [h, w], 1 or 4 channels)")
     height, width = array.shape[:2]
     _check_size(width, height, limits)
+    need(width * height * PIXEL_BYTES)
     if array.dtype == np.uint8:
         pixels = array
     elif array.dtype.kind == "f":

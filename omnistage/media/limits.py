@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -11,6 +12,12 @@ from omnistage.media.hosts import HostRule
 
 MIB = 1024 * 1024
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
+Need: TypeAlias = Callable[[int], None]
+"""Called by decoders with the bytes that an item takes once it is decoded, before they take them. It may raise."""
+
+
+def no_need(nbytes: int) -> None:
+    """Where nothing is counted."""
 
 
 class MediaLimits(BaseModel):

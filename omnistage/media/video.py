@@ -18,10 +18,11 @@ from omnistage.core.cancellation import current_cancellation
 from omnistage.core.clips import VideoClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media.audio import decode_audio_track
+from omnistage.media.budget import current_hold
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.decode_pool import active_decode_pool
 from omnistage.media.decode_protocol import VideoJob
-from omnistage.media.limits import MediaLimits
+from omnistage.media.limits import MediaLimits, Need, no_need
 from omnistage.media.source import BytesSource, load_bytes
 
 # Models that fold frames in pairs need an even number of them.
@@ -57,14 +58,15 @@ def decode_video(
     min_frames: int = MIN_FRAMES,
     with_audio: bool = False,
     audio_rate: int = 16_000,
+    max_audio_seconds: float | None = None,
 ) -> VideoClip:
     """Return frames of `source` sampled at `fps`, at least `min_frames` and at most `max_frames` where it has them.
 
     The number of frames is even (but for a video of one frame) and they are evenly spaced from the first to the
     last. `source` is what `load_bytes` takes, a clip (checked, and returned as it is) or `(frames, fps)` with
-    frames uint8 `[n, h, w, 3]`. `with_audio` also decodes the first audio track; `audio` stays None where the
-    video has none. Length and frame size are checked before decoding, and again while it goes on. Encoded videos are
-    decoded in another process where `use_decode_pool` has set that up.
+    frames uint8 `[n, h, w, 3]`. `with_audio` also decodes the first audio track, of at most `max_audio_seconds`;
+    `audio` stays None where the video has none. Length and frame size are checked before decoding, and again while it
+    goes on. Encoded videos are decoded in another process where `use_decode_pool` has set that up.
     """
     sampling = _sampling(fps, min_frames, max_frames, limits)
     if isinstance(source, VideoClip):
@@ -75,25 +77,44 @@ def decode_video(
         return _sample_array(source, sampling, limits)
     data = load_bytes(source, limits)
     pool = active_decode_pool()
-    job = VideoJob(fps=fps, min_frames=min_frames, max_frames=max_frames, with_audio=with_audio, audio_rate=audio_rate)
-    return decode_video_bytes(data, limits, job) if pool is None else pool.decode_video(data, limits, job)
+    job = VideoJob(
+        fps=fps,
+        min_frames=min_frames,
+        max_frames=max_frames,
+        with_audio=with_audio,
+        audio_rate=audio_rate,
+        max_audio_seconds=limits.max_video_seconds if max_audio_seconds is None else max_audio_seconds,
+    )
+    with current_hold().decoding() as item:
+        if pool is None:
+            clip = decode_video_bytes(data, limits, job, item.need)
+        else:
+            clip = pool.decode_video(data, limits, job, item)
+        item.keep(clip.frames.nbytes + (0 if clip.audio is None else clip.audio.samples.nbytes))
+        return clip
 
 
-def decode_video_bytes(data: bytes, limits: MediaLimits, job: VideoJob) -> VideoClip:
+def decode_video_bytes(data: bytes, limits: MediaLimits, job: VideoJob, need: Need = no_need) -> VideoClip:
     """Decode a video file in this process."""
     sampling = _sampling(job.fps, job.min_frames, job.max_frames, limits)
     total, source_fps = _measure(data, limits)
     seconds = float(total / source_fps)
-    frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits)
+    audio, audio_bytes = None, 0
+    if job.with_audio:  # first: where it is too long, no frame is decoded
+        max_seconds = min(job.max_audio_seconds, limits.max_video_seconds)
+        audio = decode_audio_track(data, job.audio_rate, max_seconds=max_seconds, kind="video", need=need)
+        audio_bytes = 0 if audio is None else audio.samples.nbytes
+
+    def need_frames(nbytes: int) -> None:
+        need(nbytes + audio_bytes)
+
+    frames, decoded = _sample_file(data, sampling.indices(total, seconds), limits, need_frames)
     if frames is None and decoded:
         # Some codecs have packets without a frame. Sample again by the true count.
         seconds = float(decoded / source_fps)
-        frames, _ = _sample_file(data, sampling.indices(decoded, seconds), limits)
+        frames, _ = _sample_file(data, sampling.indices(decoded, seconds), limits, need_frames)
     if frames is None:
         raise MediaError("video has no frames that decode; the file may be damaged")
-    audio = None
-    if job.with_audio:
-        audio = decode_audio_track(data, job.audio_rate, max_seconds=limits.max_video_seconds, kind="video")
     return VideoClip(frames, len(frames) / seconds, seconds, audio)
 
 
@@ -136,15 +157,17 @@ def _measure(data: bytes, limits: MediaLimits) -> tuple[int, Fraction]:
     return total, rate
 
 
-def _sample_file(data: bytes, indices: NDArray[np.int64], limits: MediaLimits) -> tuple[NDArray[np.uint8] | None, int]:
+def _sample_file(
+    data: bytes, indices: NDArray[np.int64], limits: MediaLimits, need: Need
+) -> tuple[NDArray[np.uint8] | None, int]:
     """Decode up to the last wanted frame; return the wanted frames, or None and the count where there were fewer."""
     with _open_video(data, limits) as (container, stream):
         stream.thread_type = "AUTO"
-        return _keep(container.decode(stream), indices.tolist(), limits)
+        return _keep(container.decode(stream), indices.tolist(), limits, need)
 
 
 def _keep(
-    decoded: Iterator[av.VideoFrame], indices: list[int], limits: MediaLimits
+    decoded: Iterator[av.VideoFrame], indices: list[int], limits: MediaLimits, need: Need = no_need
 ) -> tuple[NDArray[np.uint8] | None, int]:
     frames: NDArray[np.uint8] | None = None
     width = height = turns = done = position = 0
@@ -157,6 +180,7 @@ def _keep(
                 width, height = _fit(frame.width, frame.height, len(indices), limits)
                 turns = round(frame.rotation / 90) % 4  # counter-clockwise
                 shape = (width, height) if turns % 2 else (height, width)
+                need(len(indices) * width * height * 3)
                 frames = np.empty((len(indices), *shape, 3), np.uint8)
             # A later frame of another size is scaled to the first one's.
             pixels = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()

@@ -16,12 +16,13 @@ from omnistage.core.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.core.family import AnyProcessor, DrawingProcessor, InputProcessor, OptionalInputs
+from omnistage.core.family import AnyProcessor, AudioLimits, DrawingProcessor, InputProcessor, OptionalInputs
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
-from omnistage.pipeline.request import OmniRequest, count_tokens
+from omnistage.media.budget import media_hold
+from omnistage.pipeline.request import OmniRequest, count_tokens, media_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -98,13 +99,15 @@ class RequestFactory:
         )
         stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
         max_tokens = self._limits.max_prompt_tokens
-        payload = self._payload(prompt, options, stage_params)
+        with media_hold() as media:
+            payload = self._payload(prompt, options, stage_params)
+        media.settle(media_bytes(payload))
         tokens = count_tokens(payload)
         if tokens == 0 and _must_have_tokens(payload):
             raise InvalidRequestError("is empty; give at least one token", param="prompt")
         if max_tokens is not None and tokens > max_tokens:
             raise PromptTooLongError(f"has {tokens} tokens, over the limit of {max_tokens}; shorten it", param="prompt")
-        return OmniRequest(info, payload, stage_params, max_tokens)
+        return OmniRequest(info, payload, stage_params, max_tokens, media)
 
     def _modalities(self, names: Sequence[str] | None) -> frozenset[Modality]:
         outputs = self._graph.outputs
@@ -188,7 +191,12 @@ class RequestFactory:
         if isinstance(prompt, list | tuple):
             from omnistage.pipeline.messages.chat import parse_messages
 
-            messages = parse_messages(prompt, self._limits.media, use_audio_in_video=options.use_audio_in_video)
+            messages = parse_messages(
+                prompt,
+                self._limits.media,
+                use_audio_in_video=options.use_audio_in_video,
+                max_clip_seconds=processor.clip_seconds()[1] if isinstance(processor, AudioLimits) else None,
+            )
             self._check_media(messages)
             # Said only where there are some: a family may take none.
             return processor.chat(messages, options.tools) if options.tools else processor.chat(messages)

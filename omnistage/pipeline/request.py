@@ -37,6 +37,7 @@ from omnistage.core.types import (
     TokenChunk,
     VideoChunk,
 )
+from omnistage.media.budget import MediaHold
 from omnistage.pipeline.output import OutputAssembler, Sink
 from omnistage.pipeline.outputs import StageTrace, Trace, Usage
 
@@ -50,6 +51,8 @@ class OmniRequest:
     params: Mapping[str, StageParams] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     """Of the lead stage; for a prompt that is made only on the way to it."""
+    media: MediaHold | None = None
+    """The memory of what the payload holds of its media: it is given back with the request."""
 
 
 def count_tokens(payload: StagePayloadIn) -> int:
@@ -68,6 +71,13 @@ def count_media(payload: StagePayloadIn) -> dict[Modality, int]:
     for span in payload.media if isinstance(payload, ARInput) else ():
         counts[span.kind] = counts.get(span.kind, 0) + len(span.positions)
     return counts
+
+
+def media_bytes(payload: StagePayloadIn) -> int | None:
+    """Bytes of its media's features; None where it may hold the decoded media themselves."""
+    if not isinstance(payload, ARInput) or payload.drawing is not None:
+        return None
+    return sum(tensor.nbytes for span in payload.media for tensor in span.inputs.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExc
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
+from omnistage.media.budget import current_hold
 from omnistage.media.hashing import content_key
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.loading import positive
@@ -129,7 +130,7 @@ class Qwen25OmniProcessor:
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
         self._prompts.check_length(rendered)  # transformers' processor tokenises it too
-        self._check_size(media)
+        current_hold().reserve(self._feature_bytes(self._check_size(media), media))
         with locked(self._lock):
             features = self._features(rendered, media)
             expanded = self._expand(rendered, media, features)
@@ -137,14 +138,22 @@ class Qwen25OmniProcessor:
         spans, context = self._spans(ids, media, features)
         return ARInput(ids, media=tuple(spans), context=context)
 
-    def _check_size(self, media: _Media) -> None:
-        """Refuse images and videos that cannot fit, by their sizes alone: converting them takes gigabytes."""
+    def _check_size(self, media: _Media) -> int:
+        """Tokens of the images and videos; refuses those that cannot fit, by their sizes alone."""
         try:
             count = sum(self._image_tokens(media)) + sum(self._video_tokens(media))
         except ValueError as error:
             raise _refused(str(error)) from error
         if count > self._prompts.limits.max_tokens:
             raise self._prompts.limits.too_long(f"{count} tokens of media")
+        return count
+
+    def _feature_bytes(self, tokens: int, media: _Media) -> int:
+        """Memory of the features, and of as much again while they are computed."""
+        images, audio = self._processor.image_processor, self._processor.feature_extractor
+        patch = 3 * images.temporal_patch_size * images.patch_size**2
+        mels = len(media.audios) * audio.feature_size * audio.nb_max_frames
+        return int(2 * 4 * (tokens * images.merge_size**2 * patch + mels))
 
     def _image_tokens(self, media: _Media) -> list[int]:
         """Rows that each image fills in the prompt."""

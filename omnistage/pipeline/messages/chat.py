@@ -53,6 +53,13 @@ class _Options:
     audio_rate: int
     video_fps: float
     use_audio_in_video: bool
+    max_clip_seconds: float
+    """Of audio, also that of a video: what is longer is refused before all of it is decoded."""
+
+    @property
+    def audio_limits(self) -> MediaLimits:
+        seconds = min(self.limits.max_audio_seconds, self.max_clip_seconds)
+        return self.limits.model_copy(update={"max_audio_seconds": seconds})
 
 
 @dataclass(slots=True)
@@ -95,11 +102,13 @@ def parse_messages(
     audio_rate: int = 16_000,
     video_fps: float = 2.0,
     use_audio_in_video: bool = False,
+    max_clip_seconds: float | None = None,
 ) -> list[ChatMessage]:
     """Return `messages` with their media decoded.
 
     Content is a string or a list of parts as OpenAI and vLLM clients send them. Sound is resampled to
-    `audio_rate`, video is sampled at `video_fps` unless its part says otherwise. Every mistake is an
+    `audio_rate`, video is sampled at `video_fps` unless its part says otherwise. `max_clip_seconds` is the longest
+    audio that the model takes. Every mistake is an
     `InvalidRequestError`, or a subclass for media, whose `param` is the path of the value at fault.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -107,7 +116,8 @@ def parse_messages(
     if not messages:
         raise InvalidRequestError("is empty; send at least one message", param="messages")
     _check_arguments(messages, limits)
-    options = _Options(limits, audio_rate, video_fps, use_audio_in_video)
+    longest = math.inf if max_clip_seconds is None else max_clip_seconds
+    options = _Options(limits, audio_rate, video_fps, use_audio_in_video, longest)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts(parsed, limits)
     total = _Total(limits)
@@ -329,12 +339,12 @@ def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _P
 
 def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
     value, path = _value(part, "audio", path)
-    return _Pending(path, lambda: AudioPart(decode_audio(value, options.limits, options.audio_rate)))
+    return _Pending(path, lambda: AudioPart(decode_audio(value, options.audio_limits, options.audio_rate)))
 
 
 def _audio_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
     url, path = _url(part, "audio_url", path)
-    return _Pending(path, lambda: AudioPart(decode_audio(url, options.limits, options.audio_rate)))
+    return _Pending(path, lambda: AudioPart(decode_audio(url, options.audio_limits, options.audio_rate)))
 
 
 def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
@@ -351,7 +361,7 @@ def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> 
 
     def decode() -> AudioPart:
         rate = options.audio_rate
-        return AudioPart(decode_audio(data, options.limits, rate, format=encoding, bare_base64=True))
+        return AudioPart(decode_audio(data, options.audio_limits, rate, format=encoding, bare_base64=True))
 
     return _Pending(f"{path}.data", decode)
 
@@ -376,7 +386,16 @@ def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path:
 
     def decode() -> VideoPart:
         with_audio = options.use_audio_in_video
-        clip = decode_video(source, options.limits, fps, max_frames, min_frames, with_audio, options.audio_rate)
+        clip = decode_video(
+            source,
+            options.limits,
+            fps,
+            max_frames,
+            min_frames,
+            with_audio,
+            options.audio_rate,
+            min(options.max_clip_seconds, options.limits.max_video_seconds),
+        )
         return VideoPart(clip, with_audio and clip.audio is not None)
 
     return _Pending(source_path, decode)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnistage.core.memory import host_memory
+
 _STATUS = Path("/proc/self/status")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class MemoryUsage:
 def memory_usage() -> MemoryUsage:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():  # the query must not initialise CUDA
-        return MemoryUsage(_resident(), _host())
+        return MemoryUsage(_resident(), host_memory())
     free, total = torch.cuda.mem_get_info()
-    return MemoryUsage(_resident(), _host(), int(total) - int(free), int(total))
+    return MemoryUsage(_resident(), host_memory(), int(total) - int(free), int(total))
 
 
 def _resident() -> int | None:
@@ -39,15 +39,3 @@ def _resident() -> int | None:
         return None
     line = next((line for line in lines if line.startswith("VmRSS:")), None)
     return None if line is None else int(line.split()[1]) * 1024
-
-
-def _host() -> int | None:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-    try:
-        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        limit = "max"
-    return min(total, int(limit)) if limit.isdigit() else total

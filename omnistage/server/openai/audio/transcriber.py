@@ -12,6 +12,7 @@ from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import DeadlineExceededError, InvalidRequestError
 from omnistage.core.family import AudioLimits, Transcriber
 from omnistage.media.audio import decode_audio
+from omnistage.media.budget import MediaHold, media_hold
 from omnistage.media.context import inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
 from omnistage.pipeline.preparation import prepare
@@ -53,15 +54,17 @@ async def transcribe(
             if request_filter is not None and isinstance(request_filter.check_media(media), Refuse | Redact):
                 raise ContentFilterError("the content filter refuses this; send another", param="file")
 
-        def decode() -> AudioClip:
-            with inspect_media(inspect):
+        def decode() -> tuple[AudioClip, MediaHold]:
+            with inspect_media(inspect), media_hold() as media:
                 clip = decode_audio(data, limits, transcriber.audio_sample_rate)
                 notify_inspector(clip)
-            return clip
+            media.settle()
+            return clip, media
 
         try:
             with cancellation_scope(preparation), service.decoding(holder):
-                clip = await prepare(decode, preparation, long=True)
+                clip, media = await prepare(decode, preparation, long=True)
+            resources.callback(media.close)
             async with asyncio.timeout(preparation.remaining()):
                 text = await service.transcribe_workers.run(
                     lambda over: transcriber.transcribe(clip, over.is_set), place, resources

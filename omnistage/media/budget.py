@@ -1,0 +1,317 @@
+"""One budget for the memory that the media of all requests take in a service: decoded media and their features.
+
+A request reserves bytes from the sizes in its items' headers, before they are decoded, and has to wait where there are
+none left. It holds them as long as anything of its media is alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from omnistage.core.cancellation import current_cancellation
+from omnistage.core.errors import LimitExceededError
+from omnistage.core.memory import host_memory
+from omnistage.media.context import current_owner
+from omnistage.media.limits import MIB
+
+FREE_BYTES = 16 * MIB
+"""Reserved for an item before its size is known: most are smaller, and are decoded at once."""
+_COPIES = 3
+"""Of an item while it is decoded: in the process that decodes it, in the file between the two, and here."""
+_MIN_DEFAULT = 1024 * MIB
+_DEFAULT_SHARE, _REQUEST_SHARE, _OWNER_SHARE = 4, 2, 4
+_TRIM_BYTES = 64 * MIB
+_TRIM_SECONDS = 1.0
+
+
+def default_media_bytes() -> int:
+    """A service's budget unless told otherwise: a quarter of the machine's memory, or of the container's."""
+    return max((host_memory() or 0) // _DEFAULT_SHARE, _MIN_DEFAULT)
+
+
+class _Account:
+    """What one request holds."""
+
+    __slots__ = ("number", "owner", "size")
+
+    def __init__(self, owner: str | None, number: int) -> None:
+        self.owner: object = self if owner is None else owner
+        self.number = number
+        self.size = 0
+
+
+class MediaBudget:
+    """Bytes for the media of all requests. Thread-safe.
+
+    One request may hold half of them, and all others in preparation together the other half: the one that came first
+    always gets what it needs, so that requests which hold some and wait for more cannot wait for each other. An owner,
+    set by `decode_for`, starts no further request once it holds a quarter.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise ValueError("a budget needs at least one byte")
+        self.max_bytes = max_bytes
+        self.max_request_bytes = max(max_bytes // _REQUEST_SHARE, 1)
+        self._max_owned = max(max_bytes // _OWNER_SHARE, 1)
+        self._changed = threading.Condition()  # reentrant: a hold may be collected while its lock is held
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[_Account, int]] = []
+        self._first: _Account | None = None
+        """The request in preparation that may use all that is left, until it is prepared or ends."""
+        self._owned: Counter[object] = Counter()
+        self._held = 0
+        self._freed = 0
+        """Since memory was last given back to the system."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are reserved now."""
+        return self._held
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for bytes."""
+        return len(self._waiting)
+
+    def open_account(self, owner: str | None) -> _Account:
+        return _Account(owner, next(self._numbers))
+
+    def reserve(self, account: _Account, nbytes: int) -> None:
+        """Wait until there is room for so many more.
+
+        Raises `LimitExceededError` where there can be none, and as `Cancellation.check` does.
+        """
+        if account.size + nbytes > self.max_request_bytes:
+            raise LimitExceededError(
+                f"the request's media take {account.size + nbytes} bytes of memory up to here, over the limit of "
+                f"{self.max_request_bytes} for one request; send fewer or smaller ones"
+            )
+        cancellation, entry = current_cancellation(), (account, nbytes)
+        with cancellation.on_cancel(self._wake), self._changed:
+            self._waiting.append(entry)
+            try:
+                while True:
+                    cancellation.check()
+                    if self._fits(account, nbytes):
+                        break
+                    self._changed.wait(cancellation.remaining())
+                self._add(account, nbytes)
+            finally:
+                self._waiting.remove(entry)
+                if not account.size:
+                    self._leave(account)
+                self._changed.notify_all()
+
+    def _fits(self, account: _Account, nbytes: int) -> bool:
+        if self._first is None:
+            able = [waiting for waiting, _ in self._waiting if waiting.size or not self._owns_enough(waiting)]
+            self._first = min(able, key=lambda waiting: waiting.number, default=None)
+        if account is self._first:
+            return self._held + nbytes <= self.max_bytes
+        if not account.size and self._owns_enough(account):
+            return False
+        return self._held + nbytes <= self.max_bytes - self.max_request_bytes
+
+    def _owns_enough(self, account: _Account) -> bool:
+        return self._owned[account.owner] >= self._max_owned
+
+    def resize(self, account: _Account, nbytes: int, *, settled: bool = False) -> None:
+        """Hold so many from now on, which are there already; `settled`: and never more."""
+        with self._changed:
+            self._add(account, nbytes - account.size)
+            if settled:
+                self._leave(account)
+            self._changed.notify_all()
+            trim = self._freed >= _TRIM_BYTES
+            self._freed = 0 if trim else self._freed
+        if trim:
+            _trim_soon()
+
+    def close(self, account: _Account) -> None:
+        """Give all of it back."""
+        self.resize(account, 0, settled=True)
+
+    def _add(self, account: _Account, nbytes: int) -> None:
+        account.size += nbytes
+        self._held += nbytes
+        self._freed += max(-nbytes, 0)
+        self._owned[account.owner] += nbytes
+        if not self._owned[account.owner]:
+            del self._owned[account.owner]  # owners come and go
+
+    def _leave(self, account: _Account) -> None:
+        if self._first is account:
+            self._first = None
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class MediaHold:
+    """The bytes of one request's media. They are given back when the last reference to it is gone, or by `close`.
+
+    Whoever keeps decoded media or their features keeps it beside them. Used by one thread at a time.
+    """
+
+    def __init__(self, budget: MediaBudget | None, owner: str | None) -> None:
+        """Without a budget nothing is counted and nothing waits."""
+        self._budget = budget
+        self._account: _Account | None = None
+        if budget is not None:
+            self._account = budget.open_account(owner)
+            weakref.finalize(self, budget.close, self._account).atexit = False
+
+    @property
+    def counted(self) -> bool:
+        return self._account is not None
+
+    @property
+    def size(self) -> int:
+        return 0 if self._account is None else self._account.size
+
+    @property
+    def left(self) -> int:
+        """How many more one request may hold."""
+        return 0 if self._budget is None else max(self._budget.max_request_bytes - self.size, 0)
+
+    def reserve(self, nbytes: int) -> None:
+        """Hold so many more, once there is room. Raises as `MediaBudget.reserve` does."""
+        if self._budget is not None and self._account is not None and nbytes > 0:
+            self._budget.reserve(self._account, nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Hold so many fewer."""
+        if self._budget is not None and self._account is not None and nbytes:
+            self._budget.resize(self._account, self._account.size - nbytes)
+
+    def settle(self, nbytes: int | None = None) -> None:
+        """The request is prepared: hold so many from now on, or as many as before, and never more."""
+        if self._budget is not None and self._account is not None:
+            self._budget.resize(self._account, self.size if nbytes is None else nbytes, settled=True)
+
+    def close(self) -> None:
+        """Give all of it back now."""
+        self.settle(0)
+
+    @contextmanager
+    def decoding(self) -> Iterator[ItemBytes]:
+        """The bytes of one item that is decoded in the block; where that fails they are given back."""
+        item = ItemBytes(self)
+        try:
+            yield item
+        except BaseException:
+            item.keep(0)
+            raise
+
+
+class ItemBytes:
+    """The bytes of one item of a request."""
+
+    def __init__(self, hold: MediaHold) -> None:
+        self._hold = hold
+        self._size = 0
+
+    @property
+    def counted(self) -> bool:
+        return self._hold.counted
+
+    def begin(self) -> int | None:
+        """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""
+        if not self.counted:
+            return None
+        nbytes = min(FREE_BYTES, self._hold.left // _COPIES)
+        self.need(nbytes)
+        return nbytes
+
+    def need(self, nbytes: int) -> None:
+        """Reserve what decoding takes for an item of so many bytes."""
+        more = _COPIES * nbytes - self._size
+        if more > 0:
+            self._hold.reserve(more)
+            self._size += more
+
+    def keep(self, nbytes: int) -> None:
+        """It is decoded, and takes so many bytes from now on."""
+        self._hold.release(self._size - nbytes)
+        self._size = nbytes
+
+
+_active: MediaBudget | None = None
+_HOLD: ContextVar[MediaHold | None] = ContextVar("omnistage_media_hold", default=None)
+
+
+def active_media_budget() -> MediaBudget | None:
+    return _active
+
+
+@contextmanager
+def media_budget(max_bytes: int) -> Iterator[MediaBudget]:
+    """Count the media of this process's requests inside the block."""
+    global _active
+    before, _active = _active, MediaBudget(max_bytes)
+    try:
+        yield _active
+    finally:
+        _active = before
+
+
+@contextmanager
+def media_hold() -> Iterator[MediaHold]:
+    """What is decoded inside the block is held by this one, which outlives the block unless it is left by an error."""
+    hold = MediaHold(_active, current_owner())
+    token = _HOLD.set(hold)
+    try:
+        yield hold
+    except BaseException:
+        hold.close()
+        raise
+    finally:
+        _HOLD.reset(token)
+
+
+def current_hold() -> MediaHold:
+    """That of the request which this thread prepares; outside of any, a new one for the item alone."""
+    return _HOLD.get() or MediaHold(_active, current_owner())
+
+
+# ----------------------------------------------------------------------------------------- memory for the system
+
+_trim_lock = threading.RLock()  # reentrant, as above
+_trimming = False
+
+
+def _trim_soon() -> None:
+    """Give freed memory back to the system in a moment, when what was released has really been freed.
+
+    glibc keeps it for the next allocation otherwise. At most one thread waits to do so at a time.
+    """
+    global _trimming
+    with _trim_lock:
+        if _trimming or sys.platform != "linux":
+            return
+        _trimming = True
+        timer = threading.Timer(_TRIM_SECONDS, _trim)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # no thread can be started: the next release tries again
+            _trimming = False
+
+
+def _trim() -> None:
+    global _trimming
+    with _trim_lock:
+        _trimming = False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+    if trim is not None:
+        trim(0)

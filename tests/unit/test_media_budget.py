@@ -1,0 +1,239 @@
+"""One budget for the memory of all requests' media: reserved before decoding, given back however a request ends."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from omnistage.core.cancellation import Cancellation, cancellation_scope
+from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, LimitExceededError
+from omnistage.media import MediaLimits, budget, decode_audio, decode_image, decode_video
+from omnistage.media import audio as audio_module
+from omnistage.media.budget import MediaBudget, MediaHold, media_budget, media_hold
+from omnistage.media.context import decode_for
+from omnistage.media.decode_pool import DecodePool, decode_processes
+from omnistage.media.limits import MIB
+from omnistage.pipeline.messages.chat import parse_messages
+
+if (folder := str(Path(__file__).parents[2] / "tools")) not in sys.path:
+    sys.path.append(folder)
+
+from fuzz_media import FORMATS
+
+LIMITS = MediaLimits()
+
+
+def waits(limits: MediaBudget, count: int = 1) -> None:
+    """Return once so many requests wait for memory."""
+    end = time.monotonic() + 30
+    while limits.waiting < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextmanager
+def started(work: object, *arguments: object) -> Iterator[Future[None]]:
+    with ThreadPoolExecutor() as threads:
+        yield threads.submit(work, *arguments)  # type: ignore[arg-type]
+
+
+def png(width: int, height: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (width, height), (1, 2, 3)).save(data, "PNG")
+    return data.getvalue()
+
+
+class TestBudget:
+    def test_a_request_waits_for_what_another_holds(self) -> None:
+        limits = MediaBudget(100)
+        first, second, third = (MediaHold(limits, None) for _ in range(3))
+        first.reserve(50)
+        second_reserve, third_reserve = 40, 20
+        with started(second.reserve, second_reserve) as waiting:
+            waits(limits)
+            assert limits.held == 50
+            first.close()
+            waiting.result(30)
+        assert limits.held == 40
+        third.reserve(third_reserve - 10)  # of the other half, beside the one that came first
+        assert limits.held == 50
+
+    def test_what_alone_is_over_the_limit_is_refused_at_once(self) -> None:
+        limits = MediaBudget(100)
+        hold = MediaHold(limits, None)
+        hold.reserve(30)
+        with pytest.raises(LimitExceededError, match="51 bytes of memory up to here, over the limit of 50"):
+            hold.reserve(21)
+        assert limits.held == 30
+
+    def test_it_is_given_back_when_nothing_refers_to_it(self) -> None:
+        limits = MediaBudget(100)
+        hold = MediaHold(limits, "somebody")
+        hold.reserve(30)
+        hold.settle(20)
+        assert limits.held == 20
+        del hold
+        assert limits.held == 0
+
+    def test_requests_that_hold_some_and_need_more_do_not_wait_for_each_other(self) -> None:
+        limits = MediaBudget(100)
+        first, second = MediaHold(limits, None), MediaHold(limits, None)
+        first.reserve(25)
+        second.reserve(25)
+        with started(second.reserve, 25) as waiting:
+            waits(limits)
+            first.reserve(25)  # it came first: it has all that is left
+            first.settle(10)
+            waiting.result(30)
+        assert limits.held == 60
+
+    def test_an_owner_with_a_quarter_starts_no_more_and_others_do(self) -> None:
+        limits = MediaBudget(100)
+        running, further, other = MediaHold(limits, "a"), MediaHold(limits, "a"), MediaHold(limits, "b")
+        running.reserve(30)
+        running.settle()
+        with started(further.reserve, 5) as waiting:
+            waits(limits)
+            other.reserve(40)
+            assert not waiting.done()
+            running.close()
+            waiting.result(30)
+        assert limits.held == 45
+
+    def test_waiting_ends_with_the_request(self) -> None:
+        limits = MediaBudget(100)
+        first = MediaHold(limits, None)
+        first.reserve(50)
+
+        def prepare(cancellation: Cancellation) -> None:
+            with cancellation_scope(cancellation):
+                MediaHold(limits, None).reserve(10)
+
+        cancellation = Cancellation()
+        with started(prepare, cancellation) as waiting:
+            waits(limits)
+            cancellation.cancel()
+            with pytest.raises(CancelledRequestError):
+                waiting.result(30)
+        with pytest.raises(DeadlineExceededError):
+            prepare(Cancellation(time.monotonic() + 0.05))
+        assert limits.held == 50
+        assert limits.waiting == 0
+
+    def test_many_threads_never_hold_more_and_all_of_them_end(self) -> None:
+        limits, lock = MediaBudget(1000), threading.Lock()
+        highest = 0
+
+        def request(seed: int) -> None:
+            nonlocal highest
+            values = random.Random(seed)
+            with decode_for(values.choice(("a", "b", "c", None))):
+                hold = MediaHold(limits, None if seed % 3 else "a")
+            for _ in range(values.randint(1, 5)):
+                hold.reserve(values.randint(1, 100))
+                with lock:
+                    highest = max(highest, limits.held)
+            hold.settle(values.randint(0, hold.size))
+            if values.random() < 0.5:
+                hold.close()
+
+        with ThreadPoolExecutor(24) as threads:
+            jobs = [threads.submit(request, seed) for seed in range(600)]
+            assert not wait(jobs, timeout=60).not_done
+            for job in jobs:
+                job.result()
+        assert 0 < highest <= 1000
+        assert limits.held == 0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecodePool]:
+    with decode_processes(1) as processes:
+        assert processes is not None
+        processes.start_process()
+        yield processes
+
+
+@pytest.mark.usefixtures("pool")
+class TestDecoding:
+    def test_decoded_media_are_held_until_they_are_gone(self) -> None:
+        with media_budget(256 * MIB) as limits:
+            with media_hold() as hold:
+                image = decode_image(png(300, 200), LIMITS)
+                assert image.size == (300, 200)
+                assert limits.held == 300 * 200 * 4
+                clip = decode_audio((np.zeros(16_000, np.float32), 16_000), LIMITS)
+                assert limits.held == 300 * 200 * 4 + clip.samples.nbytes
+            del hold
+            assert limits.held == 0
+
+    def test_a_large_picture_is_the_same_with_and_without_a_budget(self) -> None:
+        values = np.random.default_rng(0).integers(0, 256, (1900, 2600, 3), np.uint8)
+        data = io.BytesIO()
+        Image.fromarray(values).save(data, "PNG", compress_level=1)
+        with media_budget(512 * MIB):
+            image = decode_image(data.getvalue(), LIMITS)
+        assert np.array_equal(np.asarray(image), values)
+
+    def test_a_picture_waits_for_memory_without_a_process(self, pool: DecodePool) -> None:
+        """The pool's only process goes on with what is small."""
+        with media_budget(240 * MIB) as limits:
+            running = MediaHold(limits, None)
+            running.reserve(20 * MIB)
+            with started(decode_image, png(3000, 3000), LIMITS) as large:  # 108 MB while it is decoded
+                waits(limits)
+                assert decode_image(png(20, 20), LIMITS).size == (20, 20)
+                assert not large.done()
+                running.close()
+                assert large.result(30).size == (3000, 3000)  # type: ignore[attr-defined]
+
+    def test_what_needs_more_than_a_request_may_hold_is_refused_from_its_header(self) -> None:
+        with media_budget(64 * MIB) as limits:
+            with pytest.raises(LimitExceededError, match="of memory up to here, over the limit of 33554432"):
+                decode_image(png(3000, 3000), LIMITS)
+            assert limits.held == 0
+            assert decode_image(png(1000, 1000), LIMITS).size == (1000, 1000)
+
+    def test_a_video_reserves_its_frames_and_its_audio(self) -> None:
+        data = FORMATS["mp4"][1]()
+        with media_budget(256 * MIB) as limits, media_hold() as hold:
+            clip = decode_video(data, LIMITS, with_audio=True)
+            assert clip.audio is not None
+            assert hold.size == limits.held == clip.frames.nbytes + clip.audio.samples.nbytes
+
+
+def test_audio_that_a_model_cannot_take_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    soundfile.write(data, np.zeros(80_000, np.float32), 8_000, format="WAV")
+    monkeypatch.setattr(audio_module, "_to_mono", lambda block: pytest.fail("decoded"))
+    message = {"role": "user", "content": [{"type": "audio", "audio": data.getvalue()}]}
+    with pytest.raises(LimitExceededError, match="over the limit of 2"):
+        parse_messages([message], LIMITS, max_clip_seconds=2.0)
+
+
+def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = threading.Event()
+    monkeypatch.setattr(budget, "_TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(budget, "_trim", trimmed.set)
+    monkeypatch.setattr(budget, "_trimming", False)
+    limits = MediaBudget(1024 * MIB)
+    small, large = MediaHold(limits, None), MediaHold(limits, None)
+    small.reserve(MIB)
+    small.close()
+    assert not budget._trimming
+    large.reserve(100 * MIB)
+    large.close()
+    assert budget._trimming or sys.platform != "linux"
+    assert trimmed.wait(30) or sys.platform != "linux"
