@@ -4,7 +4,8 @@
 
 Serves two small random checkpoints. For each kind of hostile request it keeps `--attackers` of them in flight, to one
 of the models, and meanwhile sends ordinary chats to that model and to the other, and asks for `/health`. At last the
-service gets SIGTERM in the middle of an attack. Times are compared with those of the service at rest, in the same run.
+service gets SIGTERM in the middle of an attack. Times are compared with those of the service at rest, in the same run;
+memory is that of the service and of its decode processes before, during and some seconds after an attack.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ DRAIN_SECONDS = 2
 _QUIET_CHATS = 20
 _BEGIN_SECONDS = 3.0
 """Until the attackers' process has started and all of its requests are in flight."""
+_AFTER_SECONDS = 8.0
+"""After an attack, until what it took should be free again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Times:
     chats: dict[str, list[float]] = field(default_factory=lambda: {model: [] for model in MODELS})
     statuses: collections.Counter[str] = field(default_factory=collections.Counter)
     """Of the hostile requests."""
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes of the service, and of its decode processes."""
 
 
 # ------------------------------------------------------------------------------------------------- hostile requests
@@ -78,15 +83,25 @@ def jpeg_of_many_scans(scans: int, side: int) -> bytes:
     return data[:-2] + data[last:-2] * scans + data[-2:]
 
 
+def large_png(side: int) -> bytes:
+    """One colour: a few hundred kilobytes, whatever its size."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), (10, 120, 200)).save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
+
+
 def attacks() -> list[Attack]:
     text, omni = MODELS
     image = base64.b64encode(jpeg_of_many_scans(8000, 3000)).decode()
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}]
+    large = base64.b64encode(large_png(8000)).decode()
+    many = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{large}"}}] * 12
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(.{1,500}){400,500}$"}}}
     structured = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "required": ["a"]}}}
     zeros = _chat(text, "hi", tools="?").replace(b'"?"', b"[" + b"0," * (2 * 2**20) + b"0]")
     return [
         Attack("JPEG of 8,000 scans", omni, _chat(omni, [*parts, {"type": "text", "text": "hi"}])),
+        Attack("12 pictures of 64 megapixels", omni, _chat(omni, [*many, {"type": "text", "text": "hi"}])),
         Attack("4 MiB of tools: [0, 0, ...]", text, zeros),
         Attack("grammar dear to step", text, _chat(text, "hi", response_format=structured, max_tokens=64)),
         Attack("2,000,000 x U+E0F0", text, _chat(text, "\ue0f0" * 2_000_000)),
@@ -163,9 +178,30 @@ def ordinary(model: str) -> bytes:
     return _chat(model, "How are you today?")
 
 
-def measure(address: str, attack: Attack, settings: Settings) -> Times:
-    times = Times()
+def resident(process: int) -> int:
+    """Bytes of one process, its share of what it has in common with others."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def memory(process: int) -> tuple[int, int]:
+    """Bytes of the service and of its decode processes."""
+    children: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            children += map(int, (task / "children").read_text().split())
+    return resident(process), sum(map(resident, children))
+
+
+def measure(address: str, process: int, attack: Attack, settings: Settings) -> Times:
+    times = Times(memory=[memory(process)])
     over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            times.memory.append(memory(process))
 
     def repeat(into: list[float], body: bytes | None) -> None:
         while not over.is_set():
@@ -175,6 +211,8 @@ def measure(address: str, attack: Attack, settings: Settings) -> Times:
     tasks: list[Callable[[], None]] = [lambda: repeat(times.health, None)]
     tasks += [lambda model=model: repeat(times.chats[model], ordinary(model)) for model in MODELS]  # type: ignore[misc]
     with attacked(address, attack, settings, times):
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
         time.sleep(_BEGIN_SECONDS)
         threads = [threading.Thread(target=task, daemon=True) for task in tasks]
         for thread in threads:
@@ -183,6 +221,9 @@ def measure(address: str, attack: Attack, settings: Settings) -> Times:
         over.set()
         for thread in threads:
             thread.join(120)
+    watching.join()
+    time.sleep(_AFTER_SECONDS)
+    times.memory.append(memory(process))
     return times
 
 
@@ -211,15 +252,19 @@ def run_all(address: str, process: int, chosen: list[Attack], settings: Settings
     print(f"{settings.attackers} hostile requests at once, {settings.seconds:g} s of each, sent again after a pause of")
     print(f"{settings.pause:g} s; times in ms, and as multiples of those at rest")
     print("at rest: " + ", ".join(f"{model} {1000 * typical[model]:.0f}" for model in MODELS))
-    print("\n| attack | /health, longest | same model, median | other model, median | answers to it |")
-    print("| --- | ---: | ---: | ---: | --- |")
+    columns = ["/health, longest", "same model, median", "other model, median", "MiB before", "highest", "after"]
+    print(f"\n| attack | {' | '.join(columns)} | answers to it |")
+    print("| --- | " + "---: | " * len(columns) + "--- |")
     for attack in chosen:
-        times = measure(address, attack, settings)
+        times = measure(address, process, attack, settings)
         other = next(model for model in MODELS if model != attack.target)
         cells = [f"{1000 * max(times.health):.0f}"]
         for model in (attack.target, other):
             median = statistics.median(times.chats[model])
             cells.append(f"{1000 * median:.0f} ({median / typical[model]:.1f})")
+        highest = max(range(len(times.memory)), key=lambda at: sum(times.memory[at]))
+        for service, decoding in (times.memory[0], times.memory[highest], times.memory[-1]):
+            cells.append(f"{service >> 20} + {decoding >> 20}")
         answers = ", ".join(f"{status}: {count}" for status, count in sorted(times.statuses.items()))
         print(f"| {attack.name} | {' | '.join(cells)} | {answers} |", flush=True)
     with attacked(address, chosen[0], settings, Times()):

@@ -28,7 +28,7 @@ from omnistage.pipeline.batch import (
     prompt_list,
 )
 from omnistage.pipeline.build import EngineParts, build_parts
-from omnistage.pipeline.health import StageHealth
+from omnistage.pipeline.health import OrchestratorStats, StageHealth
 from omnistage.pipeline.intake import (
     ParamsLike,
     Prompt,
@@ -38,7 +38,7 @@ from omnistage.pipeline.intake import (
     is_conversation,
     known_request_id,
 )
-from omnistage.pipeline.orchestrator import Orchestrator, OrchestratorStats
+from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import is_long, prepare
@@ -431,7 +431,7 @@ class Omni(_Front):
         try:
             return self.orchestrator.start(plan, sink)
         except QueueFullError:
-            self.orchestrator.wait_for_room(_REFRESH_SECONDS)
+            self.orchestrator.wait_for_room(_REFRESH_SECONDS, plan.answers)
             return None
 
     def close(self) -> None:

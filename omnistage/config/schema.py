@@ -383,7 +383,9 @@ class DeploymentConfig(ConfigModel):
 
     device: DeviceName = Field(default="auto", description="auto: CUDA where there is one, else CPU.")
     dtype: DTypeName = Field(default="auto", description="auto: bfloat16 on CUDA, float32 elsewhere.")
-    max_inflight: Count = Field(default=256, description="Requests running or queued before new ones are refused.")
+    max_inflight: Count = Field(
+        default=256, description="Requests running or queued, counted by their answers, before new ones are refused."
+    )
     trace_history: CountOrZero = Field(default=1024, description="Traces of finished requests that are kept.")
     output_buffer: Count = Field(default=1024, description="Chunks buffered for a slow reader.")
     torch_threads: Count | None = Field(default=None, description="CPU threads of torch; null: torch's choice.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -26,6 +26,7 @@ from omnistage.core.types import (
     TokenChunk,
     VideoChunk,
 )
+from omnistage.pipeline.timing import StepSeconds
 
 
 class StageState(StrEnum):
@@ -77,6 +78,19 @@ class StageHealth:
         return StageUnavailableError(
             f"stage {self.name!r} has been in one step for {self.overdue or 0.0:.0f} s; try again later"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorStats:
+    inflight: int
+    max_inflight: int
+    admitted: int
+    rejected: int
+    """Refused because the service was full."""
+    finished: Mapping[FinishReason, int]
+    stages: Mapping[str, StageStats]
+    step_seconds: Mapping[str, StepSeconds]
+    health: Mapping[str, StageHealth]
 
 
 class FailedStage(Stage):

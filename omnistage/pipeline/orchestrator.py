@@ -13,13 +13,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from omnistage.core.errors import (
     BridgeError,
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
+    LimitExceededError,
     OmniError,
     QueueFullError,
     ShutdownError,
@@ -29,11 +30,11 @@ from omnistage.core.failures import log_defect
 from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
-from omnistage.core.stage import Stage, StageStats
+from omnistage.core.stage import Stage
 from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.ending import emit_final
-from omnistage.pipeline.health import FailedStage, StageHealth, close_stages
+from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import loop_threads, sharing
 from omnistage.pipeline.output import Sink
@@ -42,25 +43,11 @@ from omnistage.pipeline.planning import RequestPlanner, check_parts
 from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun
 from omnistage.pipeline.routing import call_bridge, check_length, internal_error
 from omnistage.pipeline.supervision import Rebuild, Supervisor
-from omnistage.pipeline.timing import StepSeconds
 
 _RECENT_FINISHES = 64
 _RETRY_AFTER_RANGE = (0.1, 60.0)
 _CLOSE_SECONDS = 2.0
 """For stages to release what they hold, all together."""
-
-
-@dataclass(frozen=True, slots=True)
-class OrchestratorStats:
-    inflight: int
-    max_inflight: int
-    admitted: int
-    rejected: int
-    """Refused because the service was full."""
-    finished: Mapping[FinishReason, int]
-    stages: Mapping[str, StageStats]
-    step_seconds: Mapping[str, StepSeconds]
-    health: Mapping[str, StageHealth]
 
 
 class Orchestrator:
@@ -98,6 +85,8 @@ class Orchestrator:
         self._threads = threads
         self._room = threading.Condition()  # its lock guards everything from here to the loops
         self._runs: dict[str, RequestRun] = {}
+        self._inflight = 0
+        """Answers of all runs: a request for several counts as so many."""
         self._history: OrderedDict[str, Trace] = OrderedDict()
         self._trace_history = trace_history
         self._finish_times: deque[float] = deque(maxlen=_RECENT_FINISHES)
@@ -146,6 +135,8 @@ class Orchestrator:
     def plan(self, request: OmniRequest) -> RequestPlan:
         """Everything that can be said about a request without taking it; raises what is wrong with it."""
         plan = self._planner.plan(request)
+        if plan.answers > self.max_inflight:
+            raise LimitExceededError(f"{plan.answers} answers are over the limit of {self.max_inflight}", param="n")
         self._check_stages(plan)
         self._planner.check(plan)
         return plan
@@ -164,8 +155,9 @@ class Orchestrator:
         run = RequestRun(plan, self.graph, sink, self.model)
         self._check_stages(plan)
         with self._room:
-            self._check_room(info.request_id)
+            self._check_room(info.request_id, plan.answers)
             self._runs[info.request_id] = run
+            self._inflight += plan.answers
             self._admitted += 1
             run.trace.admitted = now - info.arrival
         with run.lock:
@@ -186,16 +178,16 @@ class Orchestrator:
         with self._room:
             self._check_room(request_id)
 
-    def _check_room(self, request_id: str) -> None:
+    def _check_room(self, request_id: str, answers: int = 1) -> None:
         if self._closing:
             raise ShutdownError("the engine is shutting down and takes no more requests")
         if request_id in self._runs:
             raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
-        if len(self._runs) >= self.max_inflight:
+        if self._inflight + answers > self.max_inflight:
             self._rejected += 1
             wait = self._retry_after()
             raise QueueFullError(
-                f"{self.max_inflight} requests are in flight, the maximum; try again in {wait:.1f} s",
+                f"{self._inflight} requests of {self.max_inflight} are in flight; try again in {wait:.1f} s",
                 retry_after=wait,
             )
 
@@ -207,10 +199,10 @@ class Orchestrator:
         span = self._clock() - self._finish_times[0]
         return min(max(span / (len(self._finish_times) - 1), low), high)
 
-    def wait_for_room(self, timeout: float | None = None) -> bool:
+    def wait_for_room(self, timeout: float | None = None, answers: int = 1) -> bool:
         """Wait until a request would be admitted, or refused for good because of a shutdown."""
         with self._room:
-            return self._room.wait_for(lambda: len(self._runs) < self.max_inflight or self._closing, timeout)
+            return self._room.wait_for(lambda: self._inflight + answers <= self.max_inflight or self._closing, timeout)
 
     # --------------------------------------------------------------------------------------------- routing
 
@@ -346,6 +338,7 @@ class Orchestrator:
                 self._timer.discard(run.timer)
             with self._room:
                 del self._runs[request_id]
+                self._inflight -= run.plan.answers
                 self._finished[reason] += 1
                 self._finish_times.append(now)
                 self._history.pop(request_id, None)

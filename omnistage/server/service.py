@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from omnistage.core.errors import (
     OmniError,
     ShutdownError,
 )
-from omnistage.core.params import StageParams
+from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
@@ -68,6 +69,17 @@ class ServedModel:
         """The first stage that takes parameters of this kind."""
         stages = self.omni.orchestrator.stages
         return next((name for name in self.omni.orchestrator.graph.order if stages[name].params_type is kind), None)
+
+    def answers(self, params: ParamsLike) -> int:
+        """How many texts or pictures a request with these parameters gives."""
+        given = params if isinstance(params, Mapping) else {}
+        orchestrator, most = self.omni.orchestrator, 1
+        for name in orchestrator.graph.order:
+            for each in (given.get(name), orchestrator.default_params(name)):
+                if isinstance(each, SamplingParams | DiffusionParams) and "n" in each.model_fields_set:
+                    most = max(most, each.n)
+                    break
+        return most
 
     def with_seed(self, seed: int | None, params: Mapping[str, StageParams]) -> dict[str, StageParams]:
         """These parameters, with the seed on every other stage that uses random numbers."""
@@ -198,14 +210,18 @@ class Service:
         params: ParamsLike,
         options: RequestOptions,
         request_id: str | None = None,
+        prompts: int = 1,
     ) -> AsyncIterator[OutputStream]:
         """A request of a key's holder; leaving the block before its end aborts it.
+
+        It counts as many times as it has answers; `prompts`: with those of further prompts that are not counted.
 
         A failure before the first chunk raises; later the final chunk carries it. An abort by someone else is always
         a failure, a passed deadline only where there is no output yet.
         """
         preparation = Cancellation()
-        with self._admitted(holder, model, preparation) as record:
+        answers = prompts * model.answers(params)
+        with self._admitted(holder, model, preparation, answers) as record:
             if record.tag is not None and not _TAG.fullmatch(record.tag):
                 raise InvalidRequestError(
                     "the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _"
@@ -253,8 +269,8 @@ class Service:
         return decode_for(self.owner_of(holder))
 
     def owner_of(self, holder: Holder) -> str | None:
-        """Whose work it is, for threads and processes that leave room to others; without keys nobody is known."""
-        return holder.name if self.keyring.required else None
+        """Whose work it is, for threads, processes and memory that leave room to others: a key's, or an address's."""
+        return holder.name if self.keyring.required else _network(holder.address)
 
     @contextlib.contextmanager
     def run_without_stages(
@@ -272,13 +288,15 @@ class Service:
                 yield request_filter
 
     @contextlib.contextmanager
-    def _admitted(self, holder: Holder, model: ServedModel, preparation: Cancellation) -> Iterator[AuditRecord]:
+    def _admitted(
+        self, holder: Holder, model: ServedModel, preparation: Cancellation, answers: int = 1
+    ) -> Iterator[AuditRecord]:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
         current = CURRENT_RECORD.get()
         with contextlib.nullcontext(current) if current is not None and not current.closed else _background() as record:
             record.who, record.model = holder.name, model.name
             admission = contextlib.ExitStack()
-            admission.enter_context(self.keyring.admit(holder, model.name))
+            admission.enter_context(self.keyring.admit(holder, model.name, answers))
             try:
                 yield record
             finally:
@@ -379,6 +397,14 @@ def _background() -> Iterator[AuditRecord]:
         raise
     finally:
         record.close()
+
+
+def _network(address: str | None) -> str | None:
+    """A client by its address. With IPv6 one has 2**64 of them."""
+    parsed = None if address is None else ip_address(address)
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ip_network((parsed, 64), strict=False))
+    return address
 
 
 def _remember(names: dict[KeyT, str], key: KeyT, name: str) -> None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.omni import AsyncOmni, Omni, OutputStream
-from omnistage.pipeline.orchestrator import OrchestratorStats
+from omnistage.pipeline.health import OrchestratorStats
 from omnistage.pipeline.request import RequestRun
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.http.connection import Connection, Exchange

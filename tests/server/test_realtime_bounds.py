@@ -206,6 +206,7 @@ class Meeting:
         (events, "parse", message("conversation.item.create", item=said("x" * (events.LARGE_CHARS + 1)))),
         (session, "decode", message("input_audio_buffer.append", audio=encoded(sound(2.0)))),
         (items, "decode", message("conversation.item.create", item=spoken(sound(2.0)))),
+        (session, "updated", message("session.update", session={"tools": [{"type": "function", "name": "f"}]})),
     ],
 )
 def test_others_go_on_while_a_large_message_is_read(
@@ -325,7 +326,7 @@ def test_the_model_hears_what_it_says_that_it_hears(models: dict[str, AsyncOmni]
     plan(most)
     with pytest.raises(InvalidRequestError, match="shorter"):
         plan(least / 2)
-    with pytest.raises(InvalidRequestError, match="at most"):
+    with pytest.raises(InvalidRequestError, match="over the limit"):
         plan(most + 0.1)
 
 

@@ -186,7 +186,7 @@ def test_a_client_that_leaves_ends_all_of_its_prompts(server: Running, monkeypat
 
 @pytest.fixture
 def keyed(models: dict[str, AsyncOmni]) -> Iterator[tuple[Running, Holder]]:
-    holder = Holder("ann", digest_of(KEY), rate=2.0, max_concurrent=2)
+    holder = Holder("ann", digest_of(KEY), rate=2.0, max_concurrent=4)
     service = Service(keyring=Keyring([holder], clock=lambda: 0.0))
     service.add("lm", models["lm"])
     service.loading = False
@@ -195,7 +195,7 @@ def keyed(models: dict[str, AsyncOmni]) -> Iterator[tuple[Running, Holder]]:
     models["lm"].orchestrator.check_idle()
 
 
-def test_a_key_counts_requests_and_not_their_prompts(keyed: tuple[Running, Holder]) -> None:
+def test_a_key_counts_running_prompts_and_starting_requests(keyed: tuple[Running, Holder]) -> None:
     server, holder = keyed
     asked = {"headers": {"Authorization": f"Bearer {KEY}"}}
     answer = posted(server, "completions", {**PLAIN, "prompt": PROMPTS}, **asked)
@@ -204,7 +204,7 @@ def test_a_key_counts_requests_and_not_their_prompts(keyed: tuple[Running, Holde
     assert holder.use.counts["requests"] == 0
     trace = httpx.get(f"{server.url}/v1/requests/{answer.json()['id']}", **asked)
     assert trace.status_code == 200
-    holder.use.counts["requests"] = 2  # as many as it may have
+    holder.use.counts["requests"] = 2  # with three more it would have more than four
     error_of(posted(server, "completions", {**PLAIN, "prompt": PROMPTS}, **asked), 429)
     holder.use.counts["requests"] = 1
     streamed = posted(server, "completions", {**PLAIN, "prompt": PROMPTS, "stream": True}, **asked)
@@ -479,3 +479,19 @@ def test_a_form_is_told_which_part_must_be_a_file(server: Running) -> None:
     assert "UploadFile" not in error["message"]
     error = error_of(httpx.post(url, json=DRAW))
     assert "multipart/form-data" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_answers_count_for_a_key(keyed: tuple[Running, Holder], path: str) -> None:
+    server, holder = keyed
+    prompt = {"prompt": PROMPTS[0]} if path == "completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+    asked = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    told = error_of(posted(server, path, {**PLAIN, **prompt, "n": 5}, **asked), 413)
+    assert told["param"] == "n"
+    assert "5 answers at once are over this key's limit of 4" in told["message"]
+    holder.use.counts["requests"] = 1
+    error_of(posted(server, path, {**PLAIN, **prompt, "n": 4}, **asked), 429)
+    answer = posted(server, path, {**PLAIN, **prompt, "n": 3}, **asked)
+    assert answer.status_code == 200, answer.text
+    assert holder.use.counts["requests"] == 1
+    holder.use.counts["requests"] = 0

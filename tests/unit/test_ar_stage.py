@@ -749,6 +749,18 @@ def test_whatever_breaks_in_one_answer_s_update_ends_it_alone(
 # ---------------------------------------------------------------------------------------------- insight
 
 
+def test_of_many_answers_those_that_wait_let_the_next_request_pass(model: CausalLM) -> None:
+    stage = make_stage(model, max_running=2)
+    stage.submit(request("many", PROMPT, n=8, max_tokens=4, ignore_eos=True))
+    stage.step()
+    stage.submit(request("next", OTHER, max_tokens=2, ignore_eos=True))
+    ended: list[str] = []
+    while stage.has_work():
+        ended += [chunk.request_id for chunk in stage.step() if chunk.finish is not None]
+    assert ended == ["many", "many", "next", *["many"] * 6]
+    assert all_free(stage)
+
+
 def test_stats_say_what_waits_runs_and_was_done(model: CausalLM) -> None:
     stage = make_stage(model, max_running=1)
     stage.submit(request("a", PROMPT, max_tokens=3))

@@ -95,6 +95,37 @@ def test_slow_compiles_are_given_up_and_cannot_pile_up(
     assert compiler.texts == ["a", "b"]
 
 
+def test_a_compilation_counts_for_its_request_until_it_has_ended(
+    compiler: GatedCompiler, clients: ThreadPoolExecutor
+) -> None:
+    cancellation, idle = Cancellation(), threading.Event()
+
+    def work() -> None:
+        with cancellation_scope(cancellation):
+            compiler.compile(CHEAP)
+
+    request = clients.submit(work)
+    assert compiler.began.acquire(timeout=PATIENCE)
+    cancellation.cancel()
+    with pytest.raises(CancelledRequestError):
+        request.result(PATIENCE)
+    cancellation.when_idle(idle.set)
+    assert not idle.is_set()  # the thread still works for it
+    compiler.opened.set()
+    assert idle.wait(PATIENCE)
+
+
+def test_a_compilation_that_never_began_counts_no_longer_than_its_request(
+    compiler: GatedCompiler, clients: ThreadPoolExecutor
+) -> None:
+    compiling(compiler, clients, CHEAP)
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with cancellation_scope(cancellation), pytest.raises(CancelledRequestError):
+        compiler.compile(OTHER)
+    assert cancellation.idle
+
+
 def test_the_same_constraint_is_compiled_once_for_all_who_wait(
     compiler: GatedCompiler, clients: ThreadPoolExecutor
 ) -> None:

@@ -14,6 +14,7 @@ from omnistage.core.errors import ConfigError
 from omnistage.server.access.jwt import INVALID_KEY
 from omnistage.server.access.keys import KEYS_VARIABLE, Holder, KeyConfig, KeyFile, Keyring, digest_of, load_keys
 from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from omnistage.server.service import Service
 
 KEY = "a-key-for-tests"
 
@@ -392,3 +393,15 @@ def test_ten_thousand_holders_of_tokens_are_remembered() -> None:
     assert keyring.authenticate("Bearer first").use is first.use  # and now it came last
     keyring.authenticate("Bearer one-more")
     assert len(keyring._token_usage) == 10_000
+
+
+def test_without_keys_work_is_shared_by_address() -> None:
+    service = Service()
+
+    def owner(address: str | None) -> str | None:
+        return service.owner_of(service.keyring.authenticate(None, address))
+
+    assert owner("192.0.2.1") == "192.0.2.1"
+    assert owner("2001:db8:1:2::5") == owner("2001:db8:1:2:ffff::1") != owner("2001:db8:1:3::5")
+    assert owner(None) is None
+    assert Service(keyring=Keyring([Holder("ann", digest_of(KEY))])).owner_of(Holder("ann", b"")) == "ann"

@@ -14,6 +14,7 @@ from omnistage.core.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
+    LimitExceededError,
     PromptTooLongError,
     QueueFullError,
     ShutdownError,
@@ -269,6 +270,23 @@ def test_a_full_service_refuses_and_says_when_to_come_back() -> None:
         pipeline.orchestrator.check_room("z")
     assert 2.0 < refusal.value.retry_after < 4.0
     assert pipeline.orchestrator.stats().rejected == 2
+
+
+def test_a_request_for_several_answers_counts_as_many() -> None:
+    pipeline = Pipeline(max_inflight=4)
+    several = {"thinker": SamplingParams(n=3)}
+    pipeline.submit("a", modalities=(TEXT,), params=several)
+    with pytest.raises(QueueFullError, match="3 requests of 4"):
+        pipeline.submit("b", modalities=(TEXT,), params=several)
+    assert pipeline.orchestrator.wait_for_room(0)
+    assert not pipeline.orchestrator.wait_for_room(0, answers=3)
+    pipeline.submit("c")
+    with pytest.raises(QueueFullError):
+        pipeline.submit("d")
+    pipeline.run()
+    pipeline.submit("e", modalities=(TEXT,), params=several)
+    with pytest.raises(LimitExceededError, match="5 answers are over the limit of 4"):
+        pipeline.submit("f", modalities=(TEXT,), params={"thinker": SamplingParams(n=5)})
 
 
 def test_parts_that_do_not_fit_the_graph_are_refused() -> None:

@@ -186,7 +186,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             and not payload.streaming
             and not (stage_input.emit_hidden and component.spec.emit_anew),
         )
-        self.scheduler.add(state, info.priority)
+        # The others of several answers stand behind the first ones of requests that come soon after.
+        self.scheduler.add(state, info.priority + min(index, 1))
         text = TextStream(component.tokenizer, params) if component.tokenizer is not None else None
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else component.eos_token_ids)))
         self._answers[key] = _Answer(info.request_id, index, params, payload, text, limit, stop_ids)

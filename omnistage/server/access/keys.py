@@ -9,14 +9,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omnistage.config.yamlio import load_file
-from omnistage.core.errors import ConfigError
+from omnistage.core.errors import ConfigError, LimitExceededError
 from omnistage.core.validation import first_problem
 from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 
@@ -98,23 +98,25 @@ class Holder:
     models: frozenset[str] | None = None
     use: HolderUsage = field(default_factory=HolderUsage)
     """Shared by all tokens of one holder; the limits are each token's own."""
+    address: str | None = None
+    """Where the request of somebody without a key comes from."""
 
     @contextmanager
-    def count(self, activity: Activity, limit: int | None = None) -> Iterator[None]:
-        """Count one activity of the holder. Raises at `max_concurrent` of it, or without one at `limit`.
+    def count(self, activity: Activity, limit: int | None = None, *, number: int = 1) -> Iterator[None]:
+        """Count an activity of the holder. Raises beyond `max_concurrent` of it, or without one beyond `limit`.
 
         Uploads are counted apart from running requests: they do not run yet, but take memory.
         """
         counts, limit = self.use.counts, limit if self.max_concurrent is None else self.max_concurrent
-        if limit is not None and counts[activity] >= limit:
+        if limit is not None and counts[activity] + number > limit:
             raise RateLimitError(
-                f"this key has {counts[activity]} {activity}, its limit; wait for one to end", retry_after=1.0
+                f"this key has {counts[activity]} {activity} of {limit}; wait for one to end", retry_after=1.0
             )
-        counts[activity] += 1
+        counts[activity] += number
         try:
             yield
         finally:
-            counts[activity] -= 1
+            counts[activity] -= number
 
     def take_token(self, rate: float, now: float) -> None:
         """Start one request at a rate. Raises where the rate does not allow it yet."""
@@ -149,10 +151,10 @@ class Keyring:
         self._anonymous = Holder("anonymous", b"")
         self.required = bool(self._holders) or tokens is not None
 
-    def authenticate(self, header: str | None) -> Holder:
+    def authenticate(self, header: str | None, address: str | None = None) -> Holder:
         """The holder of the key or token in an `Authorization` header. Raises `AuthenticationError`."""
         if not self.required:
-            return self._anonymous
+            return replace(self._anonymous, address=address)
         scheme, _, credential = (header or "").partition(" ")
         credential = credential.strip()
         if scheme.lower() != "bearer" or not credential:
@@ -184,11 +186,16 @@ class Keyring:
         del self._token_usage[idle]
 
     @contextmanager
-    def admit(self, holder: Holder, model: str) -> Iterator[None]:
-        """Count one request of a holder. Raises if it may not use the model, or not now."""
+    def admit(self, holder: Holder, model: str, answers: int = 1) -> Iterator[None]:
+        """Count a request of a holder, which is as many as it has answers. Raises if it may not run, or not now."""
         if holder.models is not None and model not in holder.models:
             raise PermissionDeniedError(f"this key may not use {model!r}", param="model")
-        with holder.count("requests"):
+        if holder.max_concurrent is not None and answers > holder.max_concurrent:
+            raise LimitExceededError(
+                f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; ask for fewer",
+                param="n",
+            )
+        with holder.count("requests", number=answers):
             if holder.rate is not None:
                 holder.take_token(holder.rate, self._clock())
             yield

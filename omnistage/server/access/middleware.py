@@ -39,8 +39,8 @@ class AccessMiddleware:
             unsafe = origin is not None and method not in _SAFE_METHODS and not keyring.required
             if unsafe and not origin_allowed(origin or "", headers.get("host", ""), self._origins):
                 raise PermissionDeniedError("requests from this origin are not allowed; allow it with --cors")
-            holder = keyring.authenticate(headers.get("authorization"))
             record = CURRENT_RECORD.get()
+            holder = keyring.authenticate(headers.get("authorization"), None if record is None else record.client)
             if record is not None:
                 record.who = holder.name
             if method == "POST":

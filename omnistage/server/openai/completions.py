@@ -119,14 +119,14 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     def build() -> Completion:
         return {**completion, "choices": [_choice(index, output) for index, output in enumerate(outputs)]}
 
-    return await json_response(build, small=body.logprobs is None, owner=holder.name)
+    return await json_response(build, small=body.logprobs is None, owner=service.owner_of(holder))
 
 
 @asynccontextmanager
 async def _running(
     service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], body: CompletionRequest
 ) -> AsyncIterator[list[OutputStream]]:
-    """All prompts at once. They count as one request of the key, whatever their number."""
+    """All prompts at once. They are one request at the key's rate, and as many running ones as they have answers."""
     sampling = body.sampling_params("max_tokens")
     stage = text_stage(model)
     params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
@@ -135,7 +135,8 @@ async def _running(
     async with AsyncExitStack() as stack:
         streams = []
         for place, prompt in enumerate(prompts):
-            one = service.run_request(uncounted if place else holder, model, prompt, params, options)
+            counted, number = (uncounted, 1) if place else (holder, len(prompts))
+            one = service.run_request(counted, model, prompt, params, options, prompts=number)
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
             streams.append(await stack.enter_async_context(renaming(one, {"prompt": name, "prompt_token_ids": name})))
         yield streams

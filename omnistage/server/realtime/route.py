@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+from pydantic_core import to_json
 from starlette.types import Message
 
 from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, QueueFullError
@@ -109,7 +109,7 @@ def _admit(
     if authorization is None:  # browsers cannot set the header, and send the key among the subprotocols
         keys = [p.removeprefix(_KEY_PROTOCOL) for p in websocket.scope["subprotocols"] if p.startswith(_KEY_PROTOCOL)]
         authorization = f"Bearer {keys[0]}" if keys else None
-    holder = service.keyring.authenticate(authorization)
+    holder = service.keyring.authenticate(authorization, record.client)
     record.who = holder.name
     origin = websocket.headers.get("origin")
     if origin is not None and not origin_allowed(origin, websocket.headers.get("host", ""), options.origins):
@@ -137,7 +137,7 @@ class _Socket:
         payload = to_preview(event) if self._preview else event
         if payload is None:
             return
-        text = json.dumps({"event_id": f"event_{uuid.uuid4().hex[:20]}", **payload}, separators=(",", ":"))
+        text = to_json({"event_id": f"event_{uuid.uuid4().hex[:20]}", **payload}, inf_nan_mode="null").decode()
         async with self._lock:
             if self._closed:
                 raise ClientGoneError("the connection is closed")

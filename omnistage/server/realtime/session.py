@@ -6,7 +6,8 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
@@ -22,11 +23,13 @@ from omnistage.media.image import decode_image
 from omnistage.pipeline.preparation import prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
+from omnistage.server.http.json_body import run_json
 from omnistage.server.http.limits import Hold
 from omnistage.server.realtime import events
 from omnistage.server.realtime.audio import base64_seconds, decode, from_base64
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import (
+    ResponseOptions,
     SessionConfig,
     audio_input_limits,
     check_config,
@@ -43,6 +46,7 @@ from omnistage.server.realtime.response_runner import ResponseRunner
 from omnistage.server.service import ServedModel, Service
 
 Send = Callable[[JsonObject], Awaitable[None]]
+T = TypeVar("T")
 _MIN_COMMIT_MS = 100
 
 
@@ -207,19 +211,31 @@ class Session:
         if isinstance(name, str) and model is None:
             model = model_for_session(self._service, self._holder, name, "session.model")
             config = default_config(model)
-        config = updated(config, event.session, "session")
-        if model is None:
-            raise InvalidRequestError("is missing; choose a model first", param="session.model")
-        if config.model != model.name:
-            raise InvalidRequestError("cannot be changed; open a new connection", param="session.model")
-        check_config(config, model, "session")
+        config, shown = await self._run(partial(self._updated, config, model, event.session), config, event.session)
         first = self._model is None
         old, self.config, self._model = self.config.audio.input, config, model
         if first or old.format != config.audio.input.format:
             self._audio = self._new_buffer(self._audio.ms(self._audio.end))
         elif old.turn_detection != config.audio.input.turn_detection:
             self._audio.set_detection(config.audio.input.turn_detection)
-        await self._send("session.updated", session=config.to_json(self.id))
+        await self._send("session.updated", session=shown)
+
+    def _updated(
+        self, config: SessionConfig, model: ServedModel | None, update: JsonObject
+    ) -> tuple[SessionConfig, JsonObject]:
+        """The settings with an update, and what clients see of them. Raises what is wrong with it."""
+        config = updated(config, update, "session")
+        if model is None:
+            raise InvalidRequestError("is missing; choose a model first", param="session.model")
+        if config.model != model.name:
+            raise InvalidRequestError("cannot be changed; open a new connection", param="session.model")
+        check_config(config, model, "session")
+        return config, config.to_json(self.id)
+
+    async def _run(self, work: Callable[[], T], config: SessionConfig, update: JsonObject) -> T:
+        """Merge and validate settings: in a thread where they have tools, which may be large."""
+        small = not (config.tools or update.get("tools"))
+        return await run_json(work, small=small, owner=self._service.owner_of(self._holder))
 
     def _new_buffer(self, start_ms: int) -> InputAudio:
         seconds = self._limits.buffer_seconds
@@ -370,8 +386,13 @@ class Session:
             raise LimitExceededError(
                 f"has {len(sent)} items, and may have {self._limits.items}; leave some out", param="response.input"
             )
-        config, options = for_response(self.config, request)
-        check_config(config, model, "response")
+
+        def merge() -> tuple[SessionConfig, ResponseOptions]:
+            config, options = for_response(self.config, request)
+            check_config(config, model, "response")
+            return config, options
+
+        config, options = await self._run(merge, self.config, request)
         await self._wait_cancelled()
         if self.busy and self._response is not None:
             raise ActiveResponseError(

@@ -195,14 +195,17 @@ class GrammarCompiler:
     def _in_time(self, kind: str, text: str, cost: GrammarCost) -> _Entry:
         """Compile in a thread, once for all who wait for the same."""
         threads = _compile_threads if cost.cheap else _slow_compile_threads
+        cancellation = current_cancellation()
         with self._lock:
             job = self._jobs.get((kind, text))
             if job is None:
                 job = self._jobs[kind, text] = _Job()
                 threads.submit(partial(self._run, job, kind, text, cost))
             job.waiting += 1
+        cancellation.begin_work()  # it may go on when the request has ended
+        job.future.add_done_callback(lambda _: cancellation.end_work())
         try:
-            return current_cancellation().result(job.future, COMPILE_SECONDS)
+            return cancellation.result(job.future, COMPILE_SECONDS)
         except TimeoutError as error:
             if job.future.running():
                 raise InvalidRequestError(

@@ -47,7 +47,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         final = await final_output(running)
         small = not (body.logprobs or final.audio or final.images)
         return await json_response(
-            lambda: completion(final.request_id, body, final, keep), small=small, owner=holder.name
+            lambda: completion(final.request_id, body, final, keep), small=small, owner=service.owner_of(holder)
         )
 
     async def events() -> AsyncGenerator[bytes]:

@@ -43,7 +43,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         final = await final_output(running)
         writer = ResponseWriter(final.request_id, body)
         small = not (final.audio or final.images or any(answer.logprobs for answer in final.outputs))
-        return await json_response(lambda: writer.response(final), small=small, owner=holder.name)
+        return await json_response(lambda: writer.response(final), small=small, owner=service.owner_of(holder))
 
     async def events() -> AsyncGenerator[bytes]:
         async with running as stream:
