@@ -19,14 +19,7 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
-from omnistage.pipeline.batch import (
-    Batch,
-    BatchBar,
-    Conversation,
-    conversation_list,
-    params_for_each,
-    prompt_list,
-)
+from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.health import OrchestratorStats, StageHealth
 from omnistage.pipeline.intake import (
@@ -115,7 +108,9 @@ class _Front:
         request_id: str | None = None,
         arrival: float | None = None,
     ) -> RequestPlan:
-        return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
+        with cancellation_scope() as cancellation:  # its deadline ends the preparation, too
+            arrival = self._requests.limit_time(cancellation, options.timeout) if arrival is None else arrival
+            return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -362,10 +357,9 @@ class Omni(_Front):
 
     def _stream(self, plan: RequestPlan) -> Iterator[OutputChunk]:
         buffer = OutputBuffer(self._output_buffer)
-        run: RequestRun | None = None
         try:
-            while run is None:
-                run = self._try_start(plan, buffer.put)
+            while self._try_start(plan, buffer.put) is None:
+                pass
             final: OmniRequestOutput | None = None
             while final is None:
                 item = buffer.get()
@@ -387,10 +381,12 @@ class Omni(_Front):
         raising: bool,
     ) -> list[OmniRequestOutput]:
         each = params_for_each(params, len(prompts))
-        plans = []
+        plans: list[RequestPlan | None] = []  # None: its deadline passed
         for index, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             try:
                 plans.append(self._plan(prompt, prompt_params, options))
+            except DeadlineExceededError:
+                plans.append(None)
             except InvalidRequestError as error:
                 if not raising and error.param is not None and error.param.startswith("messages"):
                     error.param = f"conversations[{index}].{error.param}"
@@ -400,7 +396,7 @@ class Omni(_Front):
             raise outputs[0].error
         return outputs
 
-    def _run_plans(self, plans: Sequence[RequestPlan], progress: bool) -> list[OmniRequestOutput]:
+    def _run_plans(self, plans: Sequence[RequestPlan | None], progress: bool) -> list[OmniRequestOutput]:
         batch = Batch(len(plans))
         try:
             with BatchBar(batch, progress) as bar:
@@ -410,21 +406,24 @@ class Omni(_Front):
                     bar.refresh()
         except BaseException:
             # Most of all Ctrl-C: nothing of this call may run on unseen.
-            for plan in plans:
+            for plan in filter(None, plans):
                 self.abort(plan.request.info.request_id)
             raise
         return [output for output in batch.outputs if output is not None]
 
-    def _admit(self, index: int, plan: RequestPlan, batch: Batch, bar: BatchBar) -> None:
+    def _admit(self, index: int, plan: RequestPlan | None, batch: Batch, bar: BatchBar) -> None:
         """Start a request as soon as there is room; one that can no longer start gives its output at once."""
+        request_id = checked_request_id(None) if plan is None else plan.request.info.request_id
+        output = OmniRequestOutput(request_id, finish_reason=FinishReason.DEADLINE)
         try:
-            while self._try_start(plan, batch.sink(index)) is None:
+            while plan is not None:
+                if self._try_start(plan, batch.sink(index)) is not None:
+                    return
                 bar.refresh()
         except OmniError as error:
-            output = OmniRequestOutput(plan.request.info.request_id, finish_reason=FinishReason.ERROR, error=error)
-            if isinstance(error, DeadlineExceededError):
-                output = OmniRequestOutput(plan.request.info.request_id, finish_reason=FinishReason.DEADLINE)
-            batch.put(index, output)
+            if not isinstance(error, DeadlineExceededError):
+                output.finish_reason, output.error = FinishReason.ERROR, error
+        batch.put(index, output)
 
     def _try_start(self, plan: RequestPlan, sink: Sink) -> RequestRun | None:
         """Start a request; None if there was no room for a moment."""

@@ -305,6 +305,7 @@ def serve(
                 port=options.port,
                 drain_seconds=options.drain_seconds,
                 notify=_notify,
+                exits=True,
             )
     finally:
         if tracing is not None:

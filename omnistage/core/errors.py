@@ -67,6 +67,13 @@ class QueueFullError(OmniError):
         self.retry_after = retry_after
 
 
+class OverloadedError(QueueFullError):
+    """The system gives the service no more processes, files or memory for now."""
+
+    status = 503
+    code = "overloaded"
+
+
 class DeadlineExceededError(OmniError):
     """The request's deadline passed before it could finish."""
 

@@ -6,6 +6,7 @@ or its deadline passes, its process is killed, and a new one is started for the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -21,7 +22,14 @@ from PIL import Image
 
 from omnistage.core.cancellation import Cancellation, current_cancellation
 from omnistage.core.clips import AudioClip, VideoClip
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError, OmniError, ShutdownError
+from omnistage.core.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    MediaError,
+    OmniError,
+    OverloadedError,
+    ShutdownError,
+)
 from omnistage.media.budget import ItemBytes
 from omnistage.media.context import current_owner
 from omnistage.media.decode_process import DecodeProcess, ProcessEndedError
@@ -46,7 +54,9 @@ _WALL_FACTOR, _WALL_SECONDS = 4.0, 30.0
 """Time on the clock: for a process that starts, waits for the processor or does nothing."""
 _CLOSE_SECONDS = 2.0
 _MAX_TRIES = 4
-"""For one item whose size turns out larger than its header says."""
+"""For one item whose size turns out larger than its header says, or whose process ends before it begins."""
+_RETRY_SECONDS = 0.25
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
 _STRIP_BYTES = 8 * 2**20
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -152,12 +162,15 @@ class DecodePool:
         max_decoded = item.begin()
         for _ in range(_MAX_TRIES):
             task = Task(size=len(data), limits=limits, job=job, max_decoded=max_decoded)
-            result = self._run(task, data, collect)
+            try:
+                result = self._run(task, data, collect)
+            except _NotBegunError:
+                continue
             if not isinstance(result, SizeAnswer):
                 return result
             item.need(result.nbytes)
             max_decoded = result.nbytes
-        raise MediaError(f"the {job.kind} does not say how large it is; encode it again")
+        raise OverloadedError("the processes that decode media end before they begin; send the request again")
 
     def _run(
         self, task: Task, data: bytes, collect: Callable[[Answer, DecodeProcess], _Result]
@@ -180,6 +193,8 @@ class DecodePool:
             except ProcessEndedError as error:
                 cancellation.check()
                 self._check_open()
+                if not error.began:  # somebody killed it, or the system was out of memory: not for this item
+                    raise _NotBegunError from None
                 raise _why_ended(error.code, job.kind, limits) from None
             return result
 
@@ -223,7 +238,7 @@ class DecodePool:
     @contextmanager
     def _process(self, cancellation: Cancellation) -> Iterator[DecodeProcess]:
         """A process for one item; where the block fails with anything but an answer, it is ended."""
-        process = self._take_process()
+        process = self._take_process(cancellation)
         reusable = False
         try:
             try:
@@ -244,18 +259,44 @@ class DecodePool:
             if not reusable:
                 process.close()
 
-    def _take_process(self) -> DecodeProcess:
-        with self._changed:
-            process = self._idle.pop() if self._idle else None
-        if process is None or not process.reusable:  # it may have been killed while it was idle
-            if process is not None:
-                process.close()
-            process = DecodeProcess()
+    def _take_process(self, cancellation: Cancellation) -> DecodeProcess:
+        process = self._start_process(cancellation)
         with self._changed:
             self._busy.add(process)
             if self._closed:
                 process.kill()
         return process
+
+    def _start_process(self, cancellation: Cancellation) -> DecodeProcess:
+        """An idle process, or a new one; where the system gives none, it is asked again for a moment."""
+        tries = _MAX_TRIES
+        while True:
+            try:
+                return self._idle_process() or DecodeProcess()
+            except OSError as error:
+                tries -= 1
+                if error.errno not in _EXHAUSTED:
+                    raise
+                if not tries:
+                    raise OverloadedError(
+                        f"no process can be started to decode media ({error.strerror}); send the request again"
+                    ) from error
+            with self._changed:
+                self._changed.wait(_RETRY_SECONDS)
+            cancellation.check()
+            self._check_open()
+
+    def _idle_process(self) -> DecodeProcess | None:
+        with self._changed:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and not process.reusable:  # it may have been killed while it was idle
+            process.close()
+            return None
+        return process
+
+
+class _NotBegunError(Exception):
+    """The process ended before it began with its item."""
 
 
 class _Turn:

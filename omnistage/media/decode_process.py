@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import select
 import subprocess
@@ -31,9 +32,11 @@ _ENVIRONMENT = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_P
 class ProcessEndedError(Exception):
     """The process ended without an answer; `code` is its exit code, the negative number of a signal."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, *, began: bool = True) -> None:
         super().__init__(f"the decoding process ended with code {code}")
         self.code = code
+        self.began = began
+        """Whether it had read its task."""
 
 
 class DecodeProcess:
@@ -80,17 +83,26 @@ class DecodeProcess:
             self._input.seek(0)
             write_all(self._input, memoryview(data))
             os.write(self._tasks, task.model_dump_json().encode() + b"\n")  # far less than a pipe holds
-            line = self._read_line(seconds)
         except BrokenPipeError:
-            line = b""
+            raise ProcessEndedError(self._process.wait(), began=False) from None
+        line = self._read_line(seconds)
         if not line:
-            raise ProcessEndedError(self._process.wait())
+            raise ProcessEndedError(self._process.wait(), began=not self._is_unread())
         self._output.seek(0)
         try:
             return ANSWERS.validate_json(line)
         except ValidationError:  # whatever wrote this is not our code any longer
             self.kill()
             raise ProcessEndedError(0) from None
+
+    def _is_unread(self) -> bool:
+        """Whether the task is still in its pipe."""
+        import fcntl
+        import termios
+
+        count = array.array("i", [0])
+        fcntl.ioctl(self._tasks, termios.FIONREAD, count)
+        return count[0] > 0
 
     def _read_line(self, seconds: float) -> bytes:
         """The line that answers a task; empty where the process ended."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +93,26 @@ def test_a_second_signal_does_not_wait_for_the_drain(folder: Path) -> None:
         command.line(r"stopping: running requests may finish")
         command.process.send_signal(signal.SIGTERM)
         assert command.end(SECONDS) == 0, command.text
+
+
+EMBEDDED = """
+import asyncio, os, signal, time
+from omnistage.server.http import stopping
+from omnistage.server.http.app import create_app
+from omnistage.server.http.run import run
+from omnistage.server.service import Service
+
+stopping.STOP_SECONDS = 2.0
+service = Service()
+def load(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+run(create_app(service), service, load, host="127.0.0.1", port=0, drain_seconds=0.0, notify=lambda *_: None)
+time.sleep(3.0)
+print("goes on")
+"""
+
+
+def test_a_program_that_runs_the_service_goes_on_after_it() -> None:
+    """The timer that ends a stuck process must not end this one."""
+    done = subprocess.run([sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +29,13 @@ from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     MediaError,
+    OverloadedError,
     ShutdownError,
 )
-from omnistage.media import MediaLimits, decode_audio, decode_image, decode_video
+from omnistage.media import MediaLimits, decode_audio, decode_image, decode_pool, decode_video
 from omnistage.media.context import decode_for
 from omnistage.media.decode_pool import DecodePool, decode_processes, use_decode_pool
-from omnistage.media.decode_process import DecodeProcess
+from omnistage.media.decode_process import DecodeProcess, ProcessEndedError
 
 ROOT = Path(__file__).parents[2]
 if (folder := str(ROOT / "tools")) not in sys.path:
@@ -221,13 +223,17 @@ class TestLimits:
             decode_image(file.getvalue(), MediaLimits(max_decode_memory=64 * 2**20))
         decode_image(ordinary(), MediaLimits(max_decode_memory=64 * 2**20))
 
+    @linux
     @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
     def test_a_decoder_that_crashes_fails_its_item_only(self, number: int) -> None:
         with decode_processes(1) as pool:
             assert pool is not None
+            decode_image(ordinary(), LIMITS)
+            [process] = pool.processes()
+            before = ticks(process)
             decoding = Decoding(slow_jpeg())
-            until(lambda: bool(pool.processes()))
-            os.kill(pool.processes()[0], number)
+            until(lambda: ticks(process) > before + 5)  # it is at work on it
+            os.kill(process, number)
             with pytest.raises(MediaError, match="the decoder crashed on this image; it may be damaged"):
                 decoding.result()
             decode_image(ordinary(), LIMITS)
@@ -241,6 +247,61 @@ class TestLimits:
             until(lambda: not process.reusable)  # all of its threads have ended
             decode_image(ordinary(), LIMITS)
             assert pool.processes() != [process.pid]
+
+    @linux
+    def test_an_item_whose_process_is_killed_before_it_begins_gets_another_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, killed = DecodeProcess.decode, []
+
+        def decode(process: DecodeProcess, *arguments: Any) -> Any:
+            if len(killed) < 2:
+                os.kill(process.pid, signal.SIGSTOP if killed else signal.SIGKILL)
+                killed.append(process.pid)
+                if len(killed) == 2:  # while the task is in its pipe
+                    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+            return real(process, *arguments)
+
+        monkeypatch.setattr(DecodeProcess, "decode", decode)
+        with decode_processes(1):
+            assert decode_image(ordinary(), LIMITS).size
+        assert len(killed) == 2
+
+    def test_processes_that_never_begin_are_not_started_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DecodeProcess, "decode", lambda process, *_: ended(process))
+
+        def ended(process: DecodeProcess) -> None:
+            process.kill()
+            raise ProcessEndedError(-signal.SIGKILL, began=False)
+
+        with decode_processes(1), pytest.raises(OverloadedError, match="end before they begin"):
+            decode_image(ordinary(), LIMITS)
+
+    def test_a_process_that_cannot_be_started_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, failures = DecodeProcess.__init__, [errno.EMFILE, errno.ENOMEM]
+
+        def start(process: DecodeProcess) -> None:
+            if failures:
+                raise OSError(failures.pop(), "none left")
+            real(process)
+
+        monkeypatch.setattr(decode_pool, "_RETRY_SECONDS", 0.001)
+        monkeypatch.setattr(DecodeProcess, "__init__", start)
+        with decode_processes(1):
+            assert decode_image(ordinary(), LIMITS).size
+            failures += [errno.EMFILE] * 10
+        with decode_processes(1) as pool:
+            assert pool is not None
+            with pytest.raises(OverloadedError, match="no process can be started to decode media") as caught:
+                decode_image(ordinary(), LIMITS)
+            assert (caught.value.status, caught.value.code) == (503, "overloaded")
+            assert not pool._running
+
+
+def ticks(process: int) -> int:
+    """Processor time of a process, in hundredths of a second."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def is_running(process: int) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from omnistage.config import DeploymentConfig, LimitsConfig
+from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -25,7 +26,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import CodecParams, SamplingParams
-from omnistage.core.types import FinishReason, OmniTokensPrompt, StageInput
+from omnistage.core.types import ARInput, FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OutputChunk
@@ -261,6 +262,26 @@ def test_a_timeout_gives_what_there_was(rig: Rig) -> None:
         release.set()
         assert [output.finish_reason for output in outputs] == [FinishReason.DEADLINE] * 2
         assert [output.error for output in outputs] == [None, None]
+
+
+def test_a_timeout_ends_a_preparation_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, prepared = rig.processor.text, []
+
+    def slow(prompt: str) -> ARInput:
+        while prompt == "slow":
+            current_cancellation().check()
+        prepared.append(prompt)
+        return text(prompt)
+
+    monkeypatch.setattr(rig.processor, "text", slow)
+    with rig.omni() as omni:
+        late, early = omni.generate(["slow", "other"], timeout=0.2)
+        assert (late.finish_reason, late.error) == (FinishReason.DEADLINE, None)
+        assert prepared == ["other"]
+        assert early.finish_reason in (FinishReason.STOP, FinishReason.DEADLINE)
+        (late,) = omni.generate("slow", timeout=0.01)
+        assert late.finish_reason is FinishReason.DEADLINE
+        omni.orchestrator.check_idle()
 
 
 def test_an_interrupt_aborts_what_is_in_flight(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

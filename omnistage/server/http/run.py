@@ -49,10 +49,12 @@ def run(
     port: int,
     drain_seconds: float,
     notify: Notify,
+    exits: bool = False,
 ) -> None:
     """Serve until a signal; a second signal stops waiting for running requests.
 
-    The process ends within `drain_seconds` and `STOP_SECONDS` of the signal, also where a thread does not.
+    It returns within `drain_seconds` and `STOP_SECONDS` of the signal, or the process ends then, also where a thread
+    does not. `exits`: the process ends when it has returned, and within that time too.
     `load` adds the models, in a thread of its own. If it fails the service ends and its error is raised.
     """
     listening = _listen(host, port)
@@ -90,7 +92,11 @@ def run(
                 server.should_exit = True
             await serving
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:
+        if not exits:
+            StopSignals.cancel_exit()
     if failures:
         raise failures[0]
 

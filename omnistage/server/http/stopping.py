@@ -24,7 +24,8 @@ class StopSignals:
     """SIGINT and SIGTERM inside the block, in the main thread. The first lets requests drain, a second does not.
 
     Each sets `received`, and a timer in a thread of C that needs neither the event loop nor the interpreter's lock:
-    once it is due, the process writes the stacks of all threads to standard error and exits with status 1.
+    once it is due, the process writes the stacks of all threads to standard error and exits with status 1. Leaving the
+    block does not stop it, since the end of the interpreter may hang too; `cancel_exit` does.
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -48,6 +49,11 @@ class StopSignals:
         self._deadline = min(self._deadline, now + STOP_SECONDS + (self._drain_seconds if first else 0.0))
         faulthandler.dump_traceback_later(max(0.001, self._deadline - now), exit=True, file=_STDERR)
         call_soon(self._loop, self.received.set)
+
+    @staticmethod
+    def cancel_exit() -> None:
+        """The process goes on, whatever signal was received."""
+        faulthandler.cancel_dump_traceback_later()
 
     @property
     def seconds_left(self) -> float:
