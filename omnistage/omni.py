@@ -34,7 +34,7 @@ from omnistage.pipeline.intake import (
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
-from omnistage.pipeline.preparation import is_long, prepare
+from omnistage.pipeline.preparation import lane_of, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
 _REFRESH_SECONDS = 0.2
@@ -224,7 +224,7 @@ class AsyncOmni(_Front):
             plan = await prepare(
                 lambda: self._plan(prompt, sampling_params, options, request_id, arrival),
                 cancellation,
-                long=is_long(prompt, options.tools),
+                lane_of(prompt, options.tools),
             )
         # No await from here on: a cancellation finds either no request or a stream that its reader closes.
         return OutputStream(self.orchestrator, plan, self._output_buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
@@ -56,14 +56,17 @@ class DaemonThreads(Executor):
     """An executor of up to `threads` daemon threads, started as they are needed.
 
     The interpreter waits for every thread of a `ThreadPoolExecutor` when it exits: one piece of work that does not
-    return would keep the process alive. Work of one owner runs in at most half of the threads at a time.
+    return would keep the process alive. Work of one owner runs in at most half of the threads at a time, and owners
+    take turns.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._max_threads = threads
         self.name = name
         self._changed = threading.Condition()
-        self._jobs: list[_Job[Any]] = []
+        self._jobs: dict[str | None, deque[_Job[Any]]] = {}
+        """Queued, by owner; the owner whose turn it is comes first."""
+        self._queued = 0
         self._owned: Counter[str | None] = Counter()
         """Threads that work, by owner."""
         self._threads = 0
@@ -81,8 +84,9 @@ class DaemonThreads(Executor):
         with self._changed:
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            self._jobs.append(job)
-            if len(self._jobs) > self._idle and self._threads < self._max_threads:
+            self._jobs.setdefault(owner, deque()).append(job)
+            self._queued += 1
+            if self._queued > self._idle and self._threads < self._max_threads:
                 self._start_thread(job)
             else:
                 self._changed.notify()
@@ -94,7 +98,7 @@ class DaemonThreads(Executor):
             threading.Thread(target=self._run, name=f"{self.name}-{self._threads + 1}", daemon=True).start()
         except RuntimeError:
             if not self._threads:
-                self._jobs.remove(job)
+                self._remove(job)
                 raise
         else:
             self._threads += 1
@@ -102,10 +106,17 @@ class DaemonThreads(Executor):
     def withdraw(self, job: _Job[Any]) -> bool:
         """Take a job out of the queue; whether it was there."""
         with self._changed:
-            if job not in self._jobs:
+            if job not in self._jobs.get(job.owner, ()):
                 return False
-            self._jobs.remove(job)
+            self._remove(job)
             return True
+
+    def _remove(self, job: _Job[Any]) -> None:
+        jobs = self._jobs[job.owner]
+        jobs.remove(job)
+        self._queued -= 1
+        if not jobs:
+            del self._jobs[job.owner]
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -123,20 +134,25 @@ class DaemonThreads(Executor):
             self._idle -= 1
             job = self._startable()
             if job is not None:
-                self._jobs.remove(job)
+                self._remove(job)
+                if job.owner in self._jobs:
+                    self._jobs[job.owner] = self._jobs.pop(job.owner)  # behind all others
                 self._owned[job.owner] += 1
             return job
 
     def _startable(self) -> _Job[Any] | None:
-        """The oldest work whose owner may have one more thread."""
+        """The oldest work of the first owner who may have one more thread."""
         share = max(self._max_threads // 2, 1)
-        return next((job for job in self._jobs if job.owner is None or self._owned[job.owner] < share), None)
+        for owner, jobs in self._jobs.items():
+            if owner is None or self._owned[owner] < share:
+                return jobs[0]
+        return None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work. Nobody waits for the threads, whatever `wait` says; they end with what is queued."""
         with self._changed:
             self._closed = True
-            dropped = list(self._jobs) if cancel_futures else []
+            dropped = [job for jobs in self._jobs.values() for job in jobs] if cancel_futures else []
             self._changed.notify_all()
         for job in dropped:
             job.cancel()

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from omnistage.core.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.messages import ChatMessage
 from omnistage.models.prompts import GuardedText
 
@@ -62,7 +62,8 @@ class ChatTemplate:
     def text(self, turns: Sequence[Turn], tools: Sequence[ToolSpec], guarded: GuardedText) -> str:
         """The prompt of `turns`, whose content is guarded already; what else users wrote is guarded here.
 
-        Raises `InvalidRequestError` with what the template has against them.
+        Raises `PromptTooLongError` for text that cannot fit, else `InvalidRequestError` with what the template has
+        against them.
         """
         try:
             offered = [_guarded(tool, guarded) for tool in tools]
@@ -71,10 +72,23 @@ class ChatTemplate:
             if uses_tools and not self.takes_tools:
                 ready, offered = self._render_tools_as_text(ready, offered), []
             return str(self._render(ready, offered or None))
+        except OmniError:
+            raise
         except RecursionError as error:
             raise InvalidRequestError("tools or calls are nested too deeply; flatten them", param="tools") from error
         except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
             raise InvalidRequestError(template_refusal(error), param="messages") from error
+
+    def message_tokens(self, count: Callable[[str], int]) -> int:
+        """Tokens that the template writes around each message, at least; `count` gives those of a text."""
+        try:
+            return max(1, min(self._tokens_between(roles, count) for roles in (("user", "assistant"), ("user",))))
+        except Exception:  # the checkpoint's program, as above: a template may refuse two messages of one role
+            return 1
+
+    def _tokens_between(self, roles: Sequence[str], count: Callable[[str], int]) -> int:
+        turns = [{"role": roles[i % len(roles)], "content": self._content("a")} for i in range(9)]
+        return (count(str(self._render(turns, None))) - count(str(self._render(turns[:5], None)))) // 4 - 1
 
     @cached_property
     def takes_tools(self) -> bool:

@@ -16,6 +16,7 @@ from omnistage.core.types import ARInput, OmniTokensPrompt
 from omnistage.core.validation import is_utf8
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 # Two private-use characters around an index: nothing that a template or a tokenizer gives a meaning to.
@@ -25,9 +26,9 @@ _MAX_TOKENS = 2**20
 """Where a model does not say how many it holds."""
 _MIN_TOKEN_CHARS = 64
 """A token stands for at most so many characters, or for those of the longest spelling."""
-_PIECE_CHARS = 32_768
-_UNCOUNTED_CHARS = 4 * _PIECE_CHARS
-"""Shorter texts are tokenised at once."""
+_MIN_PIECE_CHARS, _MAX_PIECE_CHARS = 2_048, 32_768
+_TOKEN_BYTES = 4
+"""Of ordinary text, about. Texts that fit by this measure are tokenised at once, others are counted in pieces first."""
 _BATCH_PIECES = 512
 
 
@@ -42,9 +43,9 @@ class TextLimits:
         if chars > self.max_chars:
             raise self.too_long(f"{chars} characters")
 
-    def check_messages(self, messages: int) -> None:
+    def check_messages(self, messages: int, tokens_each: int = 1) -> None:
         """Each is rendered as a token at least: more of them need not be rendered to be refused."""
-        if messages > self.max_tokens:
+        if messages * tokens_each > self.max_tokens:
             raise self.too_long(f"{messages} messages")
 
     def check_literals(self, literals: int) -> None:
@@ -101,8 +102,10 @@ class PromptTokenizer:
         # Whether special tokens are parsed is a state of the tokenizer, and others use the given one.
         self._rendered, self._literal = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
         self._literal_ids: dict[str, list[int]] = {}
-        self._encode_rendered(["a"])  # from here on their state is what these calls need
+        # From here on their state is what the calls below need: without padding or truncation.
+        self._rendered("a", add_special_tokens=False)
         self._encode_literal("a")
+        self._backend = self._rendered.backend_tokenizer
 
     def guarded(self) -> GuardedText:
         return GuardedText(self._pattern, self.limits)
@@ -115,14 +118,14 @@ class PromptTokenizer:
         literals = [] if guarded is None else guarded.literals
         self.check_length(text)
         if not literals:
-            return tuple(self._encode_rendered([text])[0])
+            return tuple(self._encode([text])[0].ids)
         cancellation, pieces = current_cancellation(), _SENTINEL.split(text)
         ids: list[int] = []
         for start in range(0, len(pieces), 2 * _BATCH_PIECES):
             cancellation.check()
             batch = pieces[start : start + 2 * _BATCH_PIECES]
-            for number, encoded in enumerate(self._encode_rendered(batch[::2])):
-                ids += encoded
+            for number, encoded in enumerate(self._encode(batch[::2])):
+                ids += encoded.ids
                 if 2 * number + 1 < len(batch):
                     ids += self._literal_of(literals[int(batch[2 * number + 1])])
         return tuple(ids)
@@ -134,24 +137,33 @@ class PromptTokenizer:
         self.check_length(text)
         return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 
+    def count(self, text: str) -> int:
+        """The tokens of a rendered text, whatever its length."""
+        return len(self._encode([text])[0])
+
     def check_length(self, text: str) -> None:
         """Raise `PromptTooLongError` for a text that is far too long, before the whole of it is tokenised.
 
         What passes has at most about twice as many tokens as fit; its true number is the stage's to check.
         """
         self.limits.check_chars(len(text))
-        if len(text) <= _UNCOUNTED_CHARS:
+        if len(text) <= _MIN_PIECE_CHARS:
+            return
+        text, max_tokens = _SENTINEL.sub("", text), self.limits.max_tokens  # some stand for fewer tokens than they have
+        if len(text.encode()) <= _TOKEN_BYTES * max_tokens:
             return
         # Cut anywhere, a text gives a few tokens more than in one piece: hence the factor.
         cancellation, count = current_cancellation(), 0
-        for start in range(0, len(text), _PIECE_CHARS):
+        size = min(max(max_tokens, _MIN_PIECE_CHARS), _MAX_PIECE_CHARS)
+        for start in range(0, len(text), size):
             cancellation.check()
-            count += len(self._encode_rendered([text[start : start + _PIECE_CHARS]])[0])
-            if count > 2 * self.limits.max_tokens:
+            count += self.count(text[start : start + size])
+            if count > 2 * max_tokens:
                 raise self.limits.too_long(f"over {count // 2} tokens")
 
-    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self._rendered(texts, add_special_tokens=False)["input_ids"]
+    def _encode(self, texts: list[str]) -> list[Encoding]:
+        """Without the interpreter's lock, which `transformers`' own call holds while it converts what is not needed."""
+        encoded: list[Encoding] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return encoded
 
     def _literal_of(self, spelling: str) -> list[int]:

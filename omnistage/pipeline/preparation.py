@@ -1,7 +1,8 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
-Two groups of threads: requests with media or long texts, which may take seconds each, never keep short ones waiting.
-Those of one owner have at most half of their threads at a time.
+Three groups of threads. Short prompts never wait for others. Media have threads of their own, half of them for one
+owner, which mostly wait for the processes that decode. Long texts, and large bodies before them, have one thread: they
+need the interpreter, which one thread at a time can use, and several would take its time from everybody else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
+from enum import Enum
 from typing import TypeVar
 
 from omnistage.core.cancellation import Cancellation
@@ -20,18 +23,32 @@ from omnistage.media.context import current_owner
 
 _Result = TypeVar("_Result")
 
-SHORT_CHARS = 32_768
+SHORT_CHARS = 16_384
 """Text up to here is tokenised in a few milliseconds."""
-_VALUE_CHARS = 16
+_VALUE_CHARS = 64
 """What a message or a value of a tool counts as, beside its text."""
 _TEXT_KEYS = ("prompt", "prompt_token_ids")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
 _short = DaemonThreads(_cores + 4, "omnistage-prepare")
-_long = DaemonThreads(_cores + 4, "omnistage-prepare-long")
+_media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
+_long = DaemonThreads(1, "omnistage-long")
 
 
-async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, long: bool) -> _Result:
+class Lane(Enum):
+    """What preparing a request may take: hardly anything, decoding, or time of the interpreter."""
+
+    SHORT = "short"
+    MEDIA = "media"
+    LONG = "long"
+
+
+def submit_long(owner: str | None, work: Callable[[], _Result]) -> Future[_Result]:
+    """Run what keeps the interpreter busy, after what others have submitted before; owners take turns."""
+    return _long.submit_for(owner, work)
+
+
+async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane: Lane) -> _Result:
     """The result of `work`, which runs in a thread and in the caller's context.
 
     Left before its end, at the request's deadline, its abort or because the task was cancelled, it cancels the work and
@@ -43,7 +60,10 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
         cancellation.check()  # it may have waited in the queue
         return context.run(work)
 
-    job = _long.submit_for(current_owner(), run) if long else _short.submit(run)
+    if lane is Lane.SHORT:
+        job = _short.submit(run)
+    else:
+        job = (_media if lane is Lane.MEDIA else _long).submit_for(current_owner(), run)
     cancellation.begin_work()  # only now: where no thread can be started, nothing would ever end it
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
@@ -61,23 +81,25 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, *, lo
             cancellation.cancel()
 
 
-def is_long(prompt: object, tools: object = ()) -> bool:
-    """Whether preparing a prompt may take long: it has media, much text, many messages or large tools.
+def lane_of(prompt: object, tools: object = ()) -> Lane:
+    """Where a prompt is prepared: by its media, or else by its text, messages and tools.
 
     What is no prompt is refused at once. Looks at no more than tells.
     """
     if isinstance(prompt, str):
-        return len(prompt) > SHORT_CHARS
+        return Lane.LONG if len(prompt) > SHORT_CHARS else Lane.SHORT
     if isinstance(prompt, Mapping):  # of a drawing with images, or text
-        return any(key not in _TEXT_KEYS or is_long(value) for key, value in prompt.items())
+        if any(key not in _TEXT_KEYS for key in prompt):
+            return Lane.MEDIA
+        return Lane.LONG if any(lane_of(value) is not Lane.SHORT for value in prompt.values()) else Lane.SHORT
     if not isinstance(prompt, list | tuple):
-        return False
+        return Lane.SHORT
     chars = 0
     for message in prompt:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else (content,):
             if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
-                return True
+                return Lane.MEDIA
             text = part.get("text") or part.get("refusal") if isinstance(part, Mapping) else part
             chars += len(text) if isinstance(text, str) else 0
         if isinstance(message, Mapping):  # what is left of a message, which templates render piece by piece
@@ -85,8 +107,10 @@ def is_long(prompt: object, tools: object = ()) -> bool:
             calls = message.get("tool_calls")
             chars += _weight(calls, SHORT_CHARS - chars) if calls else 0
         if chars > SHORT_CHARS:
-            return True
-    return bool(tools) and chars + _weight(tools, SHORT_CHARS - chars) > SHORT_CHARS
+            return Lane.LONG
+    if tools and chars + _weight(tools, SHORT_CHARS - chars) > SHORT_CHARS:
+        return Lane.LONG
+    return Lane.SHORT
 
 
 def _weight(value: object, enough: int) -> int:

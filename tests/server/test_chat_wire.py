@@ -413,4 +413,4 @@ def test_a_large_answer_is_built_outside_the_event_loop(server: Running, monkeyp
     for more in ({}, {"logprobs": True, "top_logprobs": 2}):
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **more}, timeout=60)
         assert answer.status_code == 200
-    assert [name.startswith("json") for name in threads] == [False, True]
+    assert [name.startswith("omnistage-long") for name in threads] == [False, True]

@@ -18,7 +18,7 @@ import pytest
 from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
 from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, InternalError
 from omnistage.core.threads import DaemonThreads
-from omnistage.pipeline.preparation import SHORT_CHARS, is_long, prepare
+from omnistage.pipeline.preparation import SHORT_CHARS, Lane, lane_of, prepare
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -246,7 +246,7 @@ def test_the_process_ends_while_a_thread_still_works() -> None:
 @in_loop
 async def test_work_runs_in_the_callers_context() -> None:
     with cancellation_scope() as cancellation:
-        assert await prepare(current_cancellation, cancellation, long=False) is cancellation
+        assert await prepare(current_cancellation, cancellation, Lane.SHORT) is cancellation
 
 
 @in_loop
@@ -263,7 +263,7 @@ async def test_the_deadline_ends_the_wait_and_reaches_the_thread() -> None:
             raise
 
     with pytest.raises(DeadlineExceededError):
-        await prepare(work, cancellation, long=True)
+        await prepare(work, cancellation, Lane.LONG)
     assert await asyncio.wrap_future(seen) == "deadline"
 
 
@@ -277,7 +277,7 @@ async def test_leaving_early_cancels_the_work_which_counts_until_it_ends(by: str
         loop.call_soon_threadsafe(began.set)
         return go.wait(30)
 
-    waiting = asyncio.ensure_future(prepare(work, cancellation, long=False))
+    waiting = asyncio.ensure_future(prepare(work, cancellation, Lane.SHORT))
     await began.wait()
     if by == "task":
         waiting.cancel()
@@ -308,7 +308,7 @@ async def test_a_failure_as_late_as_the_deadline_is_not_left_to_asyncio(
     cancellation = Cancellation(time.monotonic())
     threading.Timer(0.05, ended.set).start()
     with pytest.raises(DeadlineExceededError):
-        await prepare(work, cancellation, long=False)
+        await prepare(work, cancellation, Lane.SHORT)
     await asyncio.sleep(0.05)
     gc.collect()
     assert not caplog.records
@@ -322,53 +322,56 @@ async def test_where_no_thread_can_be_started_nothing_counts_as_working(monkeypa
     monkeypatch.setattr("omnistage.pipeline.preparation._short.submit", submit)
     cancellation = Cancellation()
     with pytest.raises(RuntimeError, match="thread"):
-        await prepare(lambda: 1, cancellation, long=False)
+        await prepare(lambda: 1, cancellation, Lane.SHORT)
     assert cancellation.idle
 
 
 @in_loop
 async def test_long_work_does_not_keep_short_work_waiting() -> None:
     go = threading.Event()
-    blocked = [asyncio.ensure_future(prepare(lambda: go.wait(30), Cancellation(), long=True)) for _ in range(64)]
-    assert await prepare(lambda: 1, Cancellation(), long=False) == 1
+    blocked = [asyncio.ensure_future(prepare(lambda: go.wait(30), Cancellation(), Lane.LONG)) for _ in range(64)]
+    assert await prepare(lambda: 1, Cancellation(), Lane.SHORT) == 1
     go.set()
     assert all(await asyncio.gather(*blocked))
 
 
 @pytest.mark.parametrize(
-    ("prompt", "long"),
+    ("prompt", "lane"),
     [
-        ("a" * SHORT_CHARS, False),
-        ("a" * (SHORT_CHARS + 1), True),
-        ([{"role": "user", "content": "hello"}], False),
-        ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], False),
-        ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], True),
-        ([{"role": "user", "content": "a"}] * 1000, False),
-        ([{"role": "user", "content": "a"}] * 4000, True),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}], False),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": " " * SHORT_CHARS}}]}], True),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], True),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "a" * (SHORT_CHARS + 1)}}]}], True),
-        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * (SHORT_CHARS + 1)}]}], True),
-        ({"prompt": "a cat"}, False),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/y.png", "text": ""}]}], True),
-        ({"prompt": "a cat", "image": b"..."}, True),
-        ({"prompt": "a cat", "images": [b"..."]}, True),
-        ({"prompt": "a cat", "mask": "data:image/png;base64,AA"}, True),
-        ({"prompt_token_ids": [1, 2, 3]}, False),
-        (None, False),
-        ([None, 3, {"content": 4}], False),
+        ("a" * SHORT_CHARS, Lane.SHORT),
+        ("a" * (SHORT_CHARS + 1), Lane.LONG),
+        ([{"role": "user", "content": "hello"}], Lane.SHORT),
+        ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], Lane.SHORT),
+        ([{"role": "user", "content": "a" * SHORT_CHARS}, {"role": "user", "content": "b"}], Lane.LONG),
+        ([{"role": "user", "content": "a"}] * 200, Lane.SHORT),
+        ([{"role": "user", "content": "a"}] * 2000, Lane.LONG),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}], Lane.SHORT),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": " " * SHORT_CHARS}}]}], Lane.LONG),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}], Lane.MEDIA),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "a" * (SHORT_CHARS + 1)}}]}], Lane.LONG),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * (SHORT_CHARS + 1)}]}], Lane.LONG),
+        ({"prompt": "a cat"}, Lane.SHORT),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/y.png", "text": ""}]}],
+            Lane.MEDIA,
+        ),
+        ({"prompt": "a cat", "image": b"..."}, Lane.MEDIA),
+        ({"prompt": "a cat", "images": [b"..."]}, Lane.MEDIA),
+        ({"prompt": "a cat", "mask": "data:image/png;base64,AA"}, Lane.MEDIA),
+        ({"prompt_token_ids": [1, 2, 3]}, Lane.SHORT),
+        (None, Lane.SHORT),
+        ([None, 3, {"content": 4}], Lane.SHORT),
     ],
 )
-def test_prompts_with_media_or_much_text_are_long(prompt: object, long: bool) -> None:
-    assert is_long(prompt) is long
+def test_media_and_long_texts_have_threads_of_their_own(prompt: object, lane: Lane) -> None:
+    assert lane_of(prompt) is lane
 
 
 @pytest.mark.parametrize(
-    ("properties", "long"),
-    [({"a": {"type": "string"}}, False), ({"a": {"description": "x" * SHORT_CHARS}}, True)]
-    + [({f"p{i}": {} for i in range(count)}, count > 100) for count in (100, 5000)],
+    ("properties", "lane"),
+    [({"a": {"type": "string"}}, Lane.SHORT), ({"a": {"description": "x" * SHORT_CHARS}}, Lane.LONG)]
+    + [({f"p{i}": {} for i in range(count)}, Lane.LONG if count > 100 else Lane.SHORT) for count in (100, 5000)],
 )
-def test_large_tools_make_a_prompt_long(properties: dict[str, object], long: bool) -> None:
+def test_large_tools_make_a_prompt_long(properties: dict[str, object], lane: Lane) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
-    assert is_long([{"role": "user", "content": "hello"}], [tool]) is long
+    assert lane_of([{"role": "user", "content": "hello"}], [tool]) is lane

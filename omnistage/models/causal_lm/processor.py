@@ -30,6 +30,7 @@ class CausalLMProcessor:
         self._vocab_size = vocab_size
         self._embed_size = embed_size
         self._template = ChatTemplate(self._render)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @classmethod
     def load(cls, folder: Path) -> CausalLMProcessor:
@@ -39,7 +40,7 @@ class CausalLMProcessor:
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         guarded = self._prompts.guarded()
-        self._prompts.limits.check_messages(len(messages))
+        self._prompts.limits.check_messages(len(messages), self._message_tokens)
         if not self._prompts.tokenizer.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         turns = []

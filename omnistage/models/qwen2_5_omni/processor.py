@@ -60,6 +60,7 @@ class Qwen25OmniProcessor:
         self._voices = tuple(voices)
         self._lock = threading.Lock()
         self._template = ChatTemplate(self._render, parts=True)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @classmethod
     def load(cls, folder: Path) -> Qwen25OmniProcessor:
@@ -84,7 +85,7 @@ class Qwen25OmniProcessor:
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
         if not self._processor.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
-        self._prompts.limits.check_messages(len(messages))
+        self._prompts.limits.check_messages(len(messages), self._message_tokens)
         media, guarded = _Media(), self._prompts.guarded()
         turns = [turn_of(m, [_template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:

@@ -1,21 +1,26 @@
 """JSON that clients send: bounded before it is parsed, parsed, and checked once as a whole.
 
 Many small values take a hundred times the memory of their text, and seconds to parse and to walk through. So values and
-text are counted on the bytes first. Media, a few long strings of base64, are cheap and not counted as text.
+text are counted on the bytes first, as they arrive. Media, a few long strings of base64, are cheap and not counted as
+text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
-from omnistage.core.threads import DaemonThreads
 from omnistage.core.validation import field_path, is_utf8
+from omnistage.pipeline.preparation import submit_long
 from omnistage.server.http.errors import NOT_JSON
 
 T = TypeVar("T")
@@ -23,18 +28,17 @@ MAX_DEPTH = 100
 """Deeper than any schema or message is; much deeper breaks every function that walks through it."""
 _TINY_BYTES, _SMALL_BYTES, _SMALL_VALUES = 2**14, 2**16, 2**12
 """What is parsed in the event loop, tiny bodies without counting: a millisecond or two of work."""
-_PIECE = 2**20
+_PIECE = 2**18
 """Bytes that one call looks at, as no other thread runs meanwhile."""
 _BLOCK = 2**12
 """Strings of twice this length are recognised as media."""
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_\\"
 """With the backslash of escaped slashes and newlines."""
+_TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep; flatten it"
 _MAX_URL_HEAD = 200
 _MEDIA_ROOTS = frozenset({"messages", "input", "input_reference", "item", "response", "audio"})
 _MEDIA_KEYS = frozenset({"data", "url", "image", "audio", "video", "image_url", "audio_url", "video_url"})
 """Where media are: fields of these names, somewhere in the top-level fields above."""
-_THREADS = DaemonThreads(2, "json")
-"""Not asyncio's: those wait for media and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +51,45 @@ class JsonLimits:
 
 
 async def run_json(work: Callable[[], T], *, small: bool, owner: str | None) -> T:
-    """The result of parsing or validating: at once where it is little, else from a thread.
-
-    One owner has half of the threads, so that its large bodies do not keep those of others waiting.
-    """
+    """The result of parsing or validating: at once where it is little, else from the thread for long work."""
     if small:
         return work()
-    return await asyncio.wrap_future(_THREADS.submit_for(owner, work))
+    return await asyncio.wrap_future(submit_long(owner, work))
 
 
 def is_small(body: bytes) -> bool:
     """Whether this JSON can be parsed in the event loop."""
     return len(body) <= _TINY_BYTES or (len(body) <= _SMALL_BYTES and _separators(body) <= _SMALL_VALUES)
+
+
+class PartialBody:
+    """A body that is still arriving: what has too much text or too many values is not read to its end."""
+
+    def __init__(self, limits: JsonLimits) -> None:
+        self._limits = limits
+        self._chunks: list[bytes] = []
+        self._size = self._separators = 0
+        self._checked_size, self._checked_separators = limits.max_text_bytes, limits.max_values
+
+    def add(self, chunk: bytes) -> bool:
+        """Whether `check` should be called now: more than the limits allow may have arrived."""
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size <= _SMALL_BYTES:
+            return False
+        self._separators += _separators(chunk)
+        return self._size > self._checked_size or self._separators > self._checked_separators
+
+    def check(self) -> None:
+        """Raises `LimitExceededError`. It takes a while, and is due again once twice as much has arrived."""
+        self._checked_size, self._checked_separators = 2 * self._size, 2 * self._separators
+        if json.detect_encoding(self.join()[:4]) == "utf-8":  # others are counted once they are complete
+            _checked_count(self.join(), self._limits)
+
+    def join(self) -> bytes:
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0] if self._chunks else b""
 
 
 def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
@@ -70,12 +101,12 @@ def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
     body = _as_utf8(body)
     count = _checked_count(body, limits)
     try:
-        values = json.loads(body)
-    except RecursionError:
-        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} levels deep; flatten it") from None
-    except ValueError:
-        raise InvalidRequestError(NOT_JSON) from None
-    check_readable(values)
+        values = from_json(body, allow_inf_nan=False)  # refuses strings that are not text, too
+        problem = _problem_in(values)
+    except ValueError as error:
+        problem = _TOO_DEEP if "recursion limit" in str(error) else NOT_JSON
+    if problem is not None:
+        raise _located_problem(body) or InvalidRequestError(problem)
     # The bytes of a long text may be those of base64: only the place of a string says what it is.
     if len(body) > limits.max_text_bytes and text_chars(values) > limits.max_text_bytes:
         raise _too_much_text(text_chars(values), limits)
@@ -89,7 +120,7 @@ def _as_utf8(body: bytes) -> bytes:
     """What is counted must be what is parsed: in UTF-16 the bytes of a letter may be those of a quote."""
     encoding = json.detect_encoding(body)
     if encoding in ("utf-8", "utf-8-sig"):
-        return body
+        return body.removeprefix(codecs.BOM_UTF8)
     try:
         return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except ValueError:
@@ -104,13 +135,9 @@ def _checked_count(body: bytes, limits: JsonLimits) -> int:
             raise _too_much_text(text, limits)
     if len(body) <= _SMALL_BYTES and len(body) // 2 < limits.max_values:
         return len(body) // 2 + 1  # a value and its comma
-    # Text has commas and brackets too: where there are many, those in strings are left out.
-    count = sum(map(_separators, _pieces(body)))
-    if count > _SMALL_VALUES:
-        count = _count_values(body)
-    if count > limits.max_values:
-        raise LimitExceededError(f"the body has {count} JSON values, over the limit of {limits.max_values}; send fewer")
-    return count
+    # Text has commas and brackets too: where there are too many, those in strings are left out.
+    count = sum(_separators(body, at, at + _PIECE) for at in range(0, len(body), _PIECE))
+    return count if count <= limits.max_values else _count_values(body, limits.max_values)
 
 
 def _too_much_text(size: int, limits: JsonLimits) -> LimitExceededError:
@@ -119,9 +146,9 @@ def _too_much_text(size: int, limits: JsonLimits) -> LimitExceededError:
     )
 
 
-def _separators(text: bytes) -> int:
+def _separators(text: bytes, start: int = 0, end: int | None = None) -> int:
     """An upper bound of the number of values: each but the first is in brackets or behind a comma."""
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+    return text.count(b",", start, end) + text.count(b"[", start, end) + text.count(b"{", start, end)
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
@@ -135,13 +162,15 @@ def _pieces(body: bytes) -> Iterator[bytes]:
         start += len(piece)
 
 
-def _count_values(body: bytes) -> int:
-    """The number of values, without what strings contain."""
+def _count_values(body: bytes, limit: int) -> int:
+    """The number of values, without what strings contain. Raises once there are more than the limit."""
     count, in_string = 0, False
     for piece in _pieces(body):
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         count += _separators(b"".join(parts[in_string::2]))
         in_string ^= len(parts) % 2 == 0
+        if count > limit:
+            raise LimitExceededError(f"the body has {count} JSON values or more, over the limit of {limit}; send fewer")
     return count
 
 
@@ -163,6 +192,33 @@ def _media_bytes(body: bytes) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- after parsing
+
+
+def _problem_in(data: object) -> str | None:
+    """Deep nesting, or a number that is not finite. Looks at one level at a time, which is fast."""
+    level: list[Any] = [data]
+    for _ in range(MAX_DEPTH + 1):
+        kinds = set(map(type, level))
+        if float in kinds and not all(map(math.isfinite, [value for value in level if type(value) is float])):
+            return "the body has a number that is not finite; send one that is"
+        if dict not in kinds and list not in kinds:
+            return None
+        nested = [value for value in level if type(value) is dict or type(value) is list]
+        level = list(chain.from_iterable(value.values() if type(value) is dict else value for value in nested))
+    return _TOO_DEEP
+
+
+def _located_problem(body: bytes) -> InvalidRequestError | None:
+    """The problem with its place, where the body is small enough to look for it."""
+    if len(body) <= _SMALL_BYTES:
+        try:
+            check_readable(json.loads(body))
+        except InvalidRequestError as error:
+            return error
+        except (ValueError, RecursionError):
+            pass
+    return None
+
 
 _Place = tuple["_Place", str | int] | None
 """Where a value is: the place around it and its key there."""

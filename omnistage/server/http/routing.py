@@ -17,7 +17,7 @@ from starlette.datastructures import FormData
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http.body_limits import BODY_HOLD
 from omnistage.server.http.errors import invalid_body
-from omnistage.server.http.json_body import JsonLimits, is_small, parse_json, run_json
+from omnistage.server.http.json_body import JsonLimits, PartialBody, is_small, parse_json, run_json
 from omnistage.server.http.limits import Hold
 
 if TYPE_CHECKING:
@@ -57,6 +57,16 @@ class BodyRequest(Request):
             if not small:
                 self._hold(len(body), count)
         return self._json
+
+    async def body(self) -> bytes:
+        """Raises `LimitExceededError` for too much JSON before all of it is there."""
+        if not hasattr(self, "_body") and self._model is not None:
+            body = PartialBody(self.app.state.json_limits)
+            async for chunk in self.stream():
+                if body.add(chunk):
+                    await run_json(body.check, small=False, owner=self._owner())
+            self._body = body.join()  # where Starlette keeps it
+        return await super().body()
 
     def _owner(self) -> str | None:
         holder: Holder | None = self.scope["state"].get("holder")

@@ -20,7 +20,7 @@ from omnistage.core.errors import (
 from omnistage.core.failures import log_defect
 from omnistage.core.types import Modality
 from omnistage.media.image import decode_image
-from omnistage.pipeline.preparation import prepare
+from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.http.json_body import run_json
@@ -357,7 +357,7 @@ class Session:
     async def _check_image(self, part: Image) -> None:
         """Decode an image as a response would; a client that leaves ends it."""
         with cancellation_scope(Cancellation()) as cancellation, self._service.decoding(self._holder):
-            await prepare(lambda: decode_image(part.url, self.model.omni.media_limits), cancellation, long=True)
+            await prepare(lambda: decode_image(part.url, self.model.omni.media_limits), cancellation, Lane.MEDIA)
 
     async def _retrieve_item(self, event: events.ItemEvent) -> None:
         item = self.conversation.get(event.item_id)

@@ -15,7 +15,7 @@ from omnistage.media.audio import decode_audio
 from omnistage.media.budget import MediaHold, media_hold
 from omnistage.media.context import inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
-from omnistage.pipeline.preparation import prepare
+from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.moderation.filters import AnswerText, PromptText, Redact, Refuse, RequestFilter
@@ -63,7 +63,7 @@ async def transcribe(
 
         try:
             with cancellation_scope(preparation), service.decoding(holder):
-                clip, media = await prepare(decode, preparation, long=True)
+                clip, media = await prepare(decode, preparation, Lane.MEDIA)
             resources.callback(media.close)
             async with asyncio.timeout(preparation.remaining()):
                 text = await service.transcribe_workers.run(

@@ -25,7 +25,7 @@ from omnistage.core.types import FinishReason
 from omnistage.media.audio import decode_audio
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
-from omnistage.pipeline.preparation import prepare
+from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
@@ -194,7 +194,7 @@ async def transcriptions(
             raise failure
         if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
             with cancellation_scope(Cancellation()) as cancellation, service.decoding(holder):
-                clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, long=True)
+                clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, Lane.MEDIA)
             seconds = clip.seconds
     # The language is what the client said: it is not recognised.
     return _whole(form, final.text.strip(), _usage(final.usage), form.language or "", seconds)
