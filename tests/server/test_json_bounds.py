@@ -311,7 +311,7 @@ def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
     assert order == ["ann", "bob", "eve", "ann", "ann"] or order == ["ann", "ann", "bob", "eve", "ann"]
 
 
-def test_a_body_is_parsed_as_work_of_its_key(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_parsed_as_work_of_its_client(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     owners: list[str | None] = []
 
     async def note(work: Callable[[], object], *, small: bool, owner: str | None) -> object:
@@ -324,7 +324,7 @@ def test_a_body_is_parsed_as_work_of_its_key(service: Service, monkeypatch: pyte
         httpx.post(f"{server.url}/v1/completions", json=body)
         service.keyring = Keyring([Holder("ann", digest_of("a-key-for-tests"))])
         httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer a-key-for-tests"})
-    assert owners == [None, "ann"]
+    assert owners == ["127.0.0.1", "ann"]
 
 
 def test_json_is_parsed_as_before() -> None:
