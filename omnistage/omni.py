@@ -20,7 +20,7 @@ from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt
 from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
-from omnistage.pipeline.build import EngineParts, build_parts
+from omnistage.pipeline.build import EngineParts, Report, build_parts
 from omnistage.pipeline.health import OrchestratorStats, StageHealth
 from omnistage.pipeline.intake import (
     ParamsLike,
@@ -51,12 +51,12 @@ class _Front:
         overrides: Sequence[str] = (),
         device: str | None = None,
         dtype: str | None = None,
-        progress: bool = True,
+        gpu_memory: str | int | None = None,
+        progress: bool | Report = True,
     ) -> None:
         """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
-        values = {"model": str(model), "config": config, "overrides": overrides}
-        args = OmniEngineArgs.parse({**values, "device": device, "dtype": dtype})
-        self._open(build_parts(args, progress=progress))
+        values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
+        self._open(build_parts(OmniEngineArgs.parse({**values, "device": device, "dtype": dtype}), progress=progress))
 
     @classmethod
     def from_parts(
@@ -79,6 +79,7 @@ class _Front:
     def _open(self, parts: EngineParts) -> None:
         deployment = parts.deployment
         self.processor = parts.processor
+        self.memory = parts.memory
         self.media_limits = parts.limits.media
         self.orchestrator = Orchestrator(
             parts.graph,

@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "config": 12,
     "engines": 20,
     "models": 30,
+    "placement": 35,
     "pipeline": 40,
     "omni": 50,
     "bench": 60,

@@ -14,6 +14,7 @@ from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
 from omnistage.cli.options import expand_options
+from omnistage.cli.plan import plan
 from omnistage.cli.pull import list_bundles, pull
 from omnistage.cli.serve import serve
 from omnistage.cli.tiny import tiny
@@ -51,7 +52,7 @@ def _main(
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-for _command in (generate, chat, serve, config, tiny, verify):
+for _command in (generate, chat, serve, plan, config, tiny, verify):
     app.command()(ends_on_error(expand_options(_command)))
 app.command("pull")(ends_on_error(pull))
 app.command("list")(ends_on_error(list_bundles))

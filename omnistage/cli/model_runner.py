@@ -18,8 +18,9 @@ from omnistage.core.types import DiffusionInput
 from omnistage.core.verification import ChatOutput, ModelRunner
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.pipeline.build import build_parts, build_stage, load_component, resolve_device
+from omnistage.pipeline.build import build_parts, build_stage, load_component
 from omnistage.pipeline.outputs import OmniRequestOutput
+from omnistage.placement.devices import resolve_device
 
 
 class OmniRunner(ModelRunner):

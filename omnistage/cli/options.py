@@ -90,11 +90,22 @@ class ModelOptions:
     device: str | None = option(None, "auto, cpu, cuda, cuda:N or mps; short for deployment.device.")
     dtype: str | None = option(None, "auto, float32, float16 or bfloat16; short for deployment.dtype.")
 
-    def resolve(self, model: str) -> ResolvedConfig:
+    gpu_memory: str | None = option(
+        None, "Memory of a GPU to take at most, like 24GiB; short for deployment.gpu_memory.", metavar="SIZE"
+    )
+
+    def resolve(
+        self, model: str, *, overrides: Sequence[str] = (), weights: bool = True, download: bool = False
+    ) -> ResolvedConfig:
+        """The configuration of a model; `overrides` come before those of `--set`.
+
+        Without `weights` only the small files must be there.
+        """
         from omnistage.config import OmniEngineArgs, resolve
         from omnistage.models.registry import REGISTRY
 
-        return resolve(OmniEngineArgs.parse({"model": model, **set_values(self)}), registry=REGISTRY)
+        values = {**set_values(self), "overrides": (*overrides, *self.overrides), "allow_download": download}
+        return resolve(OmniEngineArgs.parse({"model": model, **values}), registry=REGISTRY, weights=weights)
 
     def load(self, model: str, *, overrides: Sequence[str] = (), progress: bool = True) -> Omni:
         """The model with these options; `overrides` come after those of `--set`."""
@@ -108,5 +119,6 @@ class ModelOptions:
             overrides=(*self.overrides, *overrides),
             device=self.device,
             dtype=self.dtype,
+            gpu_memory=self.gpu_memory,
             progress=progress,
         )

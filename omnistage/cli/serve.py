@@ -320,8 +320,16 @@ def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[s
         err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
         entries = overrides[name]
         omni = AsyncOmni(
-            folder, config=settings.config, overrides=entries, device=settings.device, dtype=settings.dtype
+            folder,
+            config=settings.config,
+            overrides=entries,
+            device=settings.device,
+            dtype=settings.dtype,
+            gpu_memory=settings.gpu_memory,
+            progress=functools.partial(service.report_loading, name),
         )
+        for stage in omni.memory:
+            err().print(f"  {stage}", style="dim", soft_wrap=True, markup=False)
         service.add(name, omni)
     pool = active_decode_pool()
     if pool is not None and any(model.omni.processor.input_modalities - {"text"} for model in service.models.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from omnistage.core.registry import Registry
 from omnistage.core.validation import short_repr
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_DOWNLOAD = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
+_WEIGHTS = "*.safetensors"
+_DOWNLOAD = ("*.json", _WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
 """Files to download: no code, and no pickles except the table of voices."""
 _SHOWN_PATH = 300
 _MODEL_CONFIG = "config.json"
@@ -40,8 +41,9 @@ def find_model(
     revision: str | None = None,
     cache_dir: Path | None = None,
     allow_download: bool = False,
+    weights: bool = True,
 ) -> Path:
-    """The folder of a model that is a path, a bundle's name or a name on the hub.
+    """The folder of a model that is a path, a bundle's name or a name on the hub; without `weights` its small files do.
 
     The network is used only with `allow_download`, and never for a bundle: `omnistage pull` fetches those.
     """
@@ -62,7 +64,8 @@ def find_model(
         return path.resolve()
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"there is no folder {_display_path(model)}; check the path", param="model")
-    return _find_on_hub(model, revision, cache_dir, allow_download)
+    files = _DOWNLOAD if weights else tuple(pattern for pattern in _DOWNLOAD if pattern != _WEIGHTS)
+    return _find_on_hub(model, revision, cache_dir, allow_download, files)
 
 
 def _is_model(folder: Path) -> bool:
@@ -74,13 +77,15 @@ def _display_path(model: str) -> str:
     return model if len(model) <= _SHOWN_PATH and model.isprintable() else short_repr(model)
 
 
-def _find_on_hub(name: str, revision: str | None, cache_dir: Path | None, allow_download: bool) -> Path:
+def _find_on_hub(
+    name: str, revision: str | None, cache_dir: Path | None, allow_download: bool, files: Sequence[str]
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     # The same patterns for both calls: the cache decides by them whether a snapshot is complete.
     fetch = functools.partial(
-        snapshot_download, name, revision=revision, cache_dir=cache_dir, allow_patterns=list(_DOWNLOAD)
+        snapshot_download, name, revision=revision, cache_dir=cache_dir, allow_patterns=list(files)
     )
     try:
         return Path(fetch(local_files_only=True))

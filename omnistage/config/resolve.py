@@ -16,7 +16,7 @@ from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, KeyPath, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.names import check_names, graph_of
 from omnistage.config.problems import to_config_error
-from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig
+from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig, Size, format_size
 from omnistage.config.yamlio import load_file
 from omnistage.core.errors import ConfigError
 from omnistage.core.family import Family
@@ -36,6 +36,7 @@ class OmniEngineArgs(ConfigModel):
     overrides: tuple[str, ...] = Field(default=(), description="KEY=VALUE strings, as for --set.")
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
+    gpu_memory: Size | None = Field(default=None, description="Short for deployment.gpu_memory.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's default.")
     allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
@@ -62,13 +63,18 @@ class ResolvedConfig:
     """Source of every value by its dotted path, in the order of `to_yaml`."""
 
 
-def resolve(args: OmniEngineArgs, *, registry: Registry) -> ResolvedConfig:
-    """Find the model, merge the layers, validate the result.
+def resolve(args: OmniEngineArgs, *, registry: Registry, weights: bool = True) -> ResolvedConfig:
+    """Find the model, merge the layers, validate the result. Without `weights` its small files suffice.
 
     Raises `CheckpointError` for the model and `ConfigError` for the configuration.
     """
     folder = find_model(
-        args.model, registry, revision=args.revision, cache_dir=args.cache_dir, allow_download=args.allow_download
+        args.model,
+        registry,
+        revision=args.revision,
+        cache_dir=args.cache_dir,
+        allow_download=args.allow_download,
+        weights=weights,
     )
     hf_config = read_model_config(folder)
     family = detect_family(hf_config, registry)
@@ -113,6 +119,8 @@ def _stack(args: OmniEngineArgs, family: Family) -> Layers:
         layers.set(("deployment", "device"), args.device, Source("--device"))
     if args.dtype is not None:
         layers.set(("deployment", "dtype"), args.dtype, Source("--dtype"))
+    if args.gpu_memory is not None:
+        layers.set(("deployment", "gpu_memory"), format_size(args.gpu_memory), Source("--gpu-memory"))
     layers.apply_overrides(args.overrides)
     return layers
 

@@ -128,7 +128,7 @@ class ARBudget(ConfigModel):
     max_running: Count = Field(default=64, description="Requests in the batch at once.")
     max_model_len: Count | None = Field(default=None, description="Longest sequence; null: as the model's config says.")
     block_size: Literal[8, 16, 32, 64] = Field(default=16, description="Tokens in one block of the KV cache.")
-    kv_memory: SizeOrAuto = Field(default="auto", description="Size of the KV cache; auto: planned from what is free.")
+    kv_memory: SizeOrAuto = Field(default="auto", description="Size of the KV cache; auto: as the memory plan says.")
     kv_blocks: Count | None = Field(default=None, description="Blocks of the KV cache; overrides kv_memory.")
     prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of equal prompt beginnings.")
     ageing_steps: Count = Field(default=64, description="Steps of waiting that are worth one priority level.")
@@ -383,6 +383,11 @@ class DeploymentConfig(ConfigModel):
 
     device: DeviceName = Field(default="auto", description="auto: CUDA where there is one, else CPU.")
     dtype: DTypeName = Field(default="auto", description="auto: bfloat16 on CUDA, float32 elsewhere.")
+    gpu_memory: Size | None = Field(
+        default=None, description="Memory of a GPU that this process may take; null: what is free when it starts."
+    )
+    concurrency: Count = Field(default=16, description="Requests at once that memory is planned for.")
+    context: Count = Field(default=8192, description="Tokens of each of them that memory is planned for.")
     max_inflight: Count = Field(
         default=256, description="Requests running or queued, counted by their answers, before new ones are refused."
     )

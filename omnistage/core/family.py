@@ -170,5 +170,7 @@ class Family:
     aliases: tuple[str, ...] = field(default=())
     variants: tuple[str, ...] = field(default=())
     """What `tiny` takes as `variant`, the default first; empty where it takes none."""
+    plans_memory: bool = False
+    """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
     bundle: Bundle | None = None
     """Weights that `omnistage pull` fetches for it."""

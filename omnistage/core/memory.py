@@ -19,3 +19,16 @@ def host_memory() -> int | None:
     except OSError:
         limit = "max"
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_host_memory() -> int:
+    """Bytes the kernel would give without swapping; a modest guess where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+                    return min(free, host_memory() or free)
+    except OSError:
+        pass
+    return 4 << 30

@@ -42,6 +42,9 @@ class Stage(ABC):
     enter_thread: Callable[[], None] | None = None
     """Called once in the thread that the stage will be run in, where there is one."""
 
+    def warm_up(self) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Run a large step once on a GPU, before there are requests: none of them waits for kernels to be compiled."""
+
     @abstractmethod
     def check(self, stage_input: StageInput) -> None:
         """Raise an `OmniError` if this input can never run (too long, wrong shape). Thread-safe, changes nothing."""

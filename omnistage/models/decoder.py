@@ -55,6 +55,10 @@ class DecoderComponent(ARComponent):
         use_paged_attention(decoder)
         apply_cpu_kernels(model)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids)  # type: ignore[no-any-return]
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError, UnsupportedModelError
+from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import ATTENTION_NAME
 from omnistage.hf import transformers
 
@@ -128,6 +129,13 @@ def _checked(name: str, path: Path, read: Callable[[str], _T]) -> _T:
         raise CheckpointError(f"{path.name} does not hold {name}, though the index says so: {error}") from error
 
 
+def read_weights(context: LoadContext, prefix: str = "", part: str = "") -> dict[str, torch.Tensor]:
+    """A stage's tensors, of the folder `part` of its model; none for a model without data."""
+    if context.device.type == "meta":
+        return {}
+    return Checkpoint(context.model.folder / part).tensors(prefix)
+
+
 def load_model(
     cls: type[Model],
     config: PreTrainedConfig,
@@ -137,11 +145,19 @@ def load_model(
     *,
     attention: str = "sdpa",
 ) -> Model:
-    """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error."""
+    """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error.
+
+    On the meta device it has shapes alone, and `tensors` are not looked at.
+    """
     check_quantisation(config)
     check_repeats(config.to_dict(), len(tensors))
     with torch.device("meta"):
         skeleton = cls(config)
+    if device.type == "meta":
+        skeleton.set_attn_implementation(attention)
+        skeleton.to(dtype)
+        planned: Model = freeze(skeleton)
+        return planned
     check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()))
     _check_shapes(skeleton, tensors)
     model, info = cls.from_pretrained(

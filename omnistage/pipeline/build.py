@@ -7,10 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from omnistage.config import (
     ARStageConfig,
@@ -20,24 +19,27 @@ from omnistage.config import (
     LimitsConfig,
     OmniEngineArgs,
     OmniModelConfig,
+    ResolvedConfig,
     StageConfig,
     resolve,
 )
-from omnistage.core.errors import CapacityError, CheckpointError, ConfigError, OmniError, RegistryError
+from omnistage.core.errors import CapacityError, CheckpointError, OmniError, RegistryError
 from omnistage.core.failures import raise_interrupt
 from omnistage.core.family import AnyProcessor, Bridge, LoadContext
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
-from omnistage.core.types import DTypeName
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.supervision import Rebuild
-
-if TYPE_CHECKING:
-    import torch
+from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
+from omnistage.placement.measure import MeasuredStage, meter_for
+from omnistage.placement.memory_plan import MemoryPlan, make_plan
+from omnistage.placement.needs import weights_on_disk
 
 _LONGEST_REASON = 200
+_PLANNED_BYTES = 1 << 30
+"""Models of fewer weights are put into host memory without a plan."""
 
 Report = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done."""
@@ -58,10 +60,15 @@ class EngineParts:
     """Its name, as pictures carry it."""
     rebuilds: Mapping[str, Rebuild] = field(default_factory=dict)
     """For each stage what builds it anew after it has failed."""
+    memory: tuple[MeasuredStage, ...] = ()
+    """Of the stages on GPUs: what was planned, and what they took."""
 
 
-def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Registry = REGISTRY) -> EngineParts:
-    """Resolve the configuration and load every stage; stages that were loaded are closed if a later one fails."""
+def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registry: Registry = REGISTRY) -> EngineParts:
+    """Resolve the configuration and load every stage; stages that were loaded are closed if a later one fails.
+
+    On a terminal there are progress bars unless `progress` is False; where it is a function it is told as well.
+    """
     resolved = resolve(args, registry=registry)
     config, graph = resolved.config, resolved.graph
     if config.deployment.torch_threads is not None:
@@ -71,15 +78,20 @@ def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Regist
     names = {name: graph.bridge(name) for name in graph.order}
     bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
     family = registry.family(resolved.model.family)
+    plan = _load_plan(resolved, registry)
     with _reading(resolved.model.folder, "the processor"):
         processor = family.processor(resolved.model)
+    stage_cfgs = config.pipeline.stages
+    if plan is not None:
+        stage_cfgs = {name: plan.applied(name, stage_cfg) for name, stage_cfg in stage_cfgs.items()}
     factories = {
-        name: StageFactory(resolved.model, name, config.pipeline.stages[name], config.deployment, registry)
-        for name in graph.order
+        name: StageFactory(resolved.model, name, stage_cfgs[name], config.deployment, registry) for name in graph.order
     }
+    report = progress if callable(progress) else None
+    stages, memory = _build_stages(factories, plan, report, visible=progress is not False)
     return EngineParts(
         graph,
-        _build_stages(factories, progress),
+        stages,
         bridges,
         {name: stage.params for name, stage in config.pipeline.stages.items()},
         processor,
@@ -87,27 +99,72 @@ def build_parts(args: OmniEngineArgs, *, progress: bool = True, registry: Regist
         config.limits,
         resolved.model.name,
         {name: factory.rebuild for name, factory in factories.items()},
+        tuple(memory),
     )
 
 
-def _build_stages(factories: Mapping[str, StageFactory], progress: bool) -> dict[str, Stage]:
+def _load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
+    """The plan that a model is loaded by; None for a small one in host memory, which needs none.
+
+    Raises `CapacityError` where the model cannot fit.
+    """
+    deployment, stages = resolved.config.deployment, resolved.config.pipeline.stages
+    devices = [place(name, stage, deployment)[0] for name, stage in stages.items()]
+    for device in devices:
+        limit_process(device, deployment)
+    if all(device.type == "cpu" for device in devices) and weights_on_disk(resolved.model.folder, 4) < _PLANNED_BYTES:
+        return None
+    plan = plan_memory(resolved, registry=registry)
+    plan.check()
+    return plan
+
+
+def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anywhere: bool = False) -> MemoryPlan:
+    """The memory plan of a model, from its configuration alone.
+
+    `anywhere` is for a machine that is not this one: nobody asks whether its devices exist.
+    """
+    deployment = resolved.config.deployment
+    placed = partial(place_anywhere if anywhere else place, deployment=deployment)
+    stages = resolved.config.pipeline.stages
+    devices = {str(placed(name, stage)[0]) for name, stage in stages.items()}
+    available = {device: available_memory(device, deployment) for device in devices}
+    with _reading(resolved.model.folder, "the memory plan"):
+        return make_plan(resolved, registry, placed, available)
+
+
+def _build_stages(
+    factories: Mapping[str, StageFactory], plan: MemoryPlan | None, notify: Report | None, *, visible: bool
+) -> tuple[dict[str, Stage], list[MeasuredStage]]:
+    """The stages, and what those on a GPU took of it."""
     stages: dict[str, Stage] = {}
+    measured: list[MeasuredStage] = []
     console = Console(stderr=True)
-    hidden = not (progress and console.is_terminal)
+    hidden = not (visible and console.is_terminal)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
     with ExitStack() as undo, Progress(*columns, console=console, disable=hidden) as bar:
         for name, factory in factories.items():
             task = bar.add_task(f"loading {name}", total=1.0, doing="")
 
-            def report(doing: str, done: float, task: object = task) -> None:
-                bar.update(task, completed=done, doing=doing)  # type: ignore[arg-type]
+            def report(doing: str, done: float, task: TaskID = task, name: str = name) -> None:
+                bar.update(task, completed=done, doing=doing)
+                if notify is not None:
+                    notify(f"{name}: {doing or 'loaded'}", done)
 
+            report("weights", 0.0)
+            planned = None if plan is None else plan.stages[name]
+            meter = meter_for(planned)
             stage = factory.build(report)
             undo.callback(stage.close)
+            if meter is not None:
+                report("warm-up", 0.99)
+                meter.mark_loaded()
+                stage.warm_up()
+                measured.append(meter.result())
             stages[name] = stage
             report("", 1.0)
         undo.pop_all()
-    return stages
+    return stages, measured
 
 
 class StageFactory:
@@ -160,8 +217,7 @@ def build_stage(
 ) -> Stage:
     """Load a stage's component where the configuration says and put it on its engine."""
     load = load or partial(load_component, registry=registry)
-    device = resolve_device(stage_cfg.device or deployment.device, param=f"pipeline.stages.{name}.device")
-    dtype = resolve_dtype(stage_cfg.dtype or deployment.dtype, device)
+    device, dtype = place(name, stage_cfg, deployment)
     context = LoadContext(
         model, name, stage_cfg, device, dtype, progress, deployment.torch_threads, requested_dtype=deployment.dtype
     )
@@ -272,27 +328,3 @@ def _wrong_component(name: str, stage_cfg: StageConfig, component: object) -> Re
         "cannot run; use another component or engine",
         param=f"pipeline.stages.{name}.component",
     )
-
-
-def resolve_device(name: str, *, param: str = "deployment.device") -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. MPS must be asked for by name."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        usable = torch.cuda.device_count()
-        raise ConfigError(f"{name} was asked for, but {usable} CUDA devices are usable; use cpu or auto", param=param)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("mps was asked for, but it is not available here; use cpu or auto", param=param)
-    return device
-
-
-def resolve_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
-    import torch
-
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

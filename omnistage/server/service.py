@@ -124,6 +124,8 @@ class Service:
         self.models: dict[str, ServedModel] = dict(models or {})
         self.keyring = keyring or Keyring()
         self.loading = not self.models
+        self.loading_step = ""
+        """What is being loaded, for those who wait."""
         self.draining = False
         self.metrics = RequestMetrics()
         self.audit_file: AuditFile | None = None
@@ -155,6 +157,10 @@ class Service:
             for health in model.omni.health().values()
             if not health.available
         ]
+
+    def report_loading(self, name: str, doing: str, done: float) -> None:
+        """Note how far a model is; called while it loads."""
+        self.loading_step = f"{name}: {doing}, {done:.0%}"
 
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)

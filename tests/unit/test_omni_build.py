@@ -18,6 +18,7 @@ from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.omni import Omni
 from omnistage.pipeline import build
+from omnistage.placement import devices
 from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
 
 PIPELINE = """
@@ -216,24 +217,24 @@ def _break(toy: Toy, place: str, error: Exception) -> None:
 
 def test_auto_prefers_cuda_and_never_takes_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert build.resolve_device("auto").type == "cuda"
+    assert devices.resolve_device("auto").type == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert build.resolve_device("auto").type == "cpu"
-    assert build.resolve_device("mps").type == "mps"
+    assert devices.resolve_device("auto").type == "cpu"
+    assert devices.resolve_device("mps").type == "mps"
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert build.resolve_device("cuda:0").index == 0
+    assert devices.resolve_device("cuda:0").index == 0
     with pytest.raises(ConfigError, match="1 CUDA devices are usable"):
-        build.resolve_device("cuda:1")
+        devices.resolve_device("cuda:1")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="mps"):
-        build.resolve_device("mps")
+        devices.resolve_device("mps")
 
 
 def test_auto_dtype_is_what_the_device_is_good_at() -> None:
-    assert build.resolve_dtype("auto", torch.device("cpu")) is torch.float32
-    assert build.resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
-    assert build.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+    assert devices.resolve_dtype("auto", torch.device("cpu")) is torch.float32
+    assert devices.resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16

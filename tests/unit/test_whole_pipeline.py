@@ -45,7 +45,8 @@ from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
 from omnistage.models.registry import REGISTRY
-from omnistage.pipeline.build import build_stage, load_component, resolve_device
+from omnistage.pipeline.build import build_stage, load_component
+from omnistage.placement.devices import resolve_device
 
 PROMPT = "a red fox in the snow"
 

@@ -55,6 +55,15 @@ class ARComponent(ABC):
     suppress_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerFast | None = None
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All networks that it holds, for the memory plan."""
+        return (self.decoder,)
+
+    def media_bytes(self, tokens: int) -> int:
+        """Peak memory of encoding media that take this many tokens of a prompt."""
+        return 0
+
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         """Complete an input that came over a bridge. Runs once a request, before it is queued."""
         del info

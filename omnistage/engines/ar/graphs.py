@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _LENGTHS = (1024, 4096, 16384)
 
 
+def length_buckets(max_length: int) -> list[int]:
+    """The lengths that steps are captured for, ascending."""
+    return [length for length in _LENGTHS if length < max_length] + [max_length]
+
+
 class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
     """Static buffers and the graph for `size` sequences of at most `length` tokens."""
 
@@ -74,7 +79,7 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
     def __init__(self, runner: Runner, batch_sizes: Sequence[int], max_length: int) -> None:
         self._runner = runner
         self._sizes = sorted(set(batch_sizes))
-        self._lengths = [n for n in _LENGTHS if n < max_length] + [max_length]
+        self._lengths = length_buckets(max_length)
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory

@@ -1,15 +1,35 @@
-"""How many KV blocks a stage gets."""
+"""The memory of an autoregressive stage: how many KV blocks it gets, and what a step takes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import CapacityError
+from omnistage.core.memory import free_host_memory
+from omnistage.core.stage_memory import StageMemory
+from omnistage.engines.ar.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    BatchLayout,
+    KVCache,
+    PagedContext,
+    bind_caches,
+)
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.graphs import length_buckets
+from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
 _DEVICE_SHARE = 0.35
+_SAMPLING_BYTES = 16
+"""For each logit: a float32 copy, and sorted values with their int64 ids."""
+_ESTIMATED_WIDTH = 24
+"""Numbers a token at the peak of a step, in widths of the residual stream, where a model cannot run without data."""
+_GRAPH_BYTES = 8 << 20
+"""What the driver takes for a captured step, beside its buffers."""
 
 
 def block_bytes(component: ARComponent, block_size: int) -> int:
@@ -19,8 +39,16 @@ def block_bytes(component: ARComponent, block_size: int) -> int:
     return per_token * block_size * component.dtype.itemsize
 
 
+def max_length_of(component: ARComponent, budget: ARBudget) -> int:
+    """Tokens of the longest sequence that the model and the budget allow."""
+    return min(budget.max_model_len or component.spec.max_length, component.spec.max_length)
+
+
 def plan_blocks(component: ARComponent, budget: ARBudget, max_length: int) -> int:
-    """Blocks that fit the budget, never more than `max_running` sequences of full length could use."""
+    """Blocks that fit the budget, never more than `max_running` sequences of full length could use.
+
+    The memory plan of a pipeline sets `kv_memory`; `auto` is for a stage that is built without one.
+    """
     useful = -(-max_length // budget.block_size) * budget.max_running
     if budget.kv_blocks is not None:
         return min(budget.kv_blocks, useful)
@@ -38,16 +66,110 @@ def _available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free * _DEVICE_SHARE)
-    return min(int(_free_host_memory() * _CPU_SHARE), _CPU_CAP)
+    return default_host_kv()
 
 
-def _free_host_memory() -> int:
-    """Bytes the kernel would give without swapping; a modest guess where it does not say."""
+def default_host_kv() -> int:
+    """Bytes of a KV cache in host memory, where the configuration does not say."""
+    return min(int(free_host_memory() * _CPU_SHARE), _CPU_CAP)
+
+
+@dataclass(frozen=True, slots=True)
+class ARNeeds:
+    """A stage's memory without its KV cache, and the sizes of that."""
+
+    memory: StageMemory
+    media_token_bytes: int
+    """Peak of the media encoders for each token that media take of a prompt."""
+    block_bytes: int
+    block_size: int
+    max_length: int
+    useful_blocks: int
+    """More could never be used."""
+    fixed_blocks: int | None
+    """As the configuration says; None: as many as the plan has room for."""
+
+    def memory_at(self, context: int) -> StageMemory:
+        """With media encoders that run for prompts of this length."""
+        encoders = self.media_token_bytes * min(context, self.max_length)
+        return replace(self.memory, activations=max(self.memory.activations, encoders))
+
+    def blocks(self, concurrency: int, context: int) -> int:
+        """Blocks for this many sequences of this length."""
+        return min(-(-min(context, self.max_length) // self.block_size) * concurrency, self.useful_blocks)
+
+
+def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds:
+    """What a stage needs around a component on the meta device."""
+    max_length = max_length_of(component, budget)
+    size = block_bytes(component, budget.block_size)
+    useful = -(-max_length // budget.block_size) * budget.max_running
+    fixed = budget.kv_blocks
+    if fixed is None and budget.kv_memory != "auto":
+        fixed = int(budget.kv_memory) // size
+    rows = min(budget.max_running, budget.max_batch_tokens)
+    media = component.media_bytes(max_length) // max_length
+    memory = StageMemory(
+        weights=weight_bytes(component.modules),
+        activations=_step_bytes(component, budget.max_batch_tokens, rows),
+        graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
+        caches=budget.encoder_cache if media else 0,
+    )
+    fixed = None if fixed is None else min(fixed, useful)
+    return ARNeeds(memory, media, size, budget.block_size, max_length, useful, fixed)
+
+
+def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
+    """Peak of a step with this many tokens, that samples for `rows` sequences."""
+    spec = component.spec
+
+    def step() -> torch.Tensor:
+        embeds = component.embed(torch.empty(tokens, dtype=torch.int64, device=META))
+        paged = PagedContext(_NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan())
+        positions = torch.empty(spec.position_dims, tokens, dtype=torch.int64, device=META)
+        hidden = component.forward(embeds, positions, paged)
+        if spec.emit_size:
+            component.emit(embeds, hidden, torch.empty(tokens, 1, dtype=torch.bool, device=META))
+        return component.logits(hidden[:rows])
+
+    shape = (1, 1, spec.num_kv_heads, spec.head_dim)
+    cache = torch.empty(shape, dtype=component.dtype, device=META)
+    bind_caches(component.decoder, [(cache, cache)] * spec.num_layers)
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
+        peak = peak_bytes(step)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it looks at its data, like a router of experts
+        peak = tokens * spec.embed_size * _ESTIMATED_WIDTH * component.dtype.itemsize
+    return max(peak, rows * spec.vocab_size * (component.dtype.itemsize + _SAMPLING_BYTES))
+
+
+def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> int:
+    """Each captured step keeps its outputs; the largest one's activations serve all."""
+    spec, item = component.spec, component.dtype.itemsize
+    captured = len(length_buckets(max_length))
+    outputs = sum(budget.graph_batch_sizes) * (spec.vocab_size + spec.emit_size + spec.embed_size) * item
+    largest = _step_bytes(component, budget.graph_batch_sizes[-1], 1)
+    return captured * (outputs + len(budget.graph_batch_sizes) * _GRAPH_BYTES) + largest
+
+
+class _NoAttention(AttentionBackend):
+    """Allocates what paged attention allocates: its result."""
+
+    name = "none"
+
+    def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
+        del layout, device
+        return AttentionPlan()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        paged: PagedContext,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        del key, value, cache, paged, scale, window
+        return torch.empty(query.shape, dtype=query.dtype, device=query.device)

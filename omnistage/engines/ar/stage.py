@@ -34,7 +34,7 @@ from omnistage.core.types import (
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.memory import plan_blocks
+from omnistage.engines.ar.memory import max_length_of, plan_blocks
 from omnistage.engines.ar.runner import Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
@@ -71,10 +71,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
 
     def __init__(self, name: str, component: ARComponent, budget: ARBudget) -> None:
         super().__init__(name, component.device, stream_priority=-1)
-        spec = component.spec
         self.component = component
         self._budget = budget
-        max_length = min(budget.max_model_len or spec.max_length, spec.max_length)
+        max_length = max_length_of(component, budget)
         num_blocks = plan_blocks(component, budget, max_length)
         self.max_length = min(max_length, num_blocks * budget.block_size)
         pool = BlockPool(num_blocks, budget.block_size, prefix_caching=budget.prefix_caching)
@@ -103,6 +102,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._held: dict[str, GrammarState] = {}
         """Answers that wait for the mask of their grammar: left out of the batch, like starved ones."""
         self._late_masks = 0
+
+    def warm_up(self) -> None:
+        key, length = "warm-up", min(self._budget.max_batch_tokens, self.max_length - 1)
+        params = SamplingParams(max_tokens=1)
+        self.runner.add(key, ARInput((0,) * length), params, capacity=length + 1, emit=False)
+        state = SequenceState(key=key, rank=0.0, token_ids=[0] * length, prompt_length=length, cacheable=False)
+        self.scheduler.add(state, 0)
+        try:
+            self.runner.execute(self.scheduler.schedule())
+        finally:
+            self._forget(key)
 
     # ------------------------------------------------------------------------------------------- requests
 

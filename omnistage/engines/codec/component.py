@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnistage.core.params import CodecParams
+from omnistage.core.stage_memory import StageMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class CodecComponent(ABC):
         The windows have one `shape` and one `group`, and belong to different requests. States change only when the
         whole call succeeds, so that a failed batch can be run again one by one.
         """
+
+    def memory(self, rows: int, codes: int) -> StageMemory | None:
+        """What it needs to decode `rows` windows of `codes` codes; asked on the meta device. None: unknown."""
+        return None
 
     def close(self) -> None:  # noqa: B027  (most components hold nothing that the garbage collector cannot free)
         """Release device memory."""

@@ -91,7 +91,7 @@ class GraphCache:
 
     def __init__(self, *, enabled: bool, capacity: int = 48) -> None:
         self.enabled = enabled
-        self._capacity = capacity
+        self.capacity = capacity
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool: _Pool | None = None
         self.captures = 0
@@ -121,7 +121,7 @@ class GraphCache:
                 return function(*inputs)
             self.captures += 1
             self._graphs[key] = graph
-            if len(self._graphs) > self._capacity:
+            if len(self._graphs) > self.capacity:
                 # Its kernels may still be running; their memory must not go to the next graph before they are done.
                 torch.cuda.current_stream().synchronize()
                 self._graphs.popitem(last=False)

@@ -98,6 +98,12 @@ class CodecScheduler:
         self._turns = Turns()
         self._scheduled_at = 0.0
 
+    @property
+    def first_length(self) -> int:
+        """Codes in the first window of an utterance, look-ahead included."""
+        blocks = max(self._limits.first_chunk_blocks, self._layout.first_blocks)
+        return min(blocks * self._layout.block_codes + self._lookahead, self._layout.max_codes)
+
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
         self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)
 

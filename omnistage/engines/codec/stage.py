@@ -9,7 +9,7 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.params import CodecParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageChunk, StageFeed, StageInput
-from omnistage.engines.codec.component import CodecComponent
+from omnistage.engines.codec.component import CodecComponent, Window
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
 from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
 from omnistage.engines.stage import BatchedStage
@@ -35,6 +35,12 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._codes = 0
         self._windows = 0
         self._samples = 0
+
+    def warm_up(self) -> None:
+        """Decode a first window of zeros."""
+        length = self._scheduler.first_length
+        state = self.component.open("warm-up", CodecParams(), None)
+        self.component.decode([Window(state, (0,) * length, 0, length, True)])
 
     def _check(self, info: RequestInfo, params: CodecParams, payload: CodecInput) -> None:
         voice, voices = info.voice, self.component.voices

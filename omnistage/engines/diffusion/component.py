@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from omnistage.core.errors import InternalError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.engines.peak_memory import peak_bytes
 
 Tensors = Mapping[str, Tensor]
 Branch = Literal["positive", "negative"]
@@ -39,6 +41,19 @@ class PromptEncoder(ABC):
 
     `input_modalities` and `check` are read by any thread; the rest is called from the stage's loop.
     """
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All networks that it holds, for the memory plan."""
+        return ()
+
+    def planned_size(self) -> tuple[int, int, int]:
+        """(width, height, frames) that the memory plan makes room for: the model's default."""
+        return 1024, 1024, 1
+
+    def encode_bytes(self, rows: int) -> int:
+        """Peak memory of encoding this many texts, and a picture; asked on the meta device."""
+        return 0
 
     @abstractmethod
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
@@ -126,6 +141,15 @@ class Denoiser(ABC):
         """All of them, where a family has several experts."""
         return (self.transformer,)
 
+    def step_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
+        """Peak memory of a forward over this many rows; asked on the meta device."""
+        lane = self.open(self.planned_condition(width, height, num_frames), DiffusionParams(), torch.Generator())
+        return peak_bytes(lambda: self.forward([Row(lane, "positive")] * rows))
+
+    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition:
+        """A condition of the usual shapes without data, for the memory plan."""
+        raise InternalError(f"{type(self).__name__} has no planned_condition")
+
     def check(self, params: DiffusionParams) -> None:  # noqa: B027  (most parameters check themselves)
         """Raise an `OmniError` for parameters that this denoiser can never run with. Thread-safe and cheap."""
 
@@ -188,6 +212,15 @@ class LatentDecoder(ABC):
     """IMAGE or VIDEO."""
     fps: float = 16.0
     """Of videos, where the request does not say."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All networks that it holds, for the memory plan."""
+        return ()
+
+    def decode_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
+        """Peak memory of decoding this many latents together; asked on the meta device."""
+        return 0
 
     def group(self, latents: Tensor) -> Hashable:
         """What latents must have in common to be decoded together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
+from omnistage.engines.peak_memory import META, peak_bytes
 from omnistage.models._diffusers.loading import load_pipeline
 
 if TYPE_CHECKING:
@@ -50,6 +51,28 @@ class DiffusersEncoder(PromptEncoder):
         self.device = device
         self.multiple = multiple
         self.default_size = default_size
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        parts = self.pipe.components.items()
+        return tuple(part for name, part in parts if isinstance(part, nn.Module) and not name.startswith("transformer"))
+
+    def planned_size(self) -> tuple[int, int, int]:
+        return self.default_size, self.default_size, 1
+
+    def encode_bytes(self, rows: int) -> int:
+        parts = self.pipe.components.items()
+        texts = [part for name, part in parts if name.startswith("text_encoder") and part is not None]
+        peaks = [text_bytes(part, rows, self.text_tokens) for part in texts]
+        return max([*peaks, self._picture_bytes() if self.max_images else 0])
+
+    def _picture_bytes(self) -> int:
+        """Peak of the VAE's encoder over an input picture."""
+        width, height, _ = self.planned_size()
+        vae = self.pipe.vae
+        shape = (1, 3, 1, height, width) if takes_frames(vae) else (1, 3, height, width)
+        pixels = torch.empty(shape, dtype=vae.dtype, device=META)
+        return peak_bytes(lambda: vae.encode(pixels))
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         check_sides(params, self.multiple)
@@ -158,6 +181,18 @@ class DiffusersDenoiser(Denoiser):
         pipe = load_pipeline(context, pipeline, models, ("scheduler",), ("vae",), dtypes=dtypes)
         return cls(pipe, context.device, context.dtype)
 
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of a prompt's tensors, as the encoder gives them at its usual length."""
+        raise InternalError(f"{type(self).__name__} has no text_shapes")
+
+    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition:
+        tensors = {n: torch.empty(s, dtype=self.dtype, device=META) for n, s in self.text_shapes().items()}
+        return Condition(tensors, None, self.planned_shared(width, height, num_frames), width, height, num_frames)
+
+    def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
+        """What else the condition must hold."""
+        return {}
+
     def scheduler(self, name: str | None) -> SchedulerMixin:
         """A scheduler for one lane: the checkpoint's, or another class that can take its place."""
         stock = self.pipe.scheduler
@@ -218,6 +253,30 @@ class DiffusersDenoiser(Denoiser):
         config = self.pipe.vae.config
         scaled: Tensor = (latents - config.shift_factor) * config.scaling_factor
         return scaled
+
+
+def takes_frames(vae: nn.Module) -> bool:
+    """Whether a VAE's tensors have a dimension of time."""
+    return any(isinstance(module, nn.Conv3d) for module in vae.modules())
+
+
+def tile_side(vae: Any) -> int:
+    """Pixels of a tile's side, which VAEs name differently."""
+    return int(vae.tile_sample_min_size if hasattr(vae, "tile_sample_min_size") else vae.tile_sample_min_height)
+
+
+def latent_channels(vae: Any) -> int:
+    """Channels of a VAE's latents; those of videos call it `z_dim`."""
+    config = vae.config
+    return int(config.z_dim if "z_dim" in config else config.latent_channels)
+
+
+def text_bytes(encoder: Any, rows: int, tokens: int) -> int:
+    """Peak memory of a text encoder that gives all of its hidden states."""
+    config = encoder.config.get_text_config()
+    length = min(tokens, getattr(config, "max_position_embeddings", tokens))
+    ids = torch.empty(rows, length, dtype=torch.int64, device=META)
+    return peak_bytes(lambda: encoder(input_ids=ids, output_hidden_states=True))
 
 
 def check_sides(params: DiffusionParams, multiple: int) -> None:
@@ -317,6 +376,30 @@ class VaeDecoder(LatentDecoder):
         pipe.vae.encoder = nn.Identity()  # the encoding stage's
         return cls(pipe, context.device, tiling_pixels=context.stage.budget.tiling_pixels)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.vae,)
+
+    def decode_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
+        pixels = rows * num_frames * width * height * 3
+        if self._is_tiled(width, height):  # a tile at a time; all of them are kept until they are joined
+            side = tile_side(self.vae)
+            tile = self._decode_peak(1, min(width, side), min(height, side), num_frames)
+            return tile + 2 * pixels * int(self.vae.dtype.itemsize)
+        # After it, the pixels in float32, twice.
+        return max(self._decode_peak(rows, width, height, num_frames), 2 * pixels * torch.float32.itemsize)
+
+    def _decode_peak(self, rows: int, width: int, height: int, num_frames: int) -> int:
+        shape = self.latent_shape(width, height, num_frames)
+        latents = torch.empty(rows, *shape, dtype=self.vae.dtype, device=META)
+        return peak_bytes(lambda: self.vae.decode(latents))
+
+    def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        """What the VAE decodes, without a batch dimension."""
+        cell = self.pipe.vae_scale_factor
+        frames = (num_frames,) if takes_frames(self.vae) else ()
+        return latent_channels(self.vae), *frames, height // cell, width // cell
+
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
         self.tile(width, height)
         scaled = self.unscaled(torch.stack(list(latents)).to(self.device, self.vae.dtype))
@@ -330,11 +413,14 @@ class VaeDecoder(LatentDecoder):
 
     def tile(self, width: int, height: int) -> None:
         """Decode large pictures in tiles and one by one: together they would need more memory than all before."""
-        large = bool(self._tiling_pixels) and width * height > self._tiling_pixels
+        large = self._is_tiled(width, height)
         for kind in ("tiling", "slicing"):
             switch = getattr(self.vae, f"{'enable' if large else 'disable'}_{kind}", None)
             if switch is not None:
                 switch()
+
+    def _is_tiled(self, width: int, height: int) -> bool:
+        return bool(self._tiling_pixels) and width * height > self._tiling_pixels
 
     def pixels(self, images: Tensor) -> list[np.ndarray]:
         """`uint8 [h, w, 3]` of decoded `[B, 3, h, w]` in -1..1, rounded as diffusers does."""

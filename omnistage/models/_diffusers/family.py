@@ -61,6 +61,7 @@ def drawing_family(
         verify=verify,
         variants=variants,
         aliases=aliases,
+        plans_memory=True,
     )
 
 

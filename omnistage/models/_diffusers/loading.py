@@ -111,6 +111,11 @@ class Parts:
             raise CheckpointError(
                 f"{INDEX} in {self.folder} names {cls.__name__} for {name}, which is not a network; it must be one"
             )
+        if device.type == "meta":
+            check_config(folder)
+            # Not diffusers' own `to`, which warns of modules that should stay float32.
+            skeleton: nn.Module = nn.Module.to(self._skeleton(cls, folder), dtype=dtype)
+            return skeleton.eval().requires_grad_(False)
         check_weights(folder)
         self._check_sizes(name, cls, folder)
         options: dict[str, object] = {"local_files_only": True, "use_safetensors": True}
@@ -135,9 +140,14 @@ class Parts:
         check_config(folder)
         return self._skeleton(cls, folder)
 
-    def _skeleton(self, cls: type[ModelMixin], folder: Path) -> ModelMixin:
+    def _skeleton(self, cls: Any, folder: Path) -> Any:
+        def build() -> Any:
+            if _is_transformers(cls):
+                return cls(cls.config_class.from_pretrained(folder, local_files_only=True))
+            return cls.from_config(cls.load_config(folder, local_files_only=True))
+
         with torch.device("meta"):
-            return _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
+            return _guarded(folder, build)
 
     def _check_sizes(self, name: str, cls: type[nn.Module], folder: Path) -> None:
         """Refuse a configuration that its weights cannot fill, before memory is taken for it."""

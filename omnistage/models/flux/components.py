@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ class KontextEncoder(Encoder):
 
 class Denoiser(DiffusersDenoiser):
     """FLUX's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        config = self.pipe.transformer.config
+        return {"embeds": (512, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         schnell = not self.pipe.transformer.config.guidance_embeds

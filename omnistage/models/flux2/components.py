@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,6 +99,9 @@ class Denoiser(DiffusersDenoiser):
     """FLUX.2's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
 
     default_guidance = _GUIDANCE
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (512, self.pipe.transformer.config.joint_attention_dim)}
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.is_distilled else _STEPS)

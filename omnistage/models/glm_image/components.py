@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,6 +119,13 @@ class Denoiser(DiffusersDenoiser):
 
     transformer: GlmImageTransformer2DModel
     default_guidance = _GUIDANCE
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (2048, self.transformer.config.text_embed_dim)}
+
+    def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
+        tokens = torch.empty(height // CELL, width // CELL, dtype=torch.int64, device=self.device)
+        return {"prior": upsampled(tokens.flatten(), (height // CELL, width // CELL))}
 
     @property
     def patch_size(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from omnistage.hf import transformers
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.glm_image.layout import generated_positions
-from omnistage.models.loading import Checkpoint, load_model, positive
+from omnistage.models.loading import load_model, positive, read_weights
 
 if TYPE_CHECKING:
     from transformers import GlmImageForConditionalGeneration
@@ -88,8 +87,6 @@ def load_prior(context: LoadContext) -> Prior:
         config = transformers.GlmImageConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config.json in {folder} is not GLM-Image's: {error}") from error
-    tensors: Mapping[str, Tensor] = Checkpoint(folder).tensors()
-    model = load_model(
-        transformers.GlmImageForConditionalGeneration, config, dict(tensors), context.device, context.dtype
-    )
+    tensors = read_weights(context, part=PART)
+    model = load_model(transformers.GlmImageForConditionalGeneration, config, tensors, context.device, context.dtype)
     return Prior(model)

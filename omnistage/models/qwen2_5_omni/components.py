@@ -42,6 +42,15 @@ class Thinker(DecoderComponent):
         del info
         return _with_positions(self.model, payload, payload.token_ids)
 
+    def media_bytes(self, tokens: int) -> int:
+        # The vision tower has the most rows a token, `spatial_merge_size` squared. At once there are its residual
+        # stream, queries, keys and values (rotated in float32), or the three products of its MLP.
+        config = self.model.config.vision_config
+        patches: int = tokens * config.spatial_merge_size**2
+        pixels: int = 3 * config.temporal_patch_size * config.patch_size**2 * torch.float32.itemsize
+        width: int = max(12 * config.hidden_size, 2 * config.hidden_size + 3 * config.intermediate_size)
+        return patches * (pixels + width * self.dtype.itemsize)
+
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # Media reach the talker through the hidden state only: their embeddings count as zero.
         return embeds.masked_fill(media, 0.0) + hidden

@@ -65,4 +65,5 @@ FAMILY = Family(
     processor=_processor,
     tiny=_tiny,
     verify=_verify,
+    plans_memory=True,
 )

@@ -14,7 +14,7 @@ from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config
+from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config, read_weights
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
@@ -92,14 +92,25 @@ def _check_part(voice: str, part: str, value: object, shape: tuple[int | None, .
         raise CheckpointError(f"{where} holds numbers that are not finite")
 
 
+def _speakers(context: LoadContext, config: Qwen2_5OmniConfig) -> Speakers:
+    """The checkpoint's voices; for a model without data one of the right shapes."""
+    if context.device.type != "meta":
+        return read_speakers(context.model.folder, config)
+    dit = config.token2wav_config.dit_config
+    cond = torch.empty(1, dit.enc_emb_dim, device="meta")
+    return {"voice": {"cond": cond, "ref_mel": torch.empty(1, 300, dit.mel_dim, device="meta"), "bos_token": 0}}
+
+
 def load_thinker(context: LoadContext) -> Thinker:
     folder = context.model.folder
     config = read_config(folder).thinker_config
     generation = read_generation_config(folder)
-    tensors = Checkpoint(folder).tensors("thinker.")
+    tensors = read_weights(context, "thinker.")
     model = load_model(
         transformers.Qwen2_5OmniThinkerForConditionalGeneration, config, tensors, context.device, context.dtype
     )
+    if context.device.type == "meta":
+        return Thinker(model)
     if end_of(config) is None and generation is not None:
         model.generation_config = generation
     return Thinker(model, load_tokenizer(folder))
@@ -113,25 +124,30 @@ def load_talker(context: LoadContext) -> Talker:
     folder = context.model.folder
     whole = read_config(folder, speaks=True)
     config = whole.talker_config
-    speakers = read_speakers(folder, whole)
-    checkpoint = Checkpoint(folder)
-    weights = checkpoint.tensors("talker.")
+    speakers = _speakers(context, whole)
     model = load_model(
-        transformers.Qwen2_5OmniTalkerForConditionalGeneration, config, weights, context.device, context.dtype
+        transformers.Qwen2_5OmniTalkerForConditionalGeneration,
+        config,
+        read_weights(context, "talker."),
+        context.device,
+        context.dtype,
     )
+    num_codes = int(whole.token2wav_config.dit_config.num_embeds)
+    if context.device.type == "meta":
+        return Talker(model, speakers, {}, num_codes)
     token_ids = sorted(
         {int(s["bos_token"]) for s in speakers.values()} | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
     )
-    rows = dict(zip(token_ids, checkpoint.rows(_EMBEDDINGS, token_ids), strict=True))
-    return Talker(model, speakers, rows, int(whole.token2wav_config.dit_config.num_embeds))
+    rows = dict(zip(token_ids, Checkpoint(folder).rows(_EMBEDDINGS, token_ids), strict=True))
+    return Talker(model, speakers, rows, num_codes)
 
 
 def load_token2wav(context: LoadContext) -> Token2Wav:
     folder = context.model.folder
     whole = read_config(folder, speaks=True)
     config = whole.token2wav_config
-    speakers = read_speakers(folder, whole)
-    weights = Checkpoint(folder).tensors("token2wav.")
+    speakers = _speakers(context, whole)
+    weights = read_weights(context, "token2wav.")
     model = load_model(transformers.Qwen2_5OmniToken2WavModel, config, weights, context.device, context.dtype)
     budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
     return Token2Wav(

@@ -9,6 +9,7 @@ whose results are thrown away. BigVGAN runs over the new frames with as much old
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import secrets
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 
 from omnistage.core.errors import CheckpointError
 from omnistage.core.params import CodecParams
+from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import evaluations, integrate, time_grid
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
+from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 
@@ -41,6 +44,7 @@ Precision = Literal["float32", "tf32", "float16"]
 
 # Longer windows (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
 _MAX_GRAPH_FRAMES = 1024
+_GRAPH_BYTES = 4 << 20  # what the driver takes for one
 _SILENT_FRAMES = 256  # any length that the speaker encoder's padding allows gives the same
 _NO_GUIDANCE = 1e-5  # transformers' threshold
 
@@ -190,6 +194,27 @@ class Token2Wav(CodecComponent):
                 trajectories = None
                 solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
             return self._vocode_and_commit(streams, windows[0], solved, trajectories)
+
+    def memory(self, rows: int, codes: int) -> StageMemory:
+        """The flow's evaluations and BigVGAN, whichever is larger; a graph of each window's shape shares one pool."""
+        # A short window on the left, as `_solve` has it; BigVGAN sees as many frames, its own context included.
+        frames = codes * self._repeats
+        empty = functools.partial(torch.empty, dtype=self._dtype, device=META)
+        voice = next(iter(self._voices.values()))
+        inputs = (
+            empty(rows, frames, self._mel_dim),
+            empty(rows),
+            torch.empty(rows, codes, dtype=torch.int64, device=META),
+            empty(rows, *voice.cond.shape),
+            empty(rows, *voice.reference.shape),
+            empty(rows, 1, 1),
+        )
+        solver = peak_bytes(lambda: _velocity(self._dit, *inputs))
+        spectrogram = empty(rows, self._mel_dim, frames)
+        vocoder = peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
+        modules = (self._dit, self._vocoder, *([] if self._half is None else [self._half]))
+        peak = max(solver, vocoder)
+        return StageMemory(weight_bytes(modules), activations=peak, graphs=peak + self._graphs.capacity * _GRAPH_BYTES)
 
     def close(self) -> None:
         self._graphs.clear()

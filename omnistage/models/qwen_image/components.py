@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,6 +148,9 @@ class EditPlusEncoder(EditEncoder):
 
 class Denoiser(DiffusersDenoiser):
     """The MMDiT. A lane's latents are packed: `[patches, 4 * channels]`."""
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (1024, self.pipe.transformer.config.joint_attention_dim)}
 
     def check(self, params: DiffusionParams) -> None:
         super().check(params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from PIL import Image
@@ -69,6 +69,11 @@ class Denoiser(DiffusersDenoiser):
     """The MMDiT."""
 
     default_guidance = _GUIDANCE
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        config = self.pipe.transformer.config
+        # CLIP's 77 tokens and T5's.
+        return {"embeds": (77 + 256, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
 
     @property
     def patch_size(self) -> int:

@@ -27,6 +27,7 @@ from omnistage.models._diffusers.base import (
     DiffusersEncoder,
     VaeDecoder,
     default_to,
+    latent_channels,
     noise,
     set_timesteps,
 )
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _STEPS, _GUIDANCE, _FRAMES = 50, 5.0, 81
 _SIZE, _EXPANDED_SIZE = (832, 480), (1280, 704)
+_CLIP_TOKENS = 257
+_PLANNED_FRAMES = 9, 17
 _FPS, _EXPANDED_FPS = 16.0, 24.0
 # As published: everything that turns pixels into numbers or back runs in full precision.
 _PRECISE = {"vae": torch.float32, "image_encoder": torch.float32}
@@ -58,6 +61,9 @@ class Encoder(DiffusersEncoder):
         self.takes_clip = pipe.transformer.config.image_dim is not None
         # Texts are encoded by the other pipeline, equally: the one for pictures fails where ftfy is not installed.
         self.texts = diffusers().WanPipeline(pipe.tokenizer, pipe.text_encoder, pipe.vae, None)
+
+    def planned_size(self) -> tuple[int, int, int]:
+        return *self.default, _FRAMES
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         if len(payload.images) < self.min_images:
@@ -147,6 +153,21 @@ class Denoiser(DiffusersDenoiser):
 
     default_guidance = _GUIDANCE
 
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (512, self.pipe.transformer.config.text_dim)}
+
+    def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
+        config, shared = self.pipe.transformer.config, {}
+        further = config.in_channels - self.pipe.vae.config.z_dim
+        if further:
+            sides = self._latent_shape(width, height, num_frames)
+            shared["picture"] = torch.empty(further, *sides, device=self.device)
+        if config.image_dim is not None:
+            both = config.pos_embed_seq_len  # of two pictures, where there are two
+            shape = (1, _CLIP_TOKENS) if both is None else (2, both // 2)
+            shared["clip"] = torch.empty(*shape, config.image_dim, dtype=self.dtype, device=self.device)
+        return shared
+
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(pipe, device, dtype)
         self.expanded = bool(pipe.config.expand_timesteps)
@@ -187,7 +208,9 @@ class Denoiser(DiffusersDenoiser):
         lane = Lane(latents, scheduler, timesteps, condition, params, tokens)
         # Known in advance, so that no step has to wait for the device to compare a timestep.
         lane.context["experts"] = (
-            [0] * lane.steps if self.boundary is None else (timesteps < self.boundary).int().tolist()
+            [0] * lane.steps
+            if self.boundary is None or self.device.type == "meta"
+            else (timesteps < self.boundary).int().tolist()
         )
         if self.expanded:
             mask = torch.ones((1, *sides), dtype=torch.float32, device=self.device)
@@ -241,6 +264,18 @@ class Denoiser(DiffusersDenoiser):
 
 class Decoder(VaeDecoder):
     modality = Modality.VIDEO
+
+    def decode_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
+        # One by one, whatever `rows` says. Frames are decoded after one another: beyond some they only pile up.
+        few, more = _PLANNED_FRAMES
+        if num_frames <= more:
+            return super().decode_bytes(1, width, height, num_frames)
+        sizes = [super(Decoder, self).decode_bytes(1, width, height, frames) for frames in (few, more)]
+        return sizes[1] + (sizes[1] - sizes[0]) * (num_frames - more) // (more - few)
+
+    def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        cell, frames = self.pipe.vae_scale_factor_spatial, (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
+        return latent_channels(self.vae), frames, height // cell, width // cell
 
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
         self.tile(width, height)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,9 @@ class Encoder(DiffusersEncoder):
 
 class Denoiser(DiffusersDenoiser):
     """The single-stream transformer. A lane's latents are `[channels, h, w]` in float32, whatever the weights are."""
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (512, self.pipe.transformer.config.cap_feat_dim)}
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)

@@ -53,6 +53,8 @@ class UnavailableStage(TypedDict):
 
 class Readiness(TypedDict):
     status: Literal["ready", "loading", "draining", "unavailable"]
+    step: NotRequired[str]
+    """What is being loaded, and how much of it is."""
     stages: NotRequired[list[UnavailableStage]]
     """Those because of which it is `unavailable`."""
 
@@ -115,6 +117,8 @@ async def ready(request: Request) -> JSONResponse:
     state: Readiness
     if not service.ready:
         state = {"status": "loading" if service.loading else "draining"}
+        if service.loading and service.loading_step:
+            state["step"] = service.loading_step
     elif stages := service.unavailable_stages():
         state = {"status": "unavailable", "stages": [_unavailable(model, health) for model, health in stages]}
     else:

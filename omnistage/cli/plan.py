@@ -1,0 +1,169 @@
+"""`omnistage plan`: what a model takes of a device's memory, before it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from omnistage.cli.common import out
+from omnistage.cli.options import ModelArgument, ModelOptions
+from omnistage.core.errors import MissingDependencyError
+from omnistage.core.stage_memory import gib
+
+if TYPE_CHECKING:
+    from omnistage.placement.memory_plan import MemoryPlan, PlannedDevice
+
+_PARTS = (
+    ("weights", "weights", "blue"),
+    ("kv_cache", "KV cache", "green"),
+    ("activations", "activations", "yellow"),
+    ("graphs", "CUDA graphs", "magenta"),
+    ("caches", "caches", "cyan"),
+)
+_BAR_COLUMNS = 72
+
+
+def plan(
+    model: ModelArgument,
+    settings: ModelOptions,
+    concurrency: Annotated[int | None, typer.Option(help="Requests at once; default: 16.", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of each request; default: 8192.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture to a PNG file too.", metavar="FILE")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch the small files of a model on the hub.")] = False,
+) -> None:
+    """Print what MODEL takes of memory: by stage, and what fits, without reading a weight.
+
+    `--gpu-memory` plans for a GPU that need not be in this machine. Ends with exit code 1 if the model does not fit.
+
+    Examples:
+
+    ```
+    omnistage plan out/tiny
+    omnistage plan Qwen/Qwen2.5-Omni-7B --download --gpu-memory 24GiB --concurrency 4 --context 4096
+    ```
+    """
+    from omnistage.pipeline.build import plan_memory
+
+    asked = {"concurrency": concurrency, "context": context}
+    overrides = [f"deployment.{key}={value}" for key, value in asked.items() if value is not None]
+    resolved = settings.resolve(model, overrides=overrides, weights=False, download=download)
+    made = plan_memory(resolved, anywhere=True)
+    if as_json:
+        typer.echo(json.dumps(as_dict(made), indent=2))
+    else:
+        for part in describe(made):
+            out().print(part, soft_wrap=not isinstance(part, Table))
+    if plot is not None:
+        _plot(made, plot)
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def as_dict(plan: MemoryPlan) -> dict[str, object]:
+    """The plan as JSON: sizes in bytes."""
+    values = dataclasses.asdict(plan)
+    for device, planned in zip(values["devices"], plan.devices, strict=True):
+        device |= {"needed": planned.needed, "fits": planned.fits}
+    return {**values, "fits": plan.fits}
+
+
+def describe(plan: MemoryPlan) -> Iterator[Table | Text]:
+    """The tables, the pictures and the verdict."""
+    for device in plan.devices:
+        yield _table(plan, device)
+        yield from _bar(device)
+    yield from _verdict(plan)
+
+
+def _table(plan: MemoryPlan, device: PlannedDevice) -> Table:
+    where = "host memory" if device.name == "cpu" else device.name
+    table = Table(title=f"{plan.model} on {where}")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("dtype")
+    shown = [part for part in _PARTS if any(getattr(stage.memory, part[0]) for stage in device.stages)]
+    for _, title, colour in shown:
+        table.add_column(title, justify="right", style=colour)
+    table.add_column("together", justify="right")
+    for stage in device.stages:
+        cells = [_cell(getattr(stage.memory, name)) for name, *_ in shown]
+        name = f"{stage.name} (estimated)" if stage.estimated else stage.name
+        table.add_row(name, stage.dtype, *cells, gib(stage.memory.total))
+    empty = [""] * len(shown)
+    if device.context:
+        table.add_row("CUDA context", "", *empty, gib(device.context))
+        table.add_row("reserve", "", *empty, gib(device.reserve))
+    totals = [_cell(sum(getattr(stage.memory, name) for stage in device.stages)) for name, *_ in shown]
+    table.add_section()
+    table.add_row("all", "", *totals, gib(device.needed))
+    return table
+
+
+def _cell(size: int) -> str:
+    return gib(size) if size else "-"
+
+
+def _bar(device: PlannedDevice) -> Iterator[Text]:
+    """One line: what is taken, by what it is for, out of what is there."""
+    whole = max(device.available or 0, device.needed, 1)
+    pieces = [(sum(getattr(stage.memory, name) for stage in device.stages), colour) for name, _, colour in _PARTS]
+    pieces.append((device.context + device.reserve, "white"))
+    bar, end, drawn = Text(), 0, 0
+    for size, colour in pieces:
+        end += size
+        columns = round(end / whole * _BAR_COLUMNS) - drawn
+        bar.append("█" * columns, style=colour)
+        drawn += columns
+    bar.append("░" * (_BAR_COLUMNS - drawn), style="dim")
+    bar.append(f" {gib(device.needed)}" + (f" of {gib(device.available)}" if device.available is not None else ""))
+    yield bar
+
+
+def _verdict(plan: MemoryPlan) -> Iterator[Text]:
+    count, length = plan.concurrency, plan.context
+    size = f" of {length:,} tokens each" if plan.has_context else ""
+    if plan.fits:
+        asked_count, asked_length = plan.asked
+        fewer = (count, length) != plan.asked
+        text = f"fits: {count} request{'s' if count > 1 else ''} at once{size}"
+        if fewer:
+            asked_size = f" of {asked_length:,} tokens" if plan.has_context else ""
+            text += f"; there is no room for {asked_count}{asked_size}"
+        yield Text(text, style="yellow" if fewer else "green")
+        for stage in plan.stages.values():
+            if stage.kv_tokens is not None:
+                yield Text(
+                    f"  {stage.name}: {stage.kv_tokens:,} tokens in the KV cache; the longest request has "
+                    f"{stage.max_length:,}",
+                    style="dim",
+                )
+        return
+    yield Text(f"does not fit, not even one request{size.removesuffix(' each')}. What would help:", style="bold red")
+    for line in plan.advice:
+        yield Text(f"  - {line}")
+
+
+def _plot(plan: MemoryPlan, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("the picture needs matplotlib: pip install matplotlib") from error
+    stages: Sequence[tuple[str, object]] = [(s.name, s.memory) for s in plan.stages.values()]
+    figure = Figure(figsize=(8, 1 + 0.5 * len(stages)), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(stages)
+    for name, title, colour in _PARTS:
+        sizes = [getattr(memory, name) / 2**30 for _, memory in stages]
+        axes.barh([n for n, _ in stages], sizes, left=left, label=title, color=colour)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.legend()
+    figure.savefig(path, format="png")

@@ -1,0 +1,1 @@
+"""Where stages run and what they take there: the memory plan."""

@@ -1,0 +1,262 @@
+"""What each stage of a model needs of its device, from the model's configuration alone.
+
+A stage's component is built on the meta device, without weights, and its largest step is run there.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omnistage.config import (
+    ARStageConfig,
+    CodecBudget,
+    CodecStageConfig,
+    DiffusionBudget,
+    OmniModelConfig,
+    StageConfig,
+)
+from omnistage.core.failures import log_defect
+from omnistage.core.family import LoadContext
+from omnistage.core.registry import Registry
+from omnistage.core.stage_memory import StageMemory
+
+if TYPE_CHECKING:
+    import torch
+
+    from omnistage.engines.ar.memory import ARNeeds
+
+_ESTIMATED_ACTIVATIONS = 0.25
+"""Share of the weights, where nothing better is known."""
+_ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class StageNeeds(ABC):
+    """A stage's memory as a function of the load."""
+
+    name: str
+    device: str
+    dtype: str
+
+    estimated = False
+
+    @abstractmethod
+    def at(self, concurrency: int, context: int) -> StageMemory:
+        """For so many requests at once, of so many tokens each."""
+
+    def settings(self, memory: StageMemory, concurrency: int, *, reduced: bool) -> dict[str, int]:
+        """Settings of the stage's budget that keep it within `memory`; `reduced`: fewer requests than was asked for."""
+        return {}
+
+
+@dataclass(frozen=True)
+class AutoregressiveNeeds(StageNeeds):
+    needs: ARNeeds
+    host_limit: int | None
+    """Bytes of the KV cache in host memory; None: on a GPU."""
+
+    def at(self, concurrency: int, context: int) -> StageMemory:
+        needs = self.needs
+        memory = needs.memory_at(context)
+        if needs.fixed_blocks is not None:
+            return replace(memory, kv_cache=needs.fixed_blocks * needs.block_bytes)
+        wanted = needs.blocks(concurrency, context) * needs.block_bytes
+        if self.host_limit is not None:
+            wanted = min(wanted, max(self.host_limit, needs.block_bytes))
+        return replace(memory, kv_cache=wanted)
+
+    def grown(self, memory: StageMemory) -> StageMemory:
+        """With room for one sequence of full length, and for media that fill it."""
+        needs = self.needs
+        longest = -(-needs.max_length // needs.block_size) * needs.block_bytes if needs.fixed_blocks is None else 0
+        most = needs.memory_at(needs.max_length)
+        return replace(
+            memory,
+            kv_cache=max(memory.kv_cache, longest),
+            activations=max(memory.activations, most.activations),
+        )
+
+    def tokens(self, memory: StageMemory) -> int:
+        """Tokens that the KV cache holds."""
+        return memory.kv_cache // self.needs.block_bytes * self.needs.block_size
+
+    def settings(self, memory: StageMemory, concurrency: int, *, reduced: bool) -> dict[str, int]:
+        return {} if self.needs.fixed_blocks is not None else {"kv_memory": memory.kv_cache}
+
+
+@dataclass(frozen=True)
+class _Batched(StageNeeds):
+    """A stage whose largest forward grows with the requests in it."""
+
+    lone: StageMemory
+    """With one row."""
+    pair: StageMemory
+    """With two, from which all others follow."""
+    rows_each: int
+    """Rows of a request: two where it is guided."""
+    max_rows: int
+    estimated: bool = False
+
+    def at(self, concurrency: int, context: int) -> StageMemory:
+        del context
+        lone, pair, more = self.lone, self.pair, self._rows(concurrency) - 1
+        return replace(
+            lone,
+            activations=lone.activations + more * max(0, pair.activations - lone.activations),
+            graphs=lone.graphs + more * max(0, pair.graphs - lone.graphs),
+        )
+
+    def _rows(self, concurrency: int) -> int:
+        return min(self.max_rows, self.rows_each * concurrency)
+
+    def settings(self, memory: StageMemory, concurrency: int, *, reduced: bool) -> dict[str, int]:
+        return {"max_batch": self._rows(concurrency)} if reduced else {}
+
+
+@dataclass(frozen=True)
+class _Estimate(StageNeeds):
+    """A family that cannot say: the size of its files, and a share of that."""
+
+    weights: int
+
+    estimated = True
+
+    def at(self, concurrency: int, context: int) -> StageMemory:
+        del concurrency, context
+        return StageMemory(self.weights, activations=int(self.weights * _ESTIMATED_ACTIVATIONS))
+
+
+class NeedsReader:
+    """Reads the needs of a model's stages."""
+
+    def __init__(self, model: OmniModelConfig, registry: Registry) -> None:
+        self._model = model
+        self._registry = registry
+        self._size = (1024, 1024, 1)
+        """Of pictures and videos; the encoder, which comes first, knows."""
+        self._counted = False
+
+    @cached_property
+    def _plans(self) -> bool:
+        return self._registry.family(self._model.family).plans_memory
+
+    def read(self, name: str, stage: StageConfig, device: torch.device, dtype: torch.dtype) -> StageNeeds:
+        import torch
+
+        from omnistage.engines.peak_memory import META
+
+        where = (name, str(device), str(dtype).removeprefix("torch."))
+        if not self._plans:
+            weights = 0 if self._counted else weights_on_disk(self._model.folder, dtype.itemsize)
+            self._counted = True  # which stage has which is unknown: all of them count once
+            return _Estimate(*where, weights)
+        with torch.device("cpu"):  # tables that libraries make on import must have values
+            context = LoadContext(self._model, name, stage, META, dtype)
+            component = self._registry.component(stage.component)(context)
+        if isinstance(stage, ARStageConfig):
+            return self._autoregressive(where, component, stage, device)
+        if isinstance(stage, CodecStageConfig):
+            return self._codec(where, component, stage.budget, device)
+        return self._diffusion(where, component, stage.budget)
+
+    def _autoregressive(
+        self, where: tuple[str, str, str], component: object, stage: ARStageConfig, device: torch.device
+    ) -> StageNeeds:
+        from omnistage.engines.ar.component import ARComponent
+        from omnistage.engines.ar.memory import ar_needs, default_host_kv
+
+        if not isinstance(component, ARComponent):
+            return _Estimate(*where, 0)
+        cuda = device.type == "cuda"
+        needs = ar_needs(component, stage.budget, cuda=cuda)
+        if self._model.hf_config.get("quantization_config") is not None:
+            # Quantised numbers lie packed in their files as in memory; the modules without weights do not know.
+            needs = replace(needs, memory=replace(needs.memory, weights=weights_on_disk(self._model.folder, 2)))
+        return AutoregressiveNeeds(*where, needs, None if cuda else default_host_kv())
+
+    def _codec(
+        self, where: tuple[str, str, str], component: object, budget: CodecBudget, device: torch.device
+    ) -> StageNeeds:
+        from omnistage.engines.codec.component import CodecComponent
+
+        if not isinstance(component, CodecComponent):
+            return _Estimate(*where, 0)
+        layout = component.layout
+        ahead = min(budget.lookahead_blocks, layout.max_lookahead_blocks)
+        codes = (layout.history_blocks + budget.max_chunk_blocks + ahead) * layout.block_codes
+        sizes = [component.memory(rows, min(codes, layout.max_codes)) or StageMemory() for rows in (1, 2)]
+        if device.type != "cuda" or not budget.cuda_graphs:
+            sizes = [replace(size, graphs=0) for size in sizes]
+        return _Batched(*where, sizes[0], sizes[1], 1, budget.max_batch)
+
+    def _diffusion(self, where: tuple[str, str, str], component: object, budget: DiffusionBudget) -> StageNeeds:
+        from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+        from omnistage.engines.peak_memory import weight_bytes
+
+        rows_each, limit, caches = 2, budget.max_batch, 0
+        if isinstance(component, PromptEncoder):
+            self._size = component.planned_size()
+            modules, caches, peak = component.modules, budget.prompt_cache, component.encode_bytes
+        elif isinstance(component, Denoiser):
+            modules, peak = component.transformers, partial(_sized, component.step_bytes, self._size)
+            limit = min(limit, max(1, budget.max_batch_tokens // max(component.tokens(*self._size), 1)))
+        elif isinstance(component, LatentDecoder):
+            modules, peak = component.modules, partial(_sized, component.decode_bytes, self._size)
+            rows_each = 1
+        else:
+            return _Estimate(*where, 0)
+        weights, estimated = weight_bytes(modules), False
+        try:
+            peaks = [peak(1), peak(2)]
+        except Exception as error:  # a boundary: a network without data may fail anywhere, and loads all the same
+            log_defect(f"planning the memory of stage {where[0]!r}", error)
+            peaks, estimated = [int(weights * _ESTIMATED_ACTIVATIONS)] * 2, True
+        sizes = [StageMemory(weights, activations=each, caches=caches) for each in peaks]
+        return _Batched(*where, sizes[0], sizes[1], rows_each, limit, estimated)
+
+
+def _sized(peak: Callable[[int, int, int, int], int], size: tuple[int, int, int], rows: int) -> int:
+    return peak(rows, *size)
+
+
+def weights_on_disk(folder: Path, item_size: int) -> int:
+    """Bytes of all tensors in a folder's safetensors, by their headers, with floating-point ones of `item_size`.
+
+    Files of a variant (`model.fp16.safetensors`) lie beside what they are a variant of.
+    """
+    files = [path for path in folder.rglob("*.safetensors") if ".fp16." not in path.name and ".bf16." not in path.name]
+    return sum(_tensor_bytes(path, item_size) for path in files)
+
+
+def _tensor_bytes(path: Path, item_size: int) -> int:
+    total = 0
+    for dtype, shape in _header(path):
+        count = 1
+        for side in shape:
+            count *= side
+        total += count * (item_size if dtype in _FLOATS else _ITEM_SIZES.get(dtype, 1))
+    return total
+
+
+def _header(path: Path) -> Iterator[tuple[str, list[int]]]:
+    """(dtype, shape) of each tensor; nothing for a file that is no safetensors, which loading will say."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
+    except (OSError, struct.error, ValueError, RecursionError):
+        return
+    if not isinstance(entries, dict):
+        return
+    for name, entry in entries.items():
+        if name != "__metadata__" and isinstance(entry, dict) and isinstance(entry.get("shape"), list):
+            yield str(entry.get("dtype")), [side for side in entry["shape"] if isinstance(side, int)]

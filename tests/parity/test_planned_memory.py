@@ -1,0 +1,140 @@
+"""The memory plan against what the same models take when they are loaded and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from omnistage.config import ARBudget, OmniEngineArgs, resolve
+from omnistage.core.family import LoadContext
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import Condition
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.memory import ar_needs
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.diffusion.component import Denoiser, Row
+from omnistage.engines.peak_memory import META, weight_bytes
+from omnistage.models._diffusers.base import VaeDecoder
+from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
+from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import load_component, plan_memory
+
+pytest.importorskip("diffusers")
+
+CPU = torch.device("cpu")
+MODELS = [
+    ("causal_lm", None),
+    ("qwen2_5_omni", None),
+    ("glm_image", None),
+    ("stable_diffusion_3", None),
+    ("z_image", None),
+    ("flux", "dev"),
+    ("flux2", "base"),
+    ("qwen_image", "image"),
+    ("wan", "i2v_clip"),
+]
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """The peak that torch's allocator for the CPU sees, by the profiler's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.inference_mode():
+            result = run()
+        del result
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+def networks(component: object) -> Sequence[nn.Module]:
+    if isinstance(component, Denoiser):
+        return component.transformers
+    if isinstance(component, Token2Wav):
+        return component._dit, component._vocoder
+    modules: Sequence[nn.Module] = component.modules  # type: ignore[attr-defined]
+    return modules
+
+
+@pytest.mark.parametrize(("family", "variant"), MODELS, ids=[name for name, _ in MODELS])
+def test_planned_weights_are_those_that_are_loaded(
+    family: str, variant: str | None, checkpoint_of: Callable[..., Path]
+) -> None:
+    overrides = ("decode.tiling_pixels=4000",) if family == "wan" else ()
+    args = OmniEngineArgs(model=str(checkpoint_of(family, variant)), device="cpu", overrides=overrides)
+    resolved = resolve(args, registry=REGISTRY)
+    plan = plan_memory(resolved)
+    for name, stage in resolved.config.pipeline.stages.items():
+        planned = plan.stages[name]
+        component = load_component(LoadContext(resolved.model, name, stage, CPU, torch.float32))
+        assert planned.memory.weights == weight_bytes(networks(component)), name
+        assert planned.memory.activations > 0, name
+        assert not planned.estimated
+
+
+def test_no_byte_of_a_weight_is_read(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint_of("qwen2_5_omni")
+    whole = plan_memory(resolve(OmniEngineArgs(model=str(folder), device="cpu"), registry=REGISTRY))
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    small = plan_memory(resolve(OmniEngineArgs(model=str(tmp_path), device="cpu"), registry=REGISTRY))
+    assert {n: s.memory for n, s in small.stages.items()} == {n: s.memory for n, s in whole.stages.items()}
+
+
+def component_of(folder: Path, stage: str, device: torch.device) -> object:
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu"), registry=REGISTRY)
+    settings = resolved.config.pipeline.stages[stage]
+    return load_component(LoadContext(resolved.model, stage, settings, device, torch.float32))
+
+
+def filled(condition: Condition) -> Condition:
+    """The same shapes with data."""
+    tensors = {name: torch.randn(each.shape) for name, each in condition.positive.items()}
+    return replace(condition, positive=tensors)
+
+
+@pytest.mark.parametrize("family", ["flux", "stable_diffusion_3", "z_image", "qwen_image"])
+def test_a_denoising_step_takes_what_is_planned(family: str, checkpoint_of: Callable[..., Path]) -> None:
+    folder, size = checkpoint_of(family), (256, 256, 1)
+    planned, loaded = (component_of(folder, "denoise", device) for device in (META, CPU))
+    assert isinstance(planned, Denoiser)
+    assert isinstance(loaded, Denoiser)
+    lane = loaded.open(filled(planned.planned_condition(*size)), DiffusionParams(), torch.Generator())
+    measured = allocated(lambda: loaded.forward([Row(lane, "positive")] * 2))
+    assert planned.step_bytes(2, *size) == pytest.approx(measured, rel=0.02)
+
+
+def test_decoding_latents_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> None:
+    folder, size = checkpoint_of("flux"), (256, 256, 1)
+    planned, loaded = (component_of(folder, "decode", device) for device in (META, CPU))
+    assert isinstance(planned, VaeDecoder)
+    assert isinstance(loaded, VaeDecoder)
+    latents = torch.randn(2, *loaded.latent_shape(*size))
+    assert planned.decode_bytes(2, *size) == pytest.approx(allocated(lambda: loaded.vae.decode(latents)), rel=0.02)
+
+
+def test_large_pictures_are_planned_as_tiles(checkpoint_of: Callable[..., Path]) -> None:
+    decoder = component_of(checkpoint_of("flux"), "decode", META)
+    assert isinstance(decoder, VaeDecoder)
+    assert decoder.decode_bytes(1, 4096, 4096, 1) < decoder.decode_bytes(1, 1024, 1024, 1) * 4
+
+
+def test_a_prefill_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> None:
+    folder = checkpoint_of("qwen2_5_omni")
+    planned, loaded = (component_of(folder, "thinker", device) for device in (META, CPU))
+    assert isinstance(planned, ARComponent)
+    assert isinstance(loaded, ARComponent)
+    budget = ARBudget(max_batch_tokens=1024, kv_blocks=80)
+    stage = ARStage("thinker", loaded, budget)
+    measured = allocated(stage.warm_up)
+    assert ar_needs(planned, budget, cuda=False).memory.activations == pytest.approx(measured, rel=0.02)
+    stage.check_integrity()
+    assert not stage.has_work()
+    assert stage.stats().extra["blocks_free"] == 80
