@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
@@ -146,15 +147,13 @@ class OutputStream(AsyncIterator[OutputChunk]):
 
     def __init__(self, orchestrator: Orchestrator, plan: RequestPlan, limit: int) -> None:
         self.request_id = plan.request.info.request_id
-        self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self._done = False
-        self._buffer = OutputBuffer(limit, self._wake)
+        # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._ready.set)
+        self._buffer = OutputBuffer(limit, wake)
         self._orchestrator = orchestrator
         self._run = orchestrator.start(plan, self._buffer.put)
-
-    def _wake(self) -> None:
-        self._loop.call_soon_threadsafe(self._ready.set)
 
     async def __anext__(self) -> OutputChunk:
         if self._done:

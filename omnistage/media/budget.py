@@ -235,10 +235,18 @@ class ItemBytes:
 
     def need(self, nbytes: int) -> None:
         """Reserve what decoding takes for an item of so many bytes."""
-        more = _COPIES * nbytes - self._size
-        if more > 0:
-            self._hold.reserve(more)
-            self._size += more
+        self.reserve(_COPIES * nbytes)
+
+    @property
+    def most(self) -> int:
+        """How many bytes it may have at all."""
+        return self._size + self._hold.left
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so many bytes in all."""
+        if nbytes > self._size:
+            self._hold.reserve(nbytes - self._size)
+            self._size = nbytes
 
     def keep(self, nbytes: int) -> None:
         """It is decoded, and takes so many bytes from now on."""

@@ -28,6 +28,8 @@ def open_container(data: bytes, kind: str, *, max_frame_pixels: int) -> Iterator
     try:
         with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="replace") as container:
             yield container
+    except MemoryError:  # FFmpeg's own, too: what the file needs is not there
+        raise MemoryError from None
     except (av.FFmpegError, IndexError) as error:
         # PyAV itself raises IndexError where a damaged file brings in a new track midway.
         why = error.strerror if isinstance(error, av.FFmpegError) else "its tracks change midway"

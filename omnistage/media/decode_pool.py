@@ -48,7 +48,7 @@ from omnistage.media.decode_protocol import (
     VideoAnswer,
     VideoJob,
 )
-from omnistage.media.limits import MediaKind, MediaLimits
+from omnistage.media.limits import MIB, MediaKind, MediaLimits
 
 _WALL_FACTOR, _WALL_SECONDS = 4.0, 30.0
 """Time on the clock: for a process that starts, waits for the processor or does nothing."""
@@ -56,6 +56,8 @@ _CLOSE_SECONDS = 2.0
 _MAX_TRIES = 4
 """For one item whose size turns out larger than its header says, or whose process ends before it begins."""
 _RETRY_SECONDS = 0.25
+FREE_MEMORY = 1024 * MIB
+"""That decoding an item may take without a budget; beyond it, it is decoded again with what it can reserve there."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
 _STRIP_BYTES = 8 * 2**20
 _Result = TypeVar("_Result")
@@ -159,17 +161,26 @@ class DecodePool:
 
         Nobody waits for memory while it has a process.
         """
-        max_decoded = item.begin()
+        max_decoded, memory = item.begin(), limits.max_decode_memory
+        if item.counted:
+            memory = min(memory, FREE_MEMORY)
         for _ in range(_MAX_TRIES):
-            task = Task(size=len(data), limits=limits, job=job, max_decoded=max_decoded)
+            bounds = limits.model_copy(update={"max_decode_memory": memory})
+            task = Task(size=len(data), limits=bounds, job=job, max_decoded=max_decoded)
             try:
                 result = self._run(task, data, collect)
             except _NotBegunError:
                 continue
+            except _MemoryNeededError:
+                before, memory = memory, min(limits.max_decode_memory, item.most)
+                if not item.counted or memory <= before:
+                    raise _too_large(job.kind, before) from None
+                item.reserve(memory)
+                continue
             if not isinstance(result, SizeAnswer):
                 return result
             item.need(result.nbytes)
-            max_decoded = result.nbytes
+            max_decoded, memory = result.nbytes, min(memory + 3 * result.nbytes, limits.max_decode_memory)
         raise OverloadedError("the processes that decode media end before they begin; send the request again")
 
     def _run(
@@ -185,7 +196,7 @@ class DecodePool:
                     answer = process.decode(
                         task, data, wall_seconds if remaining is None else min(wall_seconds, remaining)
                     )
-                    _raise_failure(answer, job.kind, limits)
+                    _raise_failure(answer, job.kind)
                     result = answer if isinstance(answer, SizeAnswer) else collect(answer, process)
             except TimeoutError:
                 cancellation.check()
@@ -295,6 +306,10 @@ class DecodePool:
         return process
 
 
+class _MemoryNeededError(Exception):
+    """The item needs more memory than it may have; its process is ended, whatever state that left it in."""
+
+
 class _NotBegunError(Exception):
     """The process ended before it began with its item."""
 
@@ -333,11 +348,11 @@ def _read_audio(answer: AudioAnswer, process: DecodeProcess) -> AudioClip:
     return AudioClip(np.frombuffer(process.read(4 * answer.samples), np.float32), answer.rate)
 
 
-def _raise_failure(answer: Answer, kind: MediaKind, limits: MediaLimits) -> None:
+def _raise_failure(answer: Answer, kind: MediaKind) -> None:
     if isinstance(answer, ErrorAnswer):
         raise _AnsweredError(_ERRORS[answer.error](answer.message, param=answer.param))
     if isinstance(answer, MemoryAnswer):
-        raise _too_large(kind, limits)
+        raise _MemoryNeededError
     if isinstance(answer, DefectAnswer):
         _log.error("decoding a %s failed with %s\n%s", kind, answer.error, answer.frames)
         raise RuntimeError(f"decoding failed with {answer.error}")
@@ -348,7 +363,7 @@ def _why_ended(code: int, kind: MediaKind, limits: MediaLimits) -> Exception:
     if code == -signal.SIGXCPU:
         return _too_slow(kind, limits.decode_seconds(kind))
     if code == -signal.SIGKILL:  # not by us: the system was out of memory
-        return _too_large(kind, limits)
+        return _too_large(kind, limits.max_decode_memory)
     if code > 0:
         return RuntimeError(f"the decoding process ended with code {code}")
     return MediaError(f"the decoder crashed on this {kind}; it may be damaged, encode it again")
@@ -360,9 +375,9 @@ def _too_slow(kind: MediaKind, seconds: float) -> LimitExceededError:
     )
 
 
-def _too_large(kind: MediaKind, limits: MediaLimits) -> LimitExceededError:
+def _too_large(kind: MediaKind, memory: int) -> LimitExceededError:
     return LimitExceededError(
-        f"decoding this {kind} takes over {limits.max_decode_memory} bytes of memory, the limit; send a smaller one"
+        f"decoding this {kind} takes over {memory} bytes of memory, the limit; send a smaller one"
     )
 
 

@@ -150,7 +150,7 @@ class OutputBuffer:
     an item arrives in an empty buffer; a consumer takes items until there is none before it waits again.
     """
 
-    def __init__(self, limit: int, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self, limit: int, wake: Callable[[], object] | None = None) -> None:
         self._limit = max(1, limit)
         self._wake = wake
         self._items: deque[OutputChunk] = deque()

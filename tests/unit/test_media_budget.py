@@ -18,8 +18,8 @@ import soundfile
 from PIL import Image
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
-from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, LimitExceededError
-from omnistage.media import MediaLimits, budget, decode_audio, decode_image, decode_video
+from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, LimitExceededError, MediaError
+from omnistage.media import MediaLimits, budget, decode_audio, decode_image, decode_pool, decode_video
 from omnistage.media import audio as audio_module
 from omnistage.media.budget import MediaBudget, MediaHold, media_budget, media_hold
 from omnistage.media.context import decode_for
@@ -31,6 +31,8 @@ if (folder := str(Path(__file__).parents[2] / "tools")) not in sys.path:
     sys.path.append(folder)
 
 from fuzz_media import FORMATS
+
+from tests.slow_media import video_of_many_samples
 
 LIMITS = MediaLimits()
 
@@ -212,6 +214,32 @@ class TestDecoding:
             clip = decode_video(data, LIMITS, with_audio=True)
             assert clip.audio is not None
             assert hold.size == limits.held == clip.frames.nbytes + clip.audio.samples.nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_small_file_cannot_take_the_memory_that_large_ones_may() -> None:
+    with decode_processes(1) as processes, media_budget(256 * MIB):
+        assert processes is not None
+        with pytest.raises(MediaError):
+            decode_video(video_of_many_samples(40_000_000), LIMITS)
+        [process] = processes.processes()
+        status = Path(f"/proc/{process}/status").read_text().splitlines()
+        highest = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+        assert highest * 1024 < 1024 * MIB
+
+
+def test_what_takes_much_memory_is_decoded_with_what_it_can_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_pool, "FREE_MEMORY", 64 * MIB)
+    values = np.arange(3000 * 3000, dtype=np.uint16).reshape(3000, 3000)
+    data = io.BytesIO()
+    Image.fromarray(values).save(data, "PNG", compress_level=1)  # grey of 16 bits is converted through floats
+    with decode_processes(1):
+        with media_budget(2048 * MIB) as limits:
+            image = decode_image(data.getvalue(), LIMITS)
+            assert np.array_equal(np.asarray(image)[..., 0], np.rint(values / 257.0).astype(np.uint8))
+            assert limits.held == 0
+        with media_budget(300 * MIB), pytest.raises(LimitExceededError, match=r"takes over .* bytes of memory"):
+            decode_image(data.getvalue(), LIMITS)
 
 
 def test_audio_that_a_model_cannot_take_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

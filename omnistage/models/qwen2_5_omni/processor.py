@@ -150,11 +150,13 @@ class Qwen25OmniProcessor:
         return count
 
     def _feature_bytes(self, tokens: int, media: _Media) -> int:
-        """Memory of the features, and of as much again while they are computed."""
+        """Memory of the features, and of as much again while they are computed, with a copy of all pixels."""
         images, audio = self._processor.image_processor, self._processor.feature_extractor
         patch = 3 * images.temporal_patch_size * images.patch_size**2
         mels = len(media.audios) * audio.feature_size * audio.nb_max_frames
-        return int(2 * 4 * (tokens * images.merge_size**2 * patch + mels))
+        pixels = sum(image.width * image.height for image in media.images) * 3
+        pixels += sum(frames.nbytes for frames in media.videos)
+        return int(2 * 4 * (tokens * images.merge_size**2 * patch + mels)) + pixels
 
     def _image_tokens(self, media: _Media) -> list[int]:
         """Rows that each image fills in the prompt."""
