@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from omnistage.config import LimitsConfig
-    from omnistage.core.messages import ChatMessage
 
 Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
 """Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
@@ -196,8 +195,8 @@ class RequestFactory:
                 self._limits.media,
                 use_audio_in_video=options.use_audio_in_video,
                 max_clip_seconds=processor.clip_seconds()[1] if isinstance(processor, AudioLimits) else None,
+                check_kinds=self._check_media,
             )
-            self._check_media(messages)
             # Said only where there are some: a family may take none.
             return processor.chat(messages, options.tools) if options.tools else processor.chat(messages)
         raise InvalidRequestError(
@@ -211,7 +210,8 @@ class RequestFactory:
     ) -> StagePayloadIn:
         from omnistage.pipeline.messages.drawing import parse_drawing
 
-        parsed = parse_drawing(prompt, self._limits.media)
+        takes_images = Modality.IMAGE in processor.input_modalities
+        parsed = parse_drawing(prompt, self._limits.media, takes_images=takes_images)
         merged = DiffusionParams()
         for stage_params in (*self._defaults.values(), *params.values()):
             merged = merged.merged(stage_params) if isinstance(stage_params, DiffusionParams) else merged
@@ -244,11 +244,7 @@ class RequestFactory:
             OmniTokensPrompt(_token_ids(values.get("prompt_token_ids", ())), _embeds(values.get("prompt_embeds")))
         )
 
-    def _check_media(self, messages: Sequence[ChatMessage]) -> None:
-        from omnistage.core.messages import AudioPart, ImagePart, VideoPart
-
-        kinds = {ImagePart: Modality.IMAGE, AudioPart: Modality.AUDIO, VideoPart: Modality.VIDEO}
-        present = {kinds[type(part)] for message in messages for part in message.parts if type(part) in kinds}
+    def _check_media(self, present: frozenset[Modality]) -> None:
         supported = self._processor.input_modalities
         if refused := sorted(present - supported):
             if isinstance(self._processor, OptionalInputs):

@@ -206,8 +206,11 @@ def test_long_text_is_refused_before_it_is_tokenised(rig: Rig) -> None:
     assert rig.processor.threads == set()
 
 
-def test_media_that_the_model_does_not_take_are_refused(omni: Omni) -> None:
+def test_media_that_the_model_does_not_take_are_refused_before_they_are_decoded(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wav = {"type": "audio", "audio": (torch.zeros(1600).numpy(), 16000)}
+    monkeypatch.setattr("omnistage.pipeline.messages.chat.decode_audio", lambda *_, **__: pytest.fail("decoded"))
     with pytest.raises(UnsupportedModalityError, match="does not take audio; it takes text"):
         omni.chat([{"role": "user", "content": [wav]}])
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Role, TextPart, ToolCall, VideoPart
+from omnistage.core.types import Modality
 from omnistage.core.validation import is_utf8
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import notify_inspector
@@ -44,6 +45,7 @@ class _Pending:
     """A media item whose place is valid, not decoded yet. `path` names it in errors."""
 
     path: str
+    kind: Modality
     decode: Callable[[], Part]
 
 
@@ -103,13 +105,14 @@ def parse_messages(
     video_fps: float = 2.0,
     use_audio_in_video: bool = False,
     max_clip_seconds: float | None = None,
+    check_kinds: Callable[[frozenset[Modality]], None] | None = None,
 ) -> list[ChatMessage]:
     """Return `messages` with their media decoded.
 
     Content is a string or a list of parts as OpenAI and vLLM clients send them. Sound is resampled to
     `audio_rate`, video is sampled at `video_fps` unless its part says otherwise. `max_clip_seconds` is the longest
-    audio that the model takes. Every mistake is an
-    `InvalidRequestError`, or a subclass for media, whose `param` is the path of the value at fault.
+    audio that the model takes; `check_kinds` may refuse the kinds of media that there are, before any is decoded.
+    Every mistake is an `InvalidRequestError`, or a subclass for media, whose `param` is the path of the value at fault.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(f"must be a list of messages, got {type(messages).__name__}", param="messages")
@@ -120,6 +123,8 @@ def parse_messages(
     options = _Options(limits, audio_rate, video_fps, use_audio_in_video, longest)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts(parsed, limits)
+    if check_kinds is not None:
+        check_kinds(frozenset(part.kind for _, parts in parsed for part in parts if isinstance(part, _Pending)))
     total = _Total(limits)
     messages_out = []
     call_names: dict[str, str] = {}
@@ -315,7 +320,7 @@ def _value(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
 
 def _image_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
     value, path = _value(part, "image", path)
-    return _Pending(path, lambda: ImagePart(decode_image(value, options.limits)))
+    return _Pending(path, Modality.IMAGE, lambda: ImagePart(decode_image(value, options.limits)))
 
 
 def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
@@ -334,17 +339,21 @@ def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _P
             image.thumbnail(_LOW_DETAIL)
         return ImagePart(image)
 
-    return _Pending(path, decode)
+    return _Pending(path, Modality.IMAGE, decode)
 
 
 def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
     value, path = _value(part, "audio", path)
-    return _Pending(path, lambda: AudioPart(decode_audio(value, options.audio_limits, options.audio_rate)))
+    return _Pending(
+        path, Modality.AUDIO, lambda: AudioPart(decode_audio(value, options.audio_limits, options.audio_rate))
+    )
 
 
 def _audio_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
     url, path = _url(part, "audio_url", path)
-    return _Pending(path, lambda: AudioPart(decode_audio(url, options.audio_limits, options.audio_rate)))
+    return _Pending(
+        path, Modality.AUDIO, lambda: AudioPart(decode_audio(url, options.audio_limits, options.audio_rate))
+    )
 
 
 def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
@@ -363,7 +372,7 @@ def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> 
         rate = options.audio_rate
         return AudioPart(decode_audio(data, options.audio_limits, rate, format=encoding, bare_base64=True))
 
-    return _Pending(f"{path}.data", decode)
+    return _Pending(f"{path}.data", Modality.AUDIO, decode)
 
 
 def _video_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
@@ -398,7 +407,7 @@ def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path:
         )
         return VideoPart(clip, with_audio and clip.audio is not None)
 
-    return _Pending(source_path, decode)
+    return _Pending(source_path, Modality.VIDEO, decode)
 
 
 def _frame_count(part: Mapping[str, Any], key: str, minimum: int, path: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, UnsupportedModalityError
 from omnistage.core.validation import is_utf8, short_repr
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ class Drawing:
     mask: np.ndarray | None = None
 
 
-def parse_drawing(prompt: object, limits: MediaLimits) -> Drawing:
+def parse_drawing(prompt: object, limits: MediaLimits, *, takes_images: bool = True) -> Drawing:
     """From text, a mapping with `prompt`, `image` or `images`, and `mask`, or chat messages; media are decoded here."""
     if isinstance(prompt, str):
         return Drawing(_text(prompt, limits))
     if isinstance(prompt, Mapping):
-        return _from_mapping(prompt, limits)
+        return _from_mapping(prompt, limits, takes_images)
     if isinstance(prompt, list | tuple):
         return _from_chat(prompt, limits)
     raise InvalidRequestError(
@@ -41,7 +41,7 @@ def parse_drawing(prompt: object, limits: MediaLimits) -> Drawing:
     )
 
 
-def _from_mapping(prompt: Mapping[str, object], limits: MediaLimits) -> Drawing:
+def _from_mapping(prompt: Mapping[str, object], limits: MediaLimits, takes_images: bool) -> Drawing:
     if unknown := [short_repr(key) for key in prompt if key not in _KEYS]:
         raise InvalidRequestError(
             f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(_KEYS)}", param="prompt"
@@ -51,6 +51,8 @@ def _from_mapping(prompt: Mapping[str, object], limits: MediaLimits) -> Drawing:
         raise InvalidRequestError("needs a text under prompt", param="prompt")
     sources = _sources(prompt, limits)
     checked = _text(text, limits)
+    if sources and not takes_images:  # before they are decoded
+        raise UnsupportedModalityError("this model draws from text alone; leave the image out", param="image")
     images = _pictures(sources, limits, single=prompt.get("image") is not None)
     mask = prompt.get("mask")
     return Drawing(checked, images, None if mask is None else _mask(mask, images, limits))
