@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from omnistage.server.access.keys import Keyring
     from omnistage.server.observe.tracing import Tracing
     from omnistage.server.service import Service
+
+_SWITCH_SECONDS = 0.0005
+"""After which a thread that needs the interpreter gets it from another. While a long request is prepared, Python's 5 ms
+are waited for several times a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +300,7 @@ def serve(
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),
     )
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         with decode_processes(media.processes()), media_budget(media.memory()):
             run(

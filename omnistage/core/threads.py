@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from omnistage.core.failures import log_defect
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_MAX_REST_SECONDS = 1.0
 
 
 class _Job(Future[_Result]):
@@ -57,11 +59,12 @@ class DaemonThreads(Executor):
 
     The interpreter waits for every thread of a `ThreadPoolExecutor` when it exits: one piece of work that does not
     return would keep the process alive. Work of one owner runs in at most half of the threads at a time, and owners
-    take turns.
+    take turns. With `max_share` a thread rests after its work, so that it takes no more of a core than that.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, max_share: float = 1.0) -> None:
         self._max_threads = threads
+        self._rest_ratio = 1.0 / max_share - 1.0
         self.name = name
         self._changed = threading.Condition()
         self._jobs: dict[str | None, deque[_Job[Any]]] = {}
@@ -120,7 +123,10 @@ class DaemonThreads(Executor):
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            start = time.thread_time()
             job.run()
+            if self._rest_ratio:
+                time.sleep(min((time.thread_time() - start) * self._rest_ratio, _MAX_REST_SECONDS))
             with self._changed:
                 self._owned[job.owner] -= 1
                 if not self._owned[job.owner]:

@@ -1,8 +1,8 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
 Three groups of threads. Short prompts never wait for others. Media have threads of their own, half of them for one
-owner, which mostly wait for the processes that decode. Long texts, and large bodies before them, have one thread: they
-need the interpreter, which one thread at a time can use, and several would take its time from everybody else.
+owner, which mostly wait for the processes that decode. Long texts, and large bodies before them, have one thread, which
+rests as long as it works: they need the interpreter, which one thread at a time can use, and others need it too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
 _short = DaemonThreads(_cores + 4, "omnistage-prepare")
 _media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
-_long = DaemonThreads(1, "omnistage-long")
+_long = DaemonThreads(1, "omnistage-long", max_share=0.5)
 
 
 class Lane(Enum):

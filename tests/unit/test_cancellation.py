@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +121,17 @@ def threads() -> Iterator[DaemonThreads]:
     pool = DaemonThreads(2, "test")
     yield pool
     pool.shutdown()
+
+
+def test_a_thread_with_a_share_of_a_core_rests_after_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rests = iter((1.0, 1.25, 2.0, 9.0, 9.0, 9.0)), list[float]()
+    module = SimpleNamespace(thread_time=lambda: next(clock), sleep=rests.append)
+    monkeypatch.setattr("omnistage.core.threads.time", module)
+    pool = DaemonThreads(1, "test", max_share=0.5)
+    assert pool.submit(lambda: 1).result(30) == 1
+    assert pool.submit(lambda: 2).result(30) == 2
+    assert pool.submit(lambda: 3).result(30) == 3  # once it is there, the first two have rested
+    assert rests[:2] == [0.25, 1.0]  # but not for long
 
 
 def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> None:

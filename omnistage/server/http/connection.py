@@ -26,6 +26,8 @@ from omnistage.server.observe.metrics import RequestMetrics
 
 _WRITE_BYTES = 64 * 2**10
 """Bytes passed to the connection at once: it may pause us after each, so that a large response is not copied whole."""
+_FEW_LINES = 64
+"""In what one read gives of a body in chunks: these few are parsed at once."""
 _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
 _MALFORMED = "omnistage.malformed"
 CROWDED = "omnistage.crowded"
@@ -100,7 +102,8 @@ class Connection(H11Protocol):
         _TRANSPORT.set(self.transport)  # tasks started from here on inherit it
         while data:
             # A body of a given length comes as one piece a read, however long; only chunks may be many.
-            whole = self.conn.their_state is h11.SEND_BODY and not self._chunked
+            in_body = self.conn.their_state is h11.SEND_BODY
+            whole = in_body and (not self._chunked or data.count(b"\r\n") < _FEW_LINES)
             piece, data = (data, b"") if whole else (data[:FEED_BYTES], data[FEED_BYTES:])
             super().data_received(piece)
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
