@@ -48,6 +48,9 @@ class ServiceOptions:
     )
     max_text_mib: int = option(8, "Largest JSON body in MiB, without its media.", min=1, max=4096)
     max_json_values: int = option(262_144, "Maximum number of values in a JSON body.", min=1024, max=2**30)
+    speech_quality: str | None = option(
+        None, "How carefully speech is computed: full, balanced or fast; short for the speech stage's quality."
+    )
     drain_seconds: float = option(
         30.0, "Time for running requests when the service stops; 5 s later the process ends.", min=0.0, max=86_400.0
     )
@@ -299,6 +302,9 @@ def serve(
         public_url=options.checked_public_url(),
         allowed_hosts=access.allowed_hosts(options.host, authenticated=keyring.required),
     )
+    if options.speech_quality is not None:
+        for name, folder in folders.items():
+            overrides[name][:0] = speech_overrides(folder, settings.config, options.speech_quality)
     load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -359,6 +365,20 @@ def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[s
         else:
             raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param="--set")
     return overrides
+
+
+def speech_overrides(model: str, config: Path | None, quality: str) -> list[str]:
+    """The quality as settings of the model's speech stages; none for a model that does not speak."""
+    from omnistage.config import CodecStageConfig, OmniEngineArgs, resolve
+    from omnistage.core.types import Modality
+    from omnistage.models.registry import REGISTRY
+
+    stages = resolve(OmniEngineArgs(model=model, config=config), registry=REGISTRY).config.pipeline.stages
+    return [
+        f"{name}.quality={quality}"
+        for name, stage in stages.items()
+        if isinstance(stage, CodecStageConfig) and stage.output is Modality.AUDIO
+    ]
 
 
 def otel_in_environment() -> bool:

@@ -156,11 +156,20 @@ class ARBudget(ConfigModel):
 class CodecBudget(ConfigModel):
     """Limits of a codec stage. A stage of a one-shot module reads `max_batch` alone."""
 
-    max_batch: Count = Field(default=8, description="Chunks decoded in one forward.")
+    max_batch: Count = Field(default=64, description="Chunks decoded in one forward.")
+    max_batch_blocks: Count = Field(
+        default=192, description="Blocks decoded in one forward, look-ahead included; a longer chunk runs alone."
+    )
     max_running: Count = Field(default=64, description="Requests held at once.")
     first_chunk_blocks: Count = Field(default=1, description="Blocks in the first chunk: small means early audio.")
-    max_chunk_blocks: Count = Field(default=8, description="Chunks grow up to this many blocks.")
+    max_chunk_blocks: Count = Field(default=16, description="Chunks double up to this many blocks.")
     lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
+    max_hold_seconds: float = Field(
+        default=0.8,
+        ge=0.0,
+        le=60.0,
+        description="First sound is held back, at most so long after the first code, until more will follow in time.",
+    )
     cuda_graphs: bool = Field(default=True, description="Replay forwards as CUDA graphs; only used on CUDA.")
     precision: Literal["float32", "tf32", "float16"] = Field(
         default="tf32", description="Of large matrix products; only used on CUDA. float16 is the fastest."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -127,12 +127,19 @@ class SamplingParams(StageParams):
         return self.temperature == 0.0
 
 
+SpeechQuality = Literal["full", "balanced", "fast"]
+"""How carefully a flow-matching decoder solves: as the model's authors do, or with less arithmetic."""
+
+
 class CodecParams(StageParams):
     """How a codec stage turns codes into samples."""
 
     streaming: bool = Field(default=True, description="Emit audio while codes still arrive; false waits for all.")
     num_steps: int = Field(default=10, ge=1, le=1000, description="Solver time points of a flow-matching decoder.")
     guidance_scale: _FiniteFloat = Field(default=0.5, ge=0.0, le=100.0)
+    quality: SpeechQuality = Field(
+        default="full", description="The decoder's solver: full is the model's own, the others cost less."
+    )
     sway: _FiniteFloat = Field(default=-1.0, ge=-10.0, le=10.0, description="Sway coefficient of the time grid.")
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="Seed of the initial noise.")
 

@@ -192,11 +192,14 @@ class NeedsReader:
             return _Estimate(*where, 0)
         layout = component.layout
         ahead = min(budget.lookahead_blocks, layout.max_lookahead_blocks)
-        codes = (layout.history_blocks + budget.max_chunk_blocks + ahead) * layout.block_codes
-        sizes = [component.memory(rows, min(codes, layout.max_codes)) or StageMemory() for rows in (1, 2)]
+        blocks = layout.history_blocks + budget.max_chunk_blocks + ahead
+        codes = min(blocks * layout.block_codes, layout.max_codes)
+        caches = component.request_bytes * budget.max_running
+        sizes = [replace(component.memory(rows, codes) or StageMemory(), caches=caches) for rows in (1, 2)]
         if device.type != "cuda" or not budget.cuda_graphs:
             sizes = [replace(size, graphs=0) for size in sizes]
-        return _Batched(*where, sizes[0], sizes[1], 1, budget.max_batch)
+        rows = min(budget.max_batch, max(1, budget.max_batch_blocks // blocks))
+        return _Batched(*where, sizes[0], sizes[1], 1, rows)
 
     def _diffusion(self, where: tuple[str, str, str], component: object, budget: DiffusionBudget) -> StageNeeds:
         from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder

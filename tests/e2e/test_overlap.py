@@ -43,7 +43,7 @@ def click_ratio(error: np.ndarray, borders: np.ndarray) -> float:
 
 def test_turn_by_turn_the_first_sound_comes_before_the_last_word(load: Callable[..., EngineParts]) -> None:
     """Without threads each turn gives every stage one step, so the order of events cannot depend on timing."""
-    harness = PipelineHarness(load())
+    harness = PipelineHarness(load("token2wav.max_hold_seconds=0"))
     items = harness.submit("story", say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH)
     turns = 0
     while not any(item.audio is not None for item in items):

@@ -125,7 +125,7 @@ def chunks_of(orchestrator: Orchestrator, request_id: str, stage: str) -> int:
 @pytest.mark.parametrize("until", ["thinker", "talker", "token2wav"])
 def test_an_abort_at_any_stage_frees_everything(load: Callable[..., EngineParts], until: str) -> None:
     """Aborted right after the first output of each stage; a neighbour goes on and ends as if alone."""
-    harness = PipelineHarness(load())
+    harness = PipelineHarness(load("token2wav.max_hold_seconds=0"))
     alone = harness.submit("alone", say("Hi"), greedy(6, 30), modalities=BOTH)
     harness.finish()
     neighbour = harness.submit("neighbour", say("Hi"), greedy(6, 30), modalities=BOTH)

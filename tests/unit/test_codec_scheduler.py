@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from omnistage.engines.ageing import AGEING_STEPS
 from omnistage.engines.codec.component import CodecLayout
+from omnistage.engines.codec.costs import CostModel
 from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
 
 LAYOUT = CodecLayout(block_codes=3, codebook_size=100, max_codes=10_000, history_blocks=2, max_lookahead_blocks=9)
@@ -20,15 +21,19 @@ LAYOUT = CodecLayout(block_codes=3, codebook_size=100, max_codes=10_000, history
 @dataclass(frozen=True)
 class Limits:
     max_batch: int = 4
+    max_batch_blocks: int = 64
     max_running: int = 8
     first_chunk_blocks: int = 1
     max_chunk_blocks: int = 4
     lookahead_blocks: int = 1
+    max_hold_seconds: float = 0.0
 
 
 def run(scheduler: CodecScheduler) -> SchedulerOutput:
+    """One step, whose sound goes out at once; a code is 20 ms of it."""
     output = scheduler.schedule()
-    scheduler.update(output, ())
+    scheduler.update(output, (), {w.request_id: 0.02 * w.emit for w in output.windows})
+    scheduler.release()
     return output
 
 
@@ -53,43 +58,65 @@ def test_a_window_waits_for_its_chunk_and_its_lookahead() -> None:
     assert scheduler.starved == 1
 
 
-def growing(seconds_a_code: float, seconds_a_window: float = 0.0) -> list[int]:
-    """Blocks of each window of an utterance whose codes, each 20 ms of sound, come one at a time at this pace."""
-    layout = replace(LAYOUT, code_seconds=0.02)
-    now = 0.0
-    scheduler = CodecScheduler(layout, Limits(max_chunk_blocks=8), clock=lambda: now)
+def sizes(codes: int, feed: int, *, end_late: bool = False) -> list[int]:
+    """Codes of each window of an utterance that comes `feed` codes at a time, its end perhaps after its last code."""
+    scheduler = CodecScheduler(LAYOUT, Limits())
     scheduler.add("a", None)
-    blocks = []
-    for code in range(90):
-        scheduler.extend("a", [code], final=code == 89)
+    emits = []
+    for at in range(0, codes, feed):
+        done = at + feed >= codes
+        scheduler.extend("a", range(at, min(at + feed, codes)), final=done and not end_late)
         while scheduler.has_work():
-            output = scheduler.schedule()
-            now += seconds_a_window
-            scheduler.update(output, ())
-            blocks += [w.emit // layout.block_codes for w in output.windows]
-        now += seconds_a_code
-    return blocks
+            emits += [w.emit for w in run(scheduler).windows]
+    scheduler.extend("a", (), final=True)
+    while scheduler.has_work():
+        emits += [w.emit for w in run(scheduler).windows]
+    return emits
 
 
-def test_chunks_double_while_codes_come_much_faster_than_they_sound() -> None:
-    assert growing(0.004) == [1, 2, 4, 8, 8, 7]
+def test_chunks_double_up_to_the_largest() -> None:
+    assert sizes(60, 60) == [3, 6, 12, 12, 12, 12, 3]
 
 
-def test_chunks_stay_small_when_waiting_would_make_a_gap() -> None:
-    assert set(growing(0.019)[:-1]) == {1}
+@pytest.mark.parametrize("codes", [*range(1, 40), 60])
+def test_where_an_utterance_is_cut_does_not_depend_on_when_its_codes_come(codes: int) -> None:
+    expected = sizes(codes, codes)
+    assert sum(expected) == codes
+    for feed in (1, 2, 5, 7, 30):
+        assert sizes(codes, feed) == expected
+        assert sizes(codes, feed, end_late=True) == expected
 
 
-def test_chunks_double_when_decoding_small_ones_takes_too_long() -> None:
-    assert growing(0.019, seconds_a_window=0.05) == [1, 2, 4, 4, 4, 4, 4, 4, 3]  # 0.05 s is little of 4 blocks' 0.24 s
-    assert set(growing(0.019, seconds_a_window=0.02)[:-1]) == {1}
+def test_where_an_utterance_is_cut_does_not_depend_on_the_load() -> None:
+    """Neither on how long the device takes nor on who else is served."""
+
+    def cut(others: int, seconds: float) -> list[int]:
+        now = 0.0
+        scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), Limits(max_batch=2), clock=lambda: now)
+        for i in range(others):
+            scheduler.add(str(i), None)
+        scheduler.add("a", None)
+        emits = []
+        for code in range(70):
+            now += 0.004
+            for name in ("a", *map(str, range(others))):
+                scheduler.extend(name, [code], final=code == 69)
+            while scheduler.has_work():
+                output = scheduler.schedule()
+                now += seconds
+                scheduler.update(output, (), {w.request_id: 0.02 * w.emit for w in output.windows})
+                scheduler.release()
+                emits += [w.emit for w in output.windows if w.request_id == "a"]
+        return emits
+
+    assert cut(0, 0.0) == cut(0, 0.3) == cut(5, 0.02) == cut(5, 0.3) == sizes(70, 70)
 
 
-def test_later_chunks_grow_with_what_is_there_and_carry_bounded_history() -> None:
+def test_windows_carry_bounded_history() -> None:
     scheduler = CodecScheduler(LAYOUT, Limits())
     scheduler.add("a", None)
     scheduler.extend("a", range(60), final=False)
-    sizes = [(w.emit, w.history) for _ in range(6) for w in run(scheduler).windows]
-    assert sizes == [(3, 0), (12, 3), (12, 6), (12, 6), (12, 6), (6, 6)]
+    assert [w.history for _ in range(6) for w in run(scheduler).windows] == [0, 3, 6, 6, 6, 6]
 
 
 def test_the_first_chunk_has_as_many_blocks_as_give_sound() -> None:
@@ -110,15 +137,16 @@ def test_a_window_that_reaches_the_end_emits_its_lookahead_too() -> None:
     assert (window.emit, window.last) == (5, True)
 
 
-@pytest.mark.parametrize(("codes", "sizes"), [(6, [6]), (7, [3, 4]), (18, [3, 15]), (19, [3, 12, 4])])
-def test_the_last_window_takes_what_a_full_chunk_and_its_lookahead_hold(codes: int, sizes: list[int]) -> None:
-    # A first chunk of 3 codes, later ones of 12 at most, each with a look-ahead of 3.
+@pytest.mark.parametrize(
+    ("codes", "emits"), [(5, [5]), (6, [3, 3]), (11, [3, 8]), (12, [3, 6, 3]), (24, [3, 6, 12, 3])]
+)
+def test_the_last_window_takes_what_is_less_than_a_chunk_and_its_lookahead(codes: int, emits: list[int]) -> None:
     scheduler = CodecScheduler(LAYOUT, Limits())
     scheduler.add("a", None)
     scheduler.extend("a", range(codes), final=True)
-    windows = [window for _ in sizes for window in run(scheduler).windows]
-    assert [window.emit for window in windows] == sizes
-    assert [window.last for window in windows] == [False] * (len(sizes) - 1) + [True]
+    windows = [window for _ in emits for window in run(scheduler).windows]
+    assert [window.emit for window in windows] == emits
+    assert [window.last for window in windows] == [False] * (len(emits) - 1) + [True]
 
 
 def test_whole_utterances_wait_for_the_end_and_run_as_one_window() -> None:
@@ -157,14 +185,93 @@ def test_lower_priority_values_go_first_then_the_oldest() -> None:
     assert [next(iter(emitted(run(scheduler)))) for _ in range(4)] == ["urgent", "old", "young", "late"]
 
 
-def test_equals_take_turns_so_that_a_new_request_is_heard_soon() -> None:
-    scheduler = CodecScheduler(LAYOUT, Limits(max_batch=1, max_chunk_blocks=1))
-    scheduler.add("old", None)
-    scheduler.extend("old", range(90), final=True)
-    run(scheduler)
-    scheduler.add("new", None)
-    scheduler.extend("new", range(90), final=True)
-    assert [next(iter(emitted(run(scheduler)))) for _ in range(4)] == ["old", "new", "old", "new"]
+def playing(dry_in: dict[str, float], *, fixed: float = 0.05, block: float = 0.01) -> CodecScheduler:
+    """Requests whose players run dry after so many seconds, each with a window of 3 blocks at hand."""
+    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), Limits(), clock=lambda: 0.0)
+    for name in dry_in:
+        scheduler.add(name, None)
+        scheduler.extend(name, range(15), final=False)
+    output = scheduler.schedule()
+    scheduler.update(output, (), dry_in)
+    assert set(scheduler.release()) == set(dry_in)
+    scheduler.costs = CostModel()
+    for blocks in (1, 10, 100):
+        scheduler.costs.observe(blocks, fixed + block * blocks)
+    return scheduler
+
+
+def test_the_player_that_runs_dry_first_comes_first() -> None:
+    scheduler = playing({"late": 0.9, "soon": 0.1, "later": 2.0}, block=1.0)
+    assert [list(emitted(run(scheduler))) for _ in range(3)] == [["soon"], ["late"], ["later"]]
+
+
+def test_a_window_joins_a_batch_unless_that_makes_a_player_run_dry() -> None:
+    assert list(emitted(run(playing({"a": 0.2, "b": 0.5})))) == ["a", "b"]
+    assert list(emitted(run(playing({"a": 0.1, "b": 0.5})))) == ["a"]
+
+
+def test_a_new_listener_comes_before_players_with_much_to_play_and_after_others() -> None:
+    for dry_in, first in ((3.0, "new"), (0.1, "old")):
+        scheduler = playing({"old": dry_in}, block=1.0)
+        scheduler.add("new", None)
+        scheduler.extend("new", range(6), final=False)
+        assert list(emitted(run(scheduler))) == [first]
+
+
+def test_first_sound_waits_until_the_next_window_is_expected_in_time() -> None:
+    now = 0.0
+    limits = Limits(max_hold_seconds=2.0)
+    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), limits, clock=lambda: now)
+    for blocks in (2, 20):
+        scheduler.costs.observe(blocks, 0.1 * blocks)
+    for name in "ab":
+        scheduler.add(name, None)
+        scheduler.extend(name, range(30), final=False)
+    output = scheduler.schedule()
+    scheduler.update(output, (), {"a": 0.5, "b": 0.5})
+    assert scheduler.release() == []  # two windows of 3 blocks take 0.6 s
+    scheduler.remove("b")
+    assert scheduler.release() == ["a"]
+    assert scheduler.playing("a")
+
+
+def test_first_sound_does_not_wait_for_long() -> None:
+    now = 0.0
+    scheduler = CodecScheduler(LAYOUT, Limits(max_hold_seconds=2.0), clock=lambda: now)
+    scheduler.add("a", None)
+    scheduler.extend("a", range(6), final=False)
+    now = 1.0  # codes come far too slowly
+    output = scheduler.schedule()
+    scheduler.update(output, (), {"a": 0.06})
+    assert scheduler.release() == []
+    assert not scheduler.has_work()
+    assert scheduler.wait_limit() == pytest.approx(1.0)
+    now = 2.0
+    assert scheduler.has_work()
+    assert scheduler.schedule().windows == ()
+    assert scheduler.release() == ["a"]
+    assert scheduler.wait_limit() is None
+
+
+def test_windows_of_different_shapes_share_a_batch_where_the_component_takes_them() -> None:
+    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), Limits(max_batch_blocks=6))
+    for name, group, count in (("a", 1, 6), ("b", 1, 5), ("c", 2, 6), ("d", 1, 6), ("e", 1, 6)):
+        scheduler.add(name, group)
+        scheduler.extend(name, range(count), final=name == "b")
+    assert [list(emitted(run(scheduler))) for _ in range(3)] == [["a", "b", "d"], ["c"], ["e"]]
+
+
+@pytest.mark.parametrize(("fixed", "block"), [(0.09, 0.006), (0.0, 0.01), (0.1, 0.0)])
+def test_the_cost_of_a_batch_is_learned(fixed: float, block: float) -> None:
+    costs = CostModel()
+    assert costs.seconds(8) == 0.0
+    costs.observe(8, 5.0)  # the first one sets things up
+    for blocks in (3, 8, 20, 4, 12, 90) * 10:
+        costs.observe(blocks, fixed + block * blocks)
+    for blocks in (1, 10, 150):
+        assert costs.seconds(blocks) == pytest.approx(fixed + block * blocks, rel=0.1, abs=0.01)
+    costs.observe(20, 60.0)  # a stall is no reason to expect another
+    assert costs.seconds(20) < 2 * (fixed + 20 * block)
 
 
 def test_a_passed_over_request_runs_despite_its_priority() -> None:
@@ -196,7 +303,7 @@ def test_failed_requests_are_forgotten_and_unknown_ids_ignored() -> None:
     scheduler = CodecScheduler(LAYOUT, Limits())
     scheduler.add("a", None)
     scheduler.extend("a", range(6), final=False)
-    scheduler.update(scheduler.schedule(), {"a"})
+    scheduler.update(scheduler.schedule(), {"a"}, {})
     scheduler.extend("a", [1], final=True)
     scheduler.remove("nobody")
     assert scheduler.length("a") is None
@@ -279,20 +386,3 @@ def test_every_request_ends_once_with_its_codes_in_order(
         step()
     assert ended | aborted == set(fed)
     assert all(got[name] == fed[name] for name in ended)
-
-
-def test_a_request_that_waits_for_a_longer_chunk_says_when_it_stops_waiting() -> None:
-    layout = replace(LAYOUT, code_seconds=0.02)
-    now = 0.0
-    scheduler = CodecScheduler(layout, Limits(max_chunk_blocks=8), clock=lambda: now)
-    scheduler.add("a", None)
-    scheduler.extend("a", range(6), final=False)
-    run(scheduler)
-    assert scheduler.wait_limit() is None
-    scheduler.extend("a", range(3), final=False)
-    assert not scheduler.has_work()
-    limit = scheduler.wait_limit()
-    assert limit is not None
-    now += limit
-    assert scheduler.has_work()
-    assert [w.emit for w in run(scheduler).windows] == [layout.block_codes]

@@ -24,7 +24,15 @@ from omnistage.core.types import (
 from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
 from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
 
-BUDGET = SimpleNamespace(max_batch=4, max_running=8, first_chunk_blocks=1, max_chunk_blocks=4, lookahead_blocks=1)
+BUDGET = SimpleNamespace(
+    max_batch=4,
+    max_batch_blocks=64,
+    max_running=8,
+    first_chunk_blocks=1,
+    max_chunk_blocks=4,
+    lookahead_blocks=1,
+    max_hold_seconds=0.0,
+)
 POISON = 13
 
 

@@ -205,7 +205,7 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
         "cuda_graphs: false",
     ),
     "first chunk above the largest": (
-        stages("vocoder: {budget: {first_chunk_blocks: 9}}"),
+        stages("vocoder: {budget: {first_chunk_blocks: 17}}"),
         3,
         "pipeline.stages.vocoder.budget",
         "lower the first or raise the second",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from omnistage.cli.serve import AccessOptions, overrides_by_model
+from omnistage.cli.serve import AccessOptions, overrides_by_model, speech_overrides
 from omnistage.core.errors import InvalidRequestError
 
 
@@ -19,6 +22,16 @@ def test_a_setting_is_for_all_models_or_for_one() -> None:
 def test_a_setting_of_an_unknown_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="chat"):
         overrides_by_model(["film:a=b"], ["chat"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("Qwen2_5OmniModel", ["token2wav.quality=fast"]), ("Qwen2ForCausalLM", [])]
+)
+def test_the_quality_of_speech_is_a_setting_of_the_stages_that_speak(
+    tmp_path: Path, kind: str, expected: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    assert speech_overrides(str(tmp_path), None, "fast") == expected
 
 
 def test_names_count_only_where_nothing_else_guards() -> None:

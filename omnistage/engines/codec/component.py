@@ -31,6 +31,8 @@ class CodecLayout:
     """Seconds of audio in a code; 0: not known."""
     first_blocks: int = 1
     """Fewest blocks from which the first window gives any samples."""
+    mixed_windows: bool = False
+    """Whether windows of different shapes may share a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,18 @@ class CodecComponent(ABC):
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         """Samples (`float32 [n]`, n may be 0) that each window completes, in order.
 
-        The windows have one `shape` and one `group`, and belong to different requests. States change only when the
-        whole call succeeds, so that a failed batch can be run again one by one.
+        The windows have one `group`, one `shape` unless `layout.mixed_windows`, and belong to different requests.
+        States change only when the whole call succeeds, so that a failed batch can be run again one by one.
         """
 
     def memory(self, rows: int, codes: int) -> StageMemory | None:
         """What it needs to decode `rows` windows of `codes` codes; asked on the meta device. None: unknown."""
         return None
+
+    @property
+    def request_bytes(self) -> int:
+        """Device memory that a request holds between its windows."""
+        return 0
 
     def close(self) -> None:  # noqa: B027  (most components hold nothing that the garbage collector cannot free)
         """Release device memory."""

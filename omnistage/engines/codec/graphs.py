@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Function = Callable[..., tuple[Tensor, ...]]
+"""Of tensors alone, and of nothing else that changes."""
+
 _tf32_lock = threading.Lock()
 _tf32_users = 0
 _tf32_before = False
@@ -54,15 +57,19 @@ def allow_tf32(enabled: bool) -> Iterator[None]:
                 matmul.allow_tf32 = _tf32_before
 
 
-def bucket(count: int) -> int:
-    """The next power of two: batches are padded to it so that few graphs exist."""
-    return 1 << (count - 1).bit_length()
+def bucket(count: int, parts: int = 1) -> int:
+    """The next power of two, or the next of `parts` equal steps between two of them.
+
+    Batches are padded to it so that few graphs exist; four parts pad by a quarter at most.
+    """
+    step = max((1 << (count - 1).bit_length()) // (2 * parts), 1)
+    return -(-count // step) * step
 
 
 class _Graph:  # pragma: no cover  (needs a CUDA device)
     """One captured call with its static inputs and output."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: _Pool) -> None:
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         self._graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
@@ -79,7 +86,7 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
                 self._graph.capture_end()
         current.wait_stream(stream)
 
-    def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor, non_blocking=True)
         self._graph.replay()
@@ -89,15 +96,15 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
 class GraphCache:
     """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream."""
 
-    def __init__(self, *, enabled: bool, capacity: int = 48) -> None:
+    def __init__(self, *, enabled: bool, capacity: int = 96) -> None:
         self.enabled = enabled
         self.capacity = capacity
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool: _Pool | None = None
         self.captures = 0
 
-    def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`. The answer may be a buffer that the next call overwrites.
+    def __call__(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`function(*inputs)`. The answers may be buffers that the next call overwrites.
 
         Calls with an equal key must have the same function and shapes. A failed capture turns graphs off for good.
         """
@@ -106,8 +113,8 @@ class GraphCache:
         return self._replay(key, function, inputs)  # pragma: no cover  (needs a CUDA device)
 
     def _replay(
-        self, key: Hashable, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-    ) -> Tensor:  # pragma: no cover  (needs a CUDA device)
+        self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:  # pragma: no cover  (needs a CUDA device)
         graph = self._graphs.get(key)
         if graph is None:
             if self._pool is None:

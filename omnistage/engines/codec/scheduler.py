@@ -1,34 +1,34 @@
-"""Which requests decode which codes next. Pure Python: it knows counters, not tensors.
+"""Which requests decode which codes next, by the listener's clock. Pure Python: it knows counters, not tensors.
 
-A request is a growing list of codes and a counter of those that are done. Its next window is ready when there are
-enough codes for a chunk and for the look-ahead beyond it, or when the utterance is complete. Ready windows of one
-shape share a forward.
+A request is a growing list of codes and a counter of those that are done. Where an utterance is cut is a function of
+the place in it and of nothing else: a window's size changes its samples a little (what lies further ahead than its
+look-ahead is not seen), and no listener shall hear who else is served. So the clock chooses the order of the windows,
+what shares a forward, and when the first sound goes out; never what a window holds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnistage.config.schema import CodecBudget
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
+from omnistage.engines.codec.costs import CostModel
 
-GROWTH_PACE = 0.4
-"""Chunks double while codes come in less than this share of their playing time. Then the next chunk, twice as
-long, is there before the last one has been played."""
-DECODE_SHARE = 0.4
-"""Chunks double for good when decoding one takes more than this share of its playing time: small chunks spend
-most of their work on context and look-ahead, and a stage that cannot keep up with them would fall further behind."""
-_WAIT_MARGIN = 0.001
+FIRST_SOUND_SECONDS = 0.5
+"""After its first code a request is due for its first sound."""
+MAX_BATCH_SECONDS = 0.35
+"""Batches are no longer than that, where there is a choice: who comes next waits for them."""
+_SAFETY = 0.9
+"""Share of the sound at hand in which the next window must be expected for the first to go out."""
 
 
 class Shape(NamedTuple):
-    """What windows must have in common to share a forward."""
+    """A window: `history` old codes, `emit` new ones, then look-ahead, `length` in all."""
 
-    group: Hashable
     history: int
     length: int
     emit: int
@@ -66,11 +66,13 @@ class _Request:
     codes: list[int] = field(default_factory=list)
     final: bool = False
     done: int = 0
-    last_blocks: int = 0
-    """Blocks of the last chunk."""
-    min_blocks: int = 1
-    """Smaller chunks take too long to decode."""
+    windows: int = 0
+    """How many have run."""
     started: bool = False
+    held: float = 0.0
+    """Seconds of sound that have not gone out yet."""
+    dry_at: float | None = None
+    """When its player has played all that it got; None before the first sound."""
 
     @property
     def empty(self) -> bool:
@@ -79,12 +81,11 @@ class _Request:
 
 
 class CodecScheduler:
-    """Picks one batch of equally shaped windows at a time.
+    """Picks one batch of windows at a time: what is due first, and with it what delays nobody.
 
-    Chunks are powers of two of blocks, as many as the codes at hand allow when the window is scheduled: the first one
-    small for early audio, later ones larger under load, which spreads the cost of context and look-ahead. Powers of
-    two, so that requests meet in few shapes. Among equals the one that has waited longest since its last window goes
-    first, so that a request with many codes at hand does not keep a new one from its first audio.
+    Chunks double from window to window: the first is small for early sound, later ones spread the cost of look-ahead
+    over more of it. A player is due when it runs dry, a new listener soon after its first code. Lower priorities go
+    first, and waiting makes up for priority.
     """
 
     def __init__(
@@ -97,6 +98,9 @@ class CodecScheduler:
         self._requests: dict[str, _Request] = {}
         self._turns = Turns()
         self._scheduled_at = 0.0
+        self.costs = CostModel()
+
+    # ------------------------------------------------------------------------------------------- requests
 
     @property
     def first_length(self) -> int:
@@ -126,9 +130,11 @@ class CodecScheduler:
         self._requests.pop(request_id, None)
 
     def has_work(self) -> bool:
+        """Whether a window can run, or sound that was held back must go out."""
         free = self.running < self._limits.max_running
         return any(
-            r.empty or ((r.started or free) and self._next_shape(r) is not None) for r in self._requests.values()
+            r.empty or ((r.started or free) and self._next(r) is not None) or self._hold_limit(r) <= 0
+            for r in self._requests.values()
         )
 
     @property
@@ -142,97 +148,166 @@ class CodecScheduler:
     @property
     def starved(self) -> int:
         """Requests that have run all they can and wait for their upstream."""
-        return sum(r.started and self._next_shape(r) is None for r in list(self._requests.values()))
+        return sum(r.started and self._next(r) is None for r in list(self._requests.values()))
+
+    # ------------------------------------------------------------------------------------------- batches
 
     def schedule(self) -> SchedulerOutput:
         """The next batch. The caller runs it and then calls `update`."""
+        now = self._scheduled_at = self._clock()
         empty = tuple(r.request_id for r in self._requests.values() if r.empty)
-        ready = [(r, s) for r in self._requests.values() if (s := self._next_shape(r)) is not None]
-        ready.sort(key=lambda pair: self._turns.rank(pair[0].turn))
+        ready = [(r, s) for r in self._requests.values() if (s := self._next(r)) is not None]
+        ready.sort(key=lambda pair: self._rank(pair[0], now))
         free = self._limits.max_running - self.running
-        picked: list[_Request] = []
-        shape: Shape | None = None
-        for request, candidate in ready:
-            admissible = request.started or free > 0
-            if admissible and len(picked) < self._limits.max_batch and shape in (None, candidate):
-                shape = candidate
-                free -= not request.started
-                picked.append(request)
+        batch = _Batch(self, now)
+        started = list(empty)
+        for request, shape in ready:
+            if (request.started or free > 0) and batch.take(request, shape):
+                if not request.started:
+                    request.started = True
+                    free -= 1
+                    started.append(request.request_id)
+                self._turns.take(request.turn)
             else:
                 request.turn.age += 1
-        started = (*empty, *(r.request_id for r in picked if not r.started))
-        for request in picked:
-            request.started = True
-            self._turns.take(request.turn)
-        windows = tuple(_plan(request, shape) for request in picked) if shape else ()
-        self._scheduled_at = self._clock()
-        return SchedulerOutput(windows, started, empty)
+        return SchedulerOutput(tuple(batch.windows), tuple(started), empty)
 
-    def update(self, output: SchedulerOutput, failed: Collection[str]) -> None:
-        """Count what ran and forget what ended: complete, empty and failed requests."""
-        passed = self._clock() - self._scheduled_at
+    def update(self, output: SchedulerOutput, failed: Collection[str], seconds: Mapping[str, float]) -> None:
+        """Count what ran and forget what ended: complete, empty and failed requests. `seconds` of sound came out."""
+        now = self._clock()
+        if output.windows:
+            self.costs.observe(sum(self.blocks(len(w.codes)) for w in output.windows), now - self._scheduled_at)
         for window in output.windows:
             if window.last or window.request_id in failed:
                 self.remove(window.request_id)
-            else:
-                request = self._requests[window.request_id]
-                request.done += window.emit
-                request.last_blocks = window.emit // self._layout.block_codes
-                if 0 < DECODE_SHARE * self._layout.code_seconds * window.emit < passed:
-                    request.min_blocks = min(2 * request.last_blocks, self._limits.max_chunk_blocks)
+                continue
+            request = self._requests[window.request_id]
+            request.done += window.emit
+            request.windows += 1
+            if request.dry_at is None:
+                request.held += seconds.get(window.request_id, 0.0)
+            else:  # a player that ran dry goes on when the sound comes
+                request.dry_at = max(request.dry_at, now) + seconds.get(window.request_id, 0.0)
         for request_id in output.empty:
             self.remove(request_id)
 
-    def _next_shape(self, request: _Request) -> Shape | None:
-        """The window that could run now, or None while codes are missing."""
+    def release(self) -> list[str]:
+        """Requests whose sound goes out from now on: their players are not expected to run dry at once."""
+        now = self._clock()
+        playing = [
+            r for r in self._requests.values() if r.held and (self._hold_limit(r) <= 0 or self._next_is_in_time(r, now))
+        ]
+        for request in playing:
+            request.dry_at = now + request.held
+            request.held = 0.0
+        return [request.request_id for request in playing]
+
+    def playing(self, request_id: str) -> bool:
+        """Whether the request's first sound has gone out."""
+        return self._requests[request_id].dry_at is not None
+
+    def wait_limit(self) -> float | None:
+        """Seconds until sound that is held back must go out; None: there is none."""
+        limits = [self._hold_limit(r) for r in self._requests.values() if r.held]
+        return max(min(limits), 0.0) if limits else None
+
+    # -------------------------------------------------------------------------------------------- windows
+
+    def blocks(self, codes: int) -> int:
+        """What a window of so many codes counts in a batch."""
+        return -(-codes // self._layout.block_codes)
+
+    def key(self, request: _Request, shape: Shape) -> Hashable:
+        """What windows must have in common to share a forward."""
+        return request.group if self._layout.mixed_windows else (request.group, shape)
+
+    def chunk_blocks(self, index: int) -> int:
+        """Blocks of an utterance's window of this number, unless it is the last."""
+        first = self._limits.first_chunk_blocks
+        if index == 0:
+            return max(first, self._layout.first_blocks)
+        return min(first << min(index, 32), self._limits.max_chunk_blocks)
+
+    def _needed(self, request: _Request) -> int:
+        """Codes beyond those done from which the next window is not the last."""
+        return self.chunk_blocks(request.windows) * self._layout.block_codes + self._lookahead
+
+    def _next(self, request: _Request) -> Shape | None:
+        """The window that could run now, or None while codes are missing.
+
+        Whether it is the last depends on the length of the utterance, not on when its end was known.
+        """
         if request.empty:
             return None
         if not request.streaming:
             count = len(request.codes)
-            return Shape(request.group, 0, count, count, True) if request.final else None
-        block = self._layout.block_codes
-        first = request.done == 0
-        available = len(request.codes) - request.done
-        complete = (available - self._lookahead) // block
-        chunk = self._chunk_blocks(request, complete)
-        history = min(request.done, self._layout.history_blocks * block)
-        reach = (chunk if first else self._limits.max_chunk_blocks) * block + self._lookahead
-        if request.final and available <= reach:
-            # The window reaches the end of the utterance, so what would be look-ahead is exact: emit it all.
-            return Shape(request.group, history, history + available, available, True)
-        if complete < chunk:
-            return None
-        emit = chunk * block
-        return Shape(request.group, history, history + emit + self._lookahead, emit, False)
+            return Shape(0, count, count, True) if request.final else None
+        history = min(request.done, self._layout.history_blocks * self._layout.block_codes)
+        available, needed = len(request.codes) - request.done, self._needed(request)
+        if available >= needed:
+            return Shape(history, history + needed, needed - self._lookahead, False)
+        return Shape(history, history + available, available, True) if request.final else None
 
-    def _chunk_blocks(self, request: _Request, complete: int) -> int:
-        """Blocks of the next chunk where `complete` of them have their look-ahead."""
-        if request.done == 0:
-            return max(self._limits.first_chunk_blocks, self._layout.first_blocks)
-        if complete >= self._limits.max_chunk_blocks:
-            return self._limits.max_chunk_blocks
-        blocks = max(1 << (max(complete, 1).bit_length() - 1), request.min_blocks)
-        if self._lead(request) > 0:  # waiting for a longer chunk makes no gap
-            blocks = max(blocks, min(2 * request.last_blocks, self._limits.max_chunk_blocks))
-        return blocks
+    # ---------------------------------------------------------------------------------------------- clock
 
-    def _lead(self, request: _Request) -> float:
-        """Seconds for which codes stay ahead of their audio, at the pace for growing, if no more come."""
-        passed = self._clock() - request.first_code
-        return GROWTH_PACE * self._layout.code_seconds * len(request.codes) - passed
+    def due(self, request: _Request) -> float:
+        """When the request's next sound should be there."""
+        if request.dry_at is not None:
+            return request.dry_at
+        patience = 0.0 if request.streaming else len(request.codes) * self._layout.code_seconds
+        return request.first_code + FIRST_SOUND_SECONDS + patience
 
-    def wait_limit(self) -> float | None:
-        """Seconds until a request that waits for a longer chunk takes the shorter one; None: none does."""
-        block = self._layout.block_codes
-        leads = [
-            self._lead(r)
+    def _rank(self, request: _Request, now: float) -> tuple[int, float, int]:
+        level, number = self._turns.rank(request.turn)
+        return level, self.due(request), number
+
+    def _hold_limit(self, request: _Request) -> float:
+        """Seconds for which the request's sound may still be held back; infinite where none is."""
+        return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else float("inf")
+
+    def _next_is_in_time(self, request: _Request, now: float) -> bool:
+        """Whether the next window of a request whose sound went out now is expected before its player runs dry."""
+        dry_at = now + request.held
+        blocks = self.blocks(self._needed(request))
+        before = sum(
+            self.blocks(self._needed(r))
             for r in self._requests.values()
-            if r.done and r.streaming and len(r.codes) - r.done - self._lookahead >= block * r.min_blocks
-        ]
-        return max(min(leads), 0.0) + _WAIT_MARGIN if leads else None
+            if r is not request and r.streaming and r.codes and (now + r.held if r.held else self.due(r)) <= dry_at
+        )
+        missing = 0 if request.final else max(0, self._needed(request) - len(request.codes) + request.done)
+        wait = missing * (now - request.first_code) / len(request.codes)
+        expected = max(wait + self.costs.seconds(blocks), self.costs.seconds(before + blocks))
+        return expected <= _SAFETY * request.held
 
 
-def _plan(request: _Request, shape: Shape) -> WindowPlan:
-    start = request.done - shape.history
-    codes = tuple(request.codes[start : start + shape.length])
-    return WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last)
+class _Batch:
+    """A batch while it is put together, most urgent request first."""
+
+    def __init__(self, scheduler: CodecScheduler, now: float) -> None:
+        self._scheduler = scheduler
+        self._now = now
+        self._key: Hashable = None
+        self._blocks = 0
+        self._due = float("inf")
+        self.windows: list[WindowPlan] = []
+
+    def take(self, request: _Request, shape: Shape) -> bool:
+        """Add the request's window, unless there is no room or those that are in would come too late for it."""
+        scheduler, limits = self._scheduler, self._scheduler._limits
+        key, blocks = scheduler.key(request, shape), self._blocks + scheduler.blocks(shape.length)
+        seconds = scheduler.costs.seconds(blocks)
+        if self.windows and (
+            key != self._key
+            or len(self.windows) >= limits.max_batch
+            or blocks > limits.max_batch_blocks
+            or seconds > MAX_BATCH_SECONDS
+            or self._now + seconds > self._due
+        ):
+            return False
+        self._key, self._blocks = key, blocks
+        if request.dry_at is not None and request.dry_at >= self._now + seconds:  # who is late already holds nothing up
+            self._due = min(self._due, request.dry_at)
+        start = request.done - shape.history
+        codes = tuple(request.codes[start : start + shape.length])
+        self.windows.append(WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last))
+        return True

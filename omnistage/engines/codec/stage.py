@@ -32,6 +32,8 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self.component = component
         self._scheduler = CodecScheduler(component.layout, budget)
         self._runner = CodecRunner(component)
+        self._held: dict[str, list[np.ndarray]] = {}
+        """Sound that has not gone out yet, as the scheduler says."""
         self._codes = 0
         self._windows = 0
         self._samples = 0
@@ -56,6 +58,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._runner.add(info.request_id, params, info.voice)
 
     def _remove(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
         self._scheduler.remove(request_id)
         self._runner.remove(request_id)
 
@@ -84,11 +87,14 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         scheduled = self._scheduler.schedule()
         chunks = self._mark_started(scheduled.started)
         result = self._runner.run(scheduled.windows)
-        self._scheduler.update(scheduled, result.failed)
+        rate = self.component.sample_rate
+        seconds = {request_id: samples.size / rate for request_id, samples in result.samples.items()}
+        self._scheduler.update(scheduled, result.failed, seconds)
         self._steps += 1
-        return chunks + self._emit(scheduled, result)
+        return chunks + self._collect(scheduled, result) + self._emit()
 
-    def _emit(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[StageChunk]:
+    def _collect(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[StageChunk]:
+        """Take the sound of a batch; the last chunks of the requests that ended with it."""
         rate = self.component.sample_rate
         chunks = [self._finish(request_id, AudioChunk(_SILENCE, rate)) for request_id in scheduled.empty]
         for window in scheduled.windows:
@@ -99,11 +105,24 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
                 continue
             self._codes += window.emit
             self._samples += samples.size
+            self._held.setdefault(window.request_id, []).append(samples)
             if window.last:
-                chunks.append(self._finish(window.request_id, AudioChunk(samples, rate)))
-            elif samples.size:
-                chunks.append(StageChunk(window.request_id, self.name, AudioChunk(samples, rate)))
+                sound = self._take(window.request_id)
+                chunks.append(self._finish(window.request_id, AudioChunk(sound, rate)))
         return chunks
+
+    def _emit(self) -> list[StageChunk]:
+        """The sound that may go out now."""
+        playing = [request_id for request_id in self._held if self._scheduler.playing(request_id)]
+        chunks = []
+        for request_id in (*playing, *self._scheduler.release()):
+            if (sound := self._take(request_id)).size:
+                chunks.append(StageChunk(request_id, self.name, AudioChunk(sound, self.component.sample_rate)))
+        return chunks
+
+    def _take(self, request_id: str) -> np.ndarray:
+        parts = self._held.pop(request_id)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()

@@ -1,33 +1,43 @@
 """Qwen2.5-Omni's token2wav as a streaming codec component, on transformers' own modules.
 
 Codes become a mel spectrogram by flow matching (a transformer that attends in blocks, solved by Runge-Kutta 4), and
-the spectrogram becomes samples by BigVGAN (convolutions). A window of an utterance is solved with the blocks on its
-left pinned to their recorded trajectory (see `omnistage.engines.codec.flow`) and with look-ahead blocks on its right,
-whose results are thrown away. BigVGAN runs over the new frames with as much old context as its receptive field.
+the spectrogram becomes samples by BigVGAN (convolutions). A window of an utterance is solved with what later blocks see
+of those on its left kept from when they were solved, and with look-ahead blocks on its right, whose results are thrown
+away. BigVGAN runs over the new frames with as much old context as its receptive field.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omnistage.core.errors import CheckpointError
 from omnistage.core.params import CodecParams
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
-from omnistage.engines.codec.flow import evaluations, integrate, time_grid
+from omnistage.engines.codec.flow import SOLVERS, integrate, time_grid
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows
+from omnistage.models.qwen2_5_omni.dit import (
+    SpeakerRows,
+    check_velocity,
+    half_copy,
+    look_back_layers,
+    modulation,
+    shared_copy,
+    velocity,
+)
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 
@@ -37,13 +47,13 @@ if TYPE_CHECKING:
         Qwen2_5OmniToken2WavModel,
     )
 
-_M = TypeVar("_M", bound=nn.Module)
-
 SAMPLE_RATE = 24_000  # not in the checkpoint's config
 Precision = Literal["float32", "tf32", "float16"]
 
-# Longer windows (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
-_MAX_GRAPH_FRAMES = 1024
+# Larger batches (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
+MAX_GRAPH_BLOCKS = 192
+_MAX_VOCODER_FRAMES = 1024
+_MAX_MODULATIONS = 128
 _GRAPH_BYTES = 4 << 20  # what the driver takes for one
 _SILENT_FRAMES = 256  # any length that the speaker encoder's padding allows gives the same
 _NO_GUIDANCE = 1e-5  # transformers' threshold
@@ -54,7 +64,7 @@ class _Voice:
     cond: Tensor
     """`[1, enc_emb_dim]`, the pre-trained speaker embedding."""
     reference: Tensor
-    """`[1, enc_dim + 1]`, a row for `_SpeakerRows`."""
+    """`[1, enc_dim + 1]`, a row for `SpeakerRows`."""
 
 
 @dataclass(slots=True)
@@ -66,32 +76,21 @@ class _Stream:
     generator: torch.Generator
     noise: Tensor
     """`[frames, mel]`: initial noise of the frames that are not emitted yet, as far as it was sampled."""
-    trajectory: Tensor
-    """`[evaluations, frames, mel]`: the solver's states of the blocks left of the next window."""
     mel: Tensor
     """`[frames, mel]`: the last frames, as far as BigVGAN still needs them."""
+    kept: Kept | None = None
+    """What the next window sees of the block on its left; None before the first."""
     total: int = 0
     """Mel frames solved so far; `mel` ends there."""
     sent: int = 0
     """Mel frames whose samples were given out."""
 
 
-class _SpeakerRows(nn.Module):
-    """Stands in for the DiT's speaker encoder, which transformers runs on the reference clip at every evaluation.
-
-    The clip never changes, so each voice is encoded once, and the DiT is given the result in the clip's place: rows
-    `[N, 1, enc_dim + 1]` whose last column is 1. Guidance replaces a row by zeros; that stands for the silent clip,
-    whose embedding is the same for every length (a constant stays one through reflect padding and pooling).
-    """
-
-    silence: Tensor
-
-    def __init__(self, silence: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("silence", silence, persistent=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return torch.where(rows[:, 0, -1:] > 0, rows[:, 0, :-1], self.silence)
+class _Vocoding(NamedTuple):
+    sent: int
+    """Mel frames of the utterance whose samples will have been given out."""
+    mel: Tensor
+    """`[frames, mel]`, from the stream's oldest frame on."""
 
 
 class Token2Wav(CodecComponent):
@@ -129,7 +128,6 @@ class Token2Wav(CodecComponent):
         self._repeats: int = config.repeats
         self._block_frames: int = config.block_size
         self._dtype: torch.dtype = dit.proj_out.weight.dtype
-        self._left_blocks = len(config.look_backward_layers)
         self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
         self.vocoder_context = vocoder_context(vocoder)
         self._early = early_vocoder
@@ -141,13 +139,17 @@ class Token2Wav(CodecComponent):
         if self._default_voice not in self._voices:
             raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
         silence = torch.zeros(1, _SILENT_FRAMES, self._mel_dim, device=self.device, dtype=self._dtype)
-        self._dit = _shared_copy(dit, {dit.input_embed.spk_encoder: _SpeakerRows(_encode(dit, silence))})
+        self._dit = shared_copy(dit, {dit.input_embed.spk_encoder: SpeakerRows(_encode(dit, silence))})
         self._vocoder = vocoder
-        for block in self._dit.transformer_blocks:
-            block.register_forward_pre_hook(_one_mask, with_kwargs=True)
-        self._half = _half_copy(self._dit) if self._precision == "float16" else None
-        self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
         self.layout = self._make_layout()
+        default = self._voices[self._default_voice]
+        if self.device.type != "meta":
+            check_velocity(self._dit, default.cond, default.reference)
+        self._half = half_copy(self._dit) if self._precision == "float16" else None
+        self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
+        self._modulations: dict[float, Tensor] = {}
+        shape = (look_back_layers(dit), 2, 0, self._block_frames, config.hidden_size)
+        self._nothing_kept = torch.empty(shape, device=self.device, dtype=self._dtype)
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":  # pragma: no cover  (needs CUDA)
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -162,18 +164,16 @@ class Token2Wav(CodecComponent):
         return self._repeats * self._samples_per_frame
 
     def group(self, params: CodecParams) -> Hashable:
-        return params.num_steps, params.guidance_scale, params.sway
+        return params.num_steps, params.guidance_scale, params.sway, params.quality
 
     def open(self, request_id: str, params: CodecParams, voice: str | None) -> _Stream:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        shape = (evaluations(params.num_steps), 0, self._mel_dim)
         with self._on_stream():
             return _Stream(
                 params=params,
                 voice=self._voices[voice if voice is not None else self._default_voice],
                 generator=torch.Generator().manual_seed(seed),
                 noise=torch.empty(0, self._mel_dim),
-                trajectory=torch.empty(shape, device=self.device, dtype=self._dtype),
                 mel=torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype),
             )
 
@@ -183,38 +183,48 @@ class Token2Wav(CodecComponent):
 
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         streams = [_stream(window) for window in windows]
-        if len({window.shape for window in windows}) != 1:
-            raise ValueError("the windows of one batch must have one shape")
+        if len({self.group(stream.params) for stream in streams}) != 1:
+            raise ValueError("the windows of one batch must have equal parameters")
         with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
-            if windows[0].emit:
-                solved, trajectories = self._solve(streams, windows, half=self._half is not None)
-                if self._half is not None and not bool(solved.isfinite().all()):
-                    solved, trajectories = self._solve(streams, windows, half=False)
-            else:  # a flush: all codes were solved before
-                trajectories = None
-                solved = torch.empty(len(streams), 0, self._mel_dim, device=self.device, dtype=self._dtype)
-            return self._vocode_and_commit(streams, windows[0], solved, trajectories)
+            nothing = Solution(torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype), None)
+            solutions = [nothing] * len(windows)  # of a flush, where all codes were solved before
+            busy = [i for i, window in enumerate(windows) if window.emit]
+            if busy:
+                solved = self._solve_finite([streams[i] for i in busy], [windows[i] for i in busy])
+                for i, solution in zip(busy, solved, strict=True):
+                    solutions[i] = solution
+            return self._vocode_and_commit(streams, windows, solutions)
 
     def memory(self, rows: int, codes: int) -> StageMemory:
-        """The flow's evaluations and BigVGAN, whichever is larger; a graph of each window's shape shares one pool."""
-        # A short window on the left, as `_solve` has it; BigVGAN sees as many frames, its own context included.
-        frames = codes * self._repeats
+        """The flow's evaluations and BigVGAN, whichever is larger; graphs of all sizes share one pool."""
+        blocks, frames = rows * -(-codes // self.layout.block_codes), codes * self._repeats
         empty = functools.partial(torch.empty, dtype=self._dtype, device=META)
+        index = functools.partial(torch.empty, dtype=torch.int64, device=META)
         voice = next(iter(self._voices.values()))
+        layers, _, _, block, hidden = self._nothing_kept.shape
         inputs = (
-            empty(rows, frames, self._mel_dim),
-            empty(rows),
-            torch.empty(rows, codes, dtype=torch.int64, device=META),
-            empty(rows, *voice.cond.shape),
-            empty(rows, *voice.reference.shape),
-            empty(rows, 1, 1),
+            empty(blocks, block, self._mel_dim),
+            empty(6 * len(self._dit.transformer_blocks) + 2, hidden),
+            index(blocks, self.layout.block_codes),
+            *(empty(blocks, *tensor.shape[1:]) for tensor in (voice.cond, voice.reference)),
+            empty(1),
+            *(index(blocks), index(blocks), torch.empty(blocks, block, dtype=torch.bool, device=META)),
+            *(index(rows), empty(layers, 2 * rows, block, hidden)),
         )
-        solver = peak_bytes(lambda: _velocity(self._dit, *inputs))
+        solver = peak_bytes(lambda: velocity(self._dit, *inputs))
         spectrogram = empty(rows, self._mel_dim, frames)
         vocoder = peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
         modules = (self._dit, self._vocoder, *([] if self._half is None else [self._half]))
         peak = max(solver, vocoder)
         return StageMemory(weight_bytes(modules), activations=peak, graphs=peak + self._graphs.capacity * _GRAPH_BYTES)
+
+    @property
+    def request_bytes(self) -> int:
+        """What is kept of a block with the default parameters."""
+        params = CodecParams()
+        rows = sum(1 + guided for guided in SOLVERS[params.quality].guided(params.num_steps))
+        layers, _, _, frames, hidden = self._nothing_kept.shape
+        return rows * layers * frames * hidden * self._dtype.itemsize
 
     def close(self) -> None:
         self._graphs.clear()
@@ -230,44 +240,73 @@ class Token2Wav(CodecComponent):
 
     # ------------------------------------------------------------------------------------------------ solver
 
-    def _solve(
-        self, streams: Sequence[_Stream], windows: Sequence[Window], *, half: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mel of the windows' new and look-ahead frames `[B, n, mel]`; trajectories to keep `[E, B, r, mel]`."""
-        window, params = windows[0], streams[0].params
-        left = min(window.history // self.layout.block_codes, self._left_blocks)
-        old = left * self.layout.block_codes  # codes of pinned blocks
-        frames = (len(window.codes) - window.history + old) * self._repeats
-        graphed = self._graphs.enabled and frames <= _MAX_GRAPH_FRAMES
-        # Padding rows repeat the first request; rows never meet, so their results are simply dropped.
-        rows = list(range(len(streams))) + [0] * ((bucket(len(streams)) - len(streams)) if graphed else 0)
-        codes = torch.tensor([windows[i].codes[window.history - old :] for i in rows], device=self.device)
-        x = torch.stack([self._noise(streams[i], windows[i]) for i in rows]).to(self.device, self._dtype)
-        pinned = torch.stack([streams[i].trajectory for i in rows], dim=1)
-        cond = torch.stack([streams[i].voice.cond for i in rows])
-        reference = torch.stack([streams[i].voice.reference for i in rows])
-        scale = torch.full((len(rows), 1, 1), params.guidance_scale, device=self.device, dtype=self._dtype)
+    def _solve_finite(self, streams: Sequence[_Stream], windows: Sequence[Window]) -> list[Solution]:
+        """Solve in half precision where that is asked for, and again in full what overflows: that alone."""
+        if self._half is None:
+            return self._solve(streams, windows, half=False)
+        solutions = self._solve(streams, windows, half=True)
+        finite = torch.stack([solution.mel.isfinite().all() for solution in solutions]).tolist()
+        bad = [i for i, is_finite in enumerate(finite) if not is_finite]
+        if bad:
+            again = self._solve([streams[i] for i in bad], [windows[i] for i in bad], half=False)
+            for i, solution in zip(bad, again, strict=True):
+                solutions[i] = solution
+        return solutions
+
+    def _solve(self, streams: Sequence[_Stream], windows: Sequence[Window], *, half: bool) -> list[Solution]:
+        """Flow matching over the windows' new and look-ahead blocks."""
+        params = streams[0].params
+        graphed = self._graphs.enabled and sum(map(self._blocks, windows)) <= MAX_GRAPH_BLOCKS
+        rows = [self._rows(stream, window) for stream, window in zip(streams, windows, strict=True)]
+        batch = BlockBatch(rows, self.layout.block_codes, self._repeats, self.device, padded=graphed)
+        scale = torch.full((1,), params.guidance_scale, device=self.device, dtype=self._dtype)
         if params.guidance_scale < _NO_GUIDANCE:
             scale = scale[:0]  # an empty tensor asks for no guidance, which is another graph
-        key = ("dit", len(rows), frames, len(scale), half)
-        velocity = self._guided_half if half else self._velocity
+        function = self._velocity_half if half else self._velocity
+        seen: dict[bool, list[Tensor]] = {True: [], False: []}
 
-        def field(state: Tensor, t: Tensor) -> Tensor:
-            at = torch.full((len(rows),), t.item(), device=self.device, dtype=self._dtype)
-            inputs = (state, at, codes, cond, reference, scale)
-            return self._graphs(key, velocity, *inputs) if graphed else velocity(*inputs)
+        def field(x: Tensor, t: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+            asked = scale if guided else scale[:0]
+            left = batch.left(guided, len(seen[guided]), self._nothing_kept[:, : 1 + len(asked)])
+            condition = (batch.codes, batch.cond, batch.reference, asked)
+            inputs = (x, self._modulation(t.item()), *condition, *batch.neighbours, batch.keep, left)
+            key = ("dit", batch.size, len(asked), half)
+            plain, guidance, kept = self._graphs(key, function, *inputs) if graphed else function(*inputs)
+            seen[guided].append(kept.clone())
+            return plain, guidance if len(guidance) else None
 
-        end = (old + window.emit) * self._repeats
-        keep = slice(end if window.last else max(0, end - self._left_blocks * self._block_frames), end)
-        solved, trajectories = integrate(field, x, pinned, time_grid(params.num_steps, params.sway), keep)
-        return solved[: len(streams)], trajectories[:, : len(streams)]
+        times = time_grid(params.num_steps, params.sway)
+        mel = integrate(field, batch.noise.to(self.device, self._dtype), times, SOLVERS[params.quality])
+        return batch.solutions(mel, seen)
 
-    def _guided(self, *inputs: Tensor) -> Tensor:
-        return _velocity(self._dit, *inputs)
+    def _modulation(self, t: float) -> Tensor:
+        """Time points are few: those of the solvers in use."""
+        if (times := self._modulations.get(t)) is None:
+            times = modulation(self._dit, torch.full((1,), t, device=self.device, dtype=self._dtype))
+            if len(self._modulations) >= _MAX_MODULATIONS:
+                self._modulations.clear()
+            self._modulations[t] = times
+        return times
 
-    def _guided_half(self, *inputs: Tensor) -> Tensor:
+    def _blocks(self, window: Window) -> int:
+        return -(-(len(window.codes) - window.history) // self.layout.block_codes)
+
+    def _rows(self, stream: _Stream, window: Window) -> WindowRows:
+        return WindowRows(
+            codes=window.codes[window.history :],
+            noise=self._noise(stream, window),
+            cond=stream.voice.cond,
+            reference=stream.voice.reference,
+            left=stream.kept,
+            emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
+        )
+
+    def _guided(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return velocity(self._dit, *inputs)
+
+    def _velocity_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
-            return _velocity(self._half, *inputs).float()
+            return tuple(tensor.float() for tensor in velocity(self._half, *inputs))
 
     def _sample_noise(self, generator: torch.Generator, frames: int) -> Tensor:
         """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""
@@ -286,39 +325,48 @@ class Token2Wav(CodecComponent):
     # ----------------------------------------------------------------------------------------------- vocoder
 
     def _vocode_and_commit(
-        self, streams: Sequence[_Stream], window: Window, solved: Tensor, kept: Tensor | None
+        self, streams: Sequence[_Stream], windows: Sequence[Window], solutions: Sequence[Solution]
     ) -> list[np.ndarray]:
         """Run BigVGAN over what is new, then move every stream on. Nothing before the last loop changes a stream."""
-        left, right = self.vocoder_context
-        emit = window.emit * self._repeats
-        first = streams[0]  # equal window shapes make these counters equal, up to a shift
-        shown = solved if self._early else solved[:, :emit]
-        total = first.total + emit
-        ahead = 0 if window.last else max(0, right - (shown.shape[1] - emit))
-        upto = max(first.sent, total - ahead)
-        begin = first.total - len(first.mel)
-        samples = torch.empty(len(streams), 0)
-        if upto > first.sent:
-            wave = self._vocode(torch.stack([torch.cat((s.mel, shown[i])) for i, s in enumerate(streams)]))
-            borders = ((first.sent - begin) * self._samples_per_frame, (upto - begin) * self._samples_per_frame)
-            samples = wave[:, slice(*borders)].float().cpu()
-        result = [part.numpy().copy() for part in samples]
-        advance = upto - first.sent
-        for i, stream in enumerate(streams):
+        plans = [self._plan(*parts) for parts in zip(streams, windows, solutions, strict=True)]
+        waves: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(plans)
+        by_length: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for i, plan in enumerate(plans):
+            if plan.sent > streams[i].sent:
+                # The end of an utterance has any length: a graph for each would be captured to be used once.
+                by_length[len(plan.mel), windows[i].last].append(i)
+        for (_, last), members in by_length.items():
+            wave = self._vocode(torch.stack([plans[i].mel for i in members]), graphed=not last).float().cpu()
+            for i, samples in zip(members, wave, strict=True):
+                first = streams[i].total - len(streams[i].mel)  # the frame with which plan.mel begins
+                borders = ((n - first) * self._samples_per_frame for n in (streams[i].sent, plans[i].sent))
+                waves[i] = samples[slice(*borders)].numpy().copy()
+        left = self.vocoder_context[0]
+        for stream, window, solution, plan in zip(streams, windows, solutions, plans, strict=True):
+            emit = window.emit * self._repeats
             stream.total += emit
-            stream.sent += advance
+            stream.sent = plan.sent
             needed = stream.total - max(0, stream.sent - left)  # frames that BigVGAN will need again
-            joined = torch.cat((stream.mel, solved[i, :emit]))
+            joined = torch.cat((stream.mel, solution.mel[:emit]))
             stream.mel = joined[len(joined) - needed :].clone()
             stream.noise = stream.noise[emit:]
-            if kept is not None:
-                stream.trajectory = kept[:, i].clone()
-        return result
+            stream.kept = solution.kept
+        return waves
 
-    def _vocode(self, mel: Tensor) -> Tensor:
+    def _plan(self, stream: _Stream, window: Window, solution: Solution) -> _Vocoding:
+        """What BigVGAN gives out now: all samples whose right context is there."""
+        right = self.vocoder_context[1]
+        emit = window.emit * self._repeats
+        shown = solution.mel if self._early else solution.mel[:emit]
+        total = stream.total + emit
+        missing = 0 if window.last else max(0, right - (len(shown) - emit))
+        mel = torch.cat((stream.mel, shown[: emit + right]))  # frames further ahead change nothing
+        return _Vocoding(max(stream.sent, total - missing), mel)
+
+    def _vocode(self, mel: Tensor, *, graphed: bool) -> Tensor:
         """BigVGAN over `[B, frames, mel]`, giving `[B, samples]` on the device."""
         count = len(mel)
-        graphed = self._graphs.enabled and mel.shape[1] <= _MAX_GRAPH_FRAMES
+        graphed = graphed and self._graphs.enabled and mel.shape[1] <= _MAX_VOCODER_FRAMES
         if graphed and bucket(count) > count:
             mel = torch.cat((mel, mel[:1].expand(bucket(count) - count, -1, -1)))
         # The scaling of the spectrogram makes a tensor from a number, which cannot be captured either.
@@ -326,7 +374,7 @@ class Token2Wav(CodecComponent):
         if not graphed:
             return bigvgan(self._vocoder, spectrogram)[:count]
         key = ("bigvgan", *mel.shape[:2])
-        return self._graphs(key, lambda s: bigvgan(self._vocoder, s), spectrogram)[:count]
+        return self._graphs(key, lambda s: (bigvgan(self._vocoder, s),), spectrogram)[0][:count]
 
     # ------------------------------------------------------------------------------------------------- set-up
 
@@ -349,12 +397,12 @@ class Token2Wav(CodecComponent):
             raise CheckpointError(
                 f"dit_config.block_size ({self._block_frames}) is not a multiple of repeats ({self._repeats})"
             )
-        left, right = self.vocoder_context
+        right = self.vocoder_context[1]
         return CodecLayout(
             block_codes=self._block_frames // self._repeats,
             codebook_size=self._dit.text_embed.codec_embed.num_embeddings,
             max_codes=config.max_position_embeddings // self._repeats,
-            history_blocks=max(self._left_blocks, -(-(left + right) // self._block_frames)),
+            mixed_windows=True,
             # The look-ahead spreads with every evaluation, so that there is no limit in practice.
             max_lookahead_blocks=len(config.look_ahead_layers) * 1024,
             first_blocks=1 if self._early else right // self._block_frames + 1,
@@ -362,68 +410,10 @@ class Token2Wav(CodecComponent):
         )
 
 
-def _velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> Tensor:
-    """One evaluation of the field, as in transformers' `sample`; shapes as in `Token2Wav._solve`."""
-    x, t, codes, cond, reference, scale = tensors
-    inputs = {
-        "hidden_states": x,
-        "speaker_embedding": cond.expand(-1, x.shape[1], -1),
-        "condition_vector": reference,
-        "quantized_code": codes,
-        "time_step": t,
-    }
-    if not len(scale):
-        return dit(**inputs, apply_cfg=False)  # type: ignore[no-any-return]
-    guided, null = torch.chunk(dit(**inputs, apply_cfg=True), 2, dim=0)
-    return guided + (guided - null) * scale
-
-
 def _encode(dit: Qwen2_5OmniToken2WavDiTModel, clip: Tensor) -> Tensor:
     """`[1, enc_dim]` of a reference clip `[1, frames, mel]`."""
     with torch.no_grad():
         return dit.input_embed.spk_encoder(clip)  # type: ignore[no-any-return]
-
-
-def _shared_copy(module: _M, swaps: Mapping[nn.Module, nn.Module]) -> _M:
-    """A copy of the module tree with other submodules in some places; it shares every parameter and buffer.
-
-    `deepcopy` takes what its memo already holds, so the original stays untouched and nothing private is used.
-    """
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    memo.update({id(old): new for old, new in swaps.items()})
-    return copy.deepcopy(module, memo)
-
-
-def _one_mask(
-    _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let a block make its attention mask once instead of for every row and head, which are all alike."""
-    difference = kwargs.get("block_diff")
-    if difference is not None:
-        kwargs["block_diff"] = difference[:1, :1]
-    return args, kwargs
-
-
-class _Exact(nn.Module):
-    """Runs a module outside autocast, so that what follows adds up in float32."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return self.module(x.float())  # type: ignore[no-any-return]
-
-
-def _half_copy(dit: Qwen2_5OmniToken2WavDiTModel) -> Qwen2_5OmniToken2WavDiTModel:
-    """A copy whose blocks hold their matrices in float16; the stream between them stays float32."""
-    half = _shared_copy(dit, {dit.input_embed.proj: _Exact(dit.input_embed.proj)})
-    for module in half.transformer_blocks.modules():
-        if isinstance(module, nn.Linear):
-            for name, tensor in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(tensor.detach().half(), requires_grad=False))
-    return half
 
 
 def _stream(window: Window) -> _Stream:

@@ -1,0 +1,187 @@
+"""The codec scheduler against listeners: first sound, stutter and throughput on a simulated device.
+
+The real scheduler with an injected clock. N listeners ask at once; codes come at the talker's pace; a batch of windows
+takes as long as the cost line says. The player starts at the first sample and waits whenever the next one is missing.
+
+    python benchmarks/codec_clock.py
+    python benchmarks/codec_clock.py --tree ../before    # the scheduler of another checkout
+    python benchmarks/codec_clock.py --fixed 0.06 --block 0.003 --spread 2
+
+`--fixed`, `--block`, `--square` are seconds: of a batch, of each block in it, and of each block for each block of its
+window. Without options: a fit of docs/performance.md's table of windows (TF32, one H200), where dense attention over a
+whole window grew with the square of its length; `--square 0` for attention that stays within its blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+BLOCK_CODES, CODE_SECONDS = 12, 0.02
+CODES = 384
+
+
+@dataclass
+class Listener:
+    name: str
+    start: float
+    """When its first code comes."""
+    step: float
+    """Seconds between two codes."""
+    codes: int
+    fed: int = 0
+    asked: float = 0.0
+    first_sound: float | None = None
+    dry_at: float = 0.0
+    waited: float = 0.0
+    ended: float = 0.0
+
+    def hear(self, now: float, seconds: float) -> None:
+        if self.first_sound is None:
+            self.first_sound, self.dry_at = now - self.asked, now
+        self.waited += max(0.0, now - self.dry_at)
+        self.dry_at = max(self.dry_at, now) + seconds
+
+
+@dataclass
+class Device:
+    fixed: float
+    block: float
+    square: float
+    busy: float = 0.0
+    batches: int = 0
+    blocks: int = field(default=0)
+
+    def run(self, windows: Any) -> float:
+        sizes = [-(-len(window.codes) // BLOCK_CODES) for window in windows]
+        self.batches += 1
+        self.blocks += sum(sizes)
+        seconds = self.fixed + self.block * sum(sizes) + self.square * sum(size * size for size in sizes)
+        self.busy += seconds
+        return seconds
+
+
+def budget(options: argparse.Namespace) -> SimpleNamespace:
+    return SimpleNamespace(
+        max_batch=options.max_batch,
+        max_batch_blocks=192,
+        max_running=64,
+        first_chunk_blocks=1,
+        max_chunk_blocks=options.max_chunk,
+        lookahead_blocks=2,
+        max_hold_seconds=0.8,
+    )
+
+
+def layout(mixed: bool) -> Any:
+    from omnistage.engines.codec.component import CodecLayout
+
+    common = {"block_codes": BLOCK_CODES, "codebook_size": 8193, "max_codes": 16384, "code_seconds": CODE_SECONDS}
+    if mixed:
+        return CodecLayout(**common, max_lookahead_blocks=1024, mixed_windows=True)
+    return CodecLayout(**common, max_lookahead_blocks=1024, history_blocks=2)
+
+
+def simulate(listeners: list[Listener], device: Device, options: argparse.Namespace) -> None:
+    from omnistage.engines.codec.scheduler import CodecScheduler
+
+    now = 0.0
+    clocked = hasattr(CodecScheduler, "release")
+    scheduler: Any = CodecScheduler(layout(clocked), budget(options), clock=lambda: now)
+    if clocked and not options.cold:
+        for blocks in (3, 40, 192):  # what it has learned before
+            scheduler.costs.observe(blocks, device.fixed + device.block * blocks)
+    events = [(listener.start, i) for i, listener in enumerate(listeners)]
+    heapq.heapify(events)
+    held: dict[str, float] = {}
+    by_name = {listener.name: listener for listener in listeners}
+
+    def feed() -> None:
+        while events and events[0][0] <= now:
+            at, i = heapq.heappop(events)
+            listener = listeners[i]
+            if not listener.fed:
+                scheduler.add(listener.name, None)
+            listener.fed += 1
+            scheduler.extend(listener.name, [0], final=listener.fed == listener.codes)
+            if listener.fed < listener.codes:
+                heapq.heappush(events, (at + listener.step, i))
+
+    def emit(name: str) -> None:
+        if held.get(name):
+            by_name[name].hear(now, held.pop(name))
+
+    while any(not listener.ended for listener in listeners):
+        feed()
+        if not scheduler.has_work():
+            limit = scheduler.wait_limit()
+            at = events[0][0] if events else float("inf")
+            now = max(now, min(at, now + limit + 1e-9 if limit is not None else float("inf")))
+            continue
+        output = scheduler.schedule()
+        if output.windows:
+            now += device.run(output.windows)
+        seconds = {w.request_id: w.emit * CODE_SECONDS for w in output.windows}
+        for name, length in seconds.items():
+            held[name] = held.get(name, 0.0) + length
+        if clocked:
+            feed()
+            scheduler.update(output, (), seconds)
+            for window in output.windows:
+                if window.last or scheduler.playing(window.request_id):
+                    emit(window.request_id)
+            for name in scheduler.release():
+                emit(name)
+        else:
+            scheduler.update(output, ())
+            for name in seconds:
+                emit(name)
+        for window in output.windows:
+            if window.last:
+                by_name[window.request_id].ended = now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", help="a checkout whose scheduler is simulated; default: this one")
+    parser.add_argument("--fixed", type=float, default=0.090)
+    parser.add_argument("--block", type=float, default=0.0055)
+    parser.add_argument("--square", type=float, default=0.00024)
+    parser.add_argument("--step", type=float, default=0.0041, help="seconds of a talker's step, one code")
+    parser.add_argument("--prefill", type=float, default=0.040, help="seconds from the request to its first code")
+    parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
+    parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
+    parser.add_argument("--max-chunk", type=int, default=16)
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--cold", action="store_true", help="the scheduler has not learned any cost before")
+    parser.add_argument("--listeners", type=int, nargs="+", default=[1, 8, 24, 32, 64])
+    options = parser.parse_args()
+    if options.tree:
+        sys.path.insert(0, options.tree)
+    print("listeners  first sound median/max  stutter  waited max  requests/s  blocks a request  batches")
+    for count in options.listeners:
+        generator = random.Random(0)
+        listeners = []
+        for i in range(count):
+            asked = generator.uniform(0, options.spread)
+            codes = generator.randint(100, 2 * CODES - 100) if options.lengths else CODES
+            listeners.append(Listener(str(i), asked + options.prefill, options.step, codes, asked=asked))
+        device = Device(options.fixed, options.block, options.square)
+        simulate(listeners, device, options)
+        sounds = sorted(listener.first_sound or 0.0 for listener in listeners)
+        stutter = sum(listener.waited > 1e-6 for listener in listeners) / count
+        longest = max(listener.ended for listener in listeners)
+        print(
+            f"{count:>9}  {sounds[count // 2]:>10.3f} {sounds[-1]:>10.3f}   {100 * stutter:>5.0f}%"
+            f"  {max(listener.waited for listener in listeners):>9.3f}  {count / longest:>10.2f}"
+            f"  {device.blocks / count:>16.1f}  {device.batches:>7}"
+        )
+
+
+if __name__ == "__main__":
+    main()
