@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import shutil
 import tempfile
@@ -405,6 +406,7 @@ def _background() -> Iterator[AuditRecord]:
         record.close()
 
 
+@functools.lru_cache(maxsize=1024)
 def _network(address: str | None) -> str | None:
     """A client by its address. With IPv6 one has 2**64 of them."""
     parsed = None if address is None else ip_address(address)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_address
 
 import h11
@@ -366,7 +367,12 @@ async def _refuse(error: OmniError, scope: Scope, receive: Receive, send: Send) 
 def address_of(scope: Scope) -> str | None:
     """Where a request comes from; what a proxy says is used only if it is an address."""
     client = scope.get("client")
+    return None if client is None else _checked_address(client[0])
+
+
+@lru_cache(maxsize=1024)
+def _checked_address(text: str) -> str | None:
     try:
-        return None if client is None else str(ip_address(client[0]))
+        return str(ip_address(text))
     except ValueError:
         return None

@@ -28,6 +28,8 @@ MAX_DEPTH = 100
 """Deeper than any schema or message is; much deeper breaks every function that walks through it."""
 _TINY_BYTES, _SMALL_BYTES, _SMALL_VALUES = 2**14, 2**16, 2**12
 """What is parsed in the event loop, tiny bodies without counting: a millisecond or two of work."""
+MAX_SMALL_DIGITS = 4
+"""Of the length of a body that is surely small."""
 _PIECE = 2**18
 """Bytes that one call looks at, as no other thread runs meanwhile."""
 _BLOCK = 2**12

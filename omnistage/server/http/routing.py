@@ -17,7 +17,7 @@ from starlette.datastructures import FormData
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http.body_limits import BODY_HOLD
 from omnistage.server.http.errors import invalid_body
-from omnistage.server.http.json_body import JsonLimits, PartialBody, is_small, parse_json, run_json
+from omnistage.server.http.json_body import MAX_SMALL_DIGITS, JsonLimits, PartialBody, is_small, parse_json, run_json
 from omnistage.server.http.limits import Hold
 
 if TYPE_CHECKING:
@@ -52,21 +52,28 @@ class BodyRequest(Request):
         """Raises `InvalidRequestError`, which FastAPI passes on as the cause of its own."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            small = is_small(body)
-            self._json, count = await run_json(partial(self._parsed, body), small=small, owner=self._owner())
-            if not small:
+            if is_small(body):
+                self._json, _ = self._parsed(body)
+            else:
+                self._json, count = await run_json(partial(self._parsed, body), small=False, owner=self._owner())
                 self._hold(len(body), count)
         return self._json
 
     async def body(self) -> bytes:
         """Raises `LimitExceededError` for too much JSON before all of it is there."""
-        if not hasattr(self, "_body") and self._model is not None:
+        if hasattr(self, "_body"):
+            return self._body
+        if self._model is not None and not self._is_short():
             body = PartialBody(self.app.state.json_limits)
             async for chunk in self.stream():
                 if body.add(chunk):
                     await run_json(body.check, small=False, owner=self._owner())
             self._body = body.join()  # where Starlette keeps it
         return await super().body()
+
+    def _is_short(self) -> bool:
+        length = self.headers.get("content-length", "")
+        return len(length) <= MAX_SMALL_DIGITS and length.isdecimal()
 
     def _owner(self) -> str | None:
         holder: Holder | None = self.scope["state"].get("holder")
