@@ -39,6 +39,8 @@ class Stage(ABC):
     """Whether torch does its work, in the thread that the stage is run in."""
     cpu_threads: int = 0
     """How many threads torch has for its steps on the CPU; none where it does not compute them there."""
+    only_waited: bool = False
+    """Whether the last `step` ran nothing and only waited for work elsewhere; it is not counted as a step."""
     enter_thread: Callable[[], None] | None = None
     """Called once in the thread that the stage will be run in, where there is one."""
 

@@ -200,7 +200,8 @@ class StageLoop(Generic[Owner]):
             if self.stage.has_work():
                 start = time.perf_counter()
                 chunks = self.stage.step()
-                self._step_timer.add(time.perf_counter() - start)
+                if not self.stage.only_waited:
+                    self._step_timer.add(time.perf_counter() - start)
                 for chunk in chunks:
                     self._deliver(chunk)
                 self._failed_steps = 0

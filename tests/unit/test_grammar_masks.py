@@ -26,6 +26,7 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.loop import StageLoop
 
 PROMPT = (5, 17, 42, 300, 7, 81, 640, 12, 99)
 GATED_STOP = 3
@@ -200,6 +201,24 @@ def test_a_request_that_waits_for_its_mask_is_preempted_and_resumed_like_any_oth
     harness.run_until("slow")
     assert harness.tokens["slow"] == expected
     assert harness.all_free()
+
+
+def test_waiting_for_a_mask_is_not_counted_as_steps(model: CausalLM, gate: Gate) -> None:
+    gate.at = 2
+    harness = Harness(model)
+    loop: StageLoop[str] = StageLoop(harness.stage, lambda owner, chunk: None)
+    params = SamplingParams.parse(SLOW)
+    loop.submit(StageInput(RequestInfo("slow"), params, ARInput(PROMPT)), "owner")
+    while not harness.stage.stats().extra["masks_awaited"]:
+        assert loop.run_pending()
+    steps = sum(loop.step_seconds().counts)
+    for _ in range(5):
+        assert loop.run_pending()  # there is work, and a stop would wait for it
+    assert sum(loop.step_seconds().counts) == steps
+    gate.open()
+    while harness.stage.has_work():
+        loop.run_pending()
+    assert sum(loop.step_seconds().counts) > steps
 
 
 @pytest.mark.parametrize("bound", ["MASK_SECONDS", "SLOW_MASKS_SECONDS"])

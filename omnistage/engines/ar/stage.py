@@ -226,7 +226,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
 
     def step(self) -> list[StageChunk]:
         chunks = self._check_held() if self._held else []
-        if self._held and not self.scheduler.has_work():
+        self.only_waited = bool(self._held) and not self.scheduler.has_work()
+        if self.only_waited:
             return chunks
         plan = self.scheduler.schedule()
         if plan.started:
