@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from omnistage.core.cancellation import current_cancellation
-from omnistage.core.errors import LimitExceededError
+from omnistage.core.errors import LimitExceededError, QueueFullError
 from omnistage.core.memory import host_memory
 from omnistage.media.context import current_owner
 from omnistage.media.limits import MIB
@@ -28,6 +29,8 @@ _COPIES = 3
 """Of an item while it is decoded: in the process that decodes it, in the file between the two, and here."""
 _MIN_DEFAULT = 1024 * MIB
 _DEFAULT_SHARE, _REQUEST_SHARE, _OWNER_SHARE = 4, 2, 4
+MAX_WAIT_SECONDS = 20.0
+"""For memory: a request that waits has a thread, which others may need."""
 _TRIM_BYTES = 64 * MIB
 _TRIM_SECONDS = 1.0
 
@@ -88,7 +91,8 @@ class MediaBudget:
     def reserve(self, account: _Account, nbytes: int) -> None:
         """Wait until there is room for so many more.
 
-        Raises `LimitExceededError` where there can be none, and as `Cancellation.check` does.
+        Raises `LimitExceededError` where there can be none, `QueueFullError` where there is none for long, and as
+        `Cancellation.check` does.
         """
         if account.size + nbytes > self.max_request_bytes:
             raise LimitExceededError(
@@ -96,6 +100,7 @@ class MediaBudget:
                 f"{self.max_request_bytes} for one request; send fewer or smaller ones"
             )
         cancellation, entry = current_cancellation(), (account, nbytes)
+        end = time.monotonic() + MAX_WAIT_SECONDS
         with cancellation.on_cancel(self._wake), self._changed:
             self._waiting.append(entry)
             try:
@@ -103,7 +108,12 @@ class MediaBudget:
                     cancellation.check()
                     if self._fits(account, nbytes):
                         break
-                    self._changed.wait(cancellation.remaining())
+                    left, remaining = end - time.monotonic(), cancellation.remaining()
+                    if left <= 0:
+                        raise QueueFullError(
+                            "other requests hold the memory for media; send the request again later", retry_after=5.0
+                        )
+                    self._changed.wait(left if remaining is None else min(left, remaining))
                 self._add(account, nbytes)
             finally:
                 self._waiting.remove(entry)
@@ -128,7 +138,7 @@ class MediaBudget:
         """Hold so many from now on, which are there already; `settled`: and never more."""
         with self._changed:
             self._add(account, nbytes - account.size)
-            if settled:
+            if settled or not account.size:
                 self._leave(account)
             self._changed.notify_all()
             trim = self._freed >= _TRIM_BYTES

@@ -18,7 +18,13 @@ import soundfile
 from PIL import Image
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
-from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, LimitExceededError, MediaError
+from omnistage.core.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    LimitExceededError,
+    MediaError,
+    QueueFullError,
+)
 from omnistage.media import MediaLimits, budget, decode_audio, decode_image, decode_pool, decode_video
 from omnistage.media import audio as audio_module
 from omnistage.media.budget import MediaBudget, MediaHold, media_budget, media_hold
@@ -133,6 +139,17 @@ class TestBudget:
             prepare(Cancellation(time.monotonic() + 0.05))
         assert limits.held == 50
         assert limits.waiting == 0
+
+    def test_nobody_waits_for_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(budget, "MAX_WAIT_SECONDS", 0.02)
+        limits = MediaBudget(100)
+        first, second = MediaHold(limits, None), MediaHold(limits, None)
+        first.reserve(50)
+        with pytest.raises(QueueFullError, match="other requests hold the memory for media"):
+            second.reserve(1)
+        assert limits.waiting == 0
+        first.close()
+        second.reserve(1)
 
     def test_many_threads_never_hold_more_and_all_of_them_end(self) -> None:
         limits, lock = MediaBudget(1000), threading.Lock()

@@ -131,7 +131,7 @@ class Qwen25OmniProcessor:
 
     def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
         self._prompts.check_length(rendered)  # transformers' processor tokenises it too
-        current_hold().reserve(self._feature_bytes(self._check_size(media), media))
+        self._reserve(self._check_size(media), media)
         with locked(self._lock):
             features = self._features(rendered, media)
             expanded = self._expand(rendered, media, features)
@@ -149,14 +149,18 @@ class Qwen25OmniProcessor:
             raise self._prompts.limits.too_long(f"{count} tokens of media")
         return count
 
-    def _feature_bytes(self, tokens: int, media: _Media) -> int:
-        """Memory of the features, and of as much again while they are computed, with a copy of all pixels."""
+    def _reserve(self, tokens: int, media: _Media) -> None:
+        """Memory for the features, and as much again while they are computed, with a copy of all pixels."""
         images, audio = self._processor.image_processor, self._processor.feature_extractor
         patch = 3 * images.temporal_patch_size * images.patch_size**2
         mels = len(media.audios) * audio.feature_size * audio.nb_max_frames
         pixels = sum(image.width * image.height for image in media.images) * 3
         pixels += sum(frames.nbytes for frames in media.videos)
-        return int(2 * 4 * (tokens * images.merge_size**2 * patch + mels)) + pixels
+        try:
+            current_hold().reserve(int(2 * 4 * (tokens * images.merge_size**2 * patch + mels)) + pixels)
+        except LimitExceededError as error:
+            error.param = "messages"
+            raise
 
     def _image_tokens(self, media: _Media) -> list[int]:
         """Rows that each image fills in the prompt."""
