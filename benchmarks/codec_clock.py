@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import random
 import sys
 from dataclasses import dataclass, field
@@ -158,14 +159,15 @@ def main() -> None:
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
     parser.add_argument("--max-chunk", type=int, default=16)
     parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=1, help="runs with other random numbers")
     parser.add_argument("--cold", action="store_true", help="the scheduler has not learned any cost before")
     parser.add_argument("--listeners", type=int, nargs="+", default=[1, 8, 24, 32, 64])
     options = parser.parse_args()
     if options.tree:
         sys.path.insert(0, options.tree)
     print("listeners  first sound median/max  stutter  waited max  requests/s  blocks a request  batches")
-    for count in options.listeners:
-        generator = random.Random(0)
+    for count, seed in itertools.product(options.listeners, range(options.seeds)):
+        generator = random.Random(seed)
         listeners = []
         for i in range(count):
             asked = generator.uniform(0, options.spread)

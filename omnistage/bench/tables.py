@@ -87,8 +87,9 @@ def _print_stutter(report: Report, console: Console) -> None:
     for name, summary in report.kinds.items():
         if (stutter := summary.stutter) is not None:
             buffer = report.settings.get("player_buffer", 0.0)
+            start = f"{buffer:g} s after" if buffer else "with"
             console.print(
-                f"{name}: a player that buffers {buffer:g} s waits for "
+                f"{name}: a player that starts {start} the first audio waits for "
                 f"{100 * stutter.underrun_share:.1f}% of the audio's duration; "
                 f"{100 * stutter.requests_share:.0f}% of requests stutter; "
                 f"overall real-time factor {summary.rtf_overall or 0.0:.3f}",

@@ -191,7 +191,7 @@ class ResultOptions:
     plot: bool = option(True, "With --out.", "--plot/--no-plot")
     compare: Path | None = option(None, "An older report to compare with.", metavar="JSON")
     goodput: str | None = option(None, "Count requests within these limits, like ttft:0.5,ttfa:1.", metavar="LIMITS")
-    player_buffer: float = option(0.1, "Seconds that a player buffers before it starts.", min=0.0)
+    player_buffer: float = option(0.0, "Seconds that a player waits after the first audio before it starts.", min=0.0)
     sample_rate: int = option(24_000, "Of raw audio whose duration the service does not report.", min=1)
 
     def present(self, report: Report, older: dict[str, Any] | None) -> None:

@@ -15,7 +15,17 @@ import torch
 from omnistage.config import OmniEngineArgs
 from omnistage.core.family import BridgeResult
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
-from omnistage.core.types import FinishReason, OmniTokensPrompt, RequestInfo, StageChunk, TokenChunk
+from omnistage.core.types import (
+    AudioChunk,
+    CodecFrames,
+    CodecInput,
+    FinishReason,
+    OmniTokensPrompt,
+    RequestInfo,
+    StageChunk,
+    StageInput,
+    TokenChunk,
+)
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
@@ -295,3 +305,51 @@ def test_bfloat16_runs_and_speaks(checkpoint: Path) -> None:
         assert [len(a.token_ids) for a in found] == [6, 9]
         assert all(np.isfinite(a.samples).all() and np.abs(a.samples).max() > 0.01 for a in found)
         assert_empty(model.omni)
+
+
+# -------------------------------------------------------------------------------------------- streamed speech
+
+
+def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
+    """Utterances of different lengths, streamed at once; and how many graphs were captured after the warm-up."""
+    names = ("token2wav.max_chunk_blocks=4", "token2wav.max_hold_seconds=0", *options)
+    args = OmniEngineArgs(model=str(folder), device="cuda", dtype="float32", overrides=names)
+    parts = build_parts(args, progress=False)
+    stage = parts.stages["token2wav"]
+    try:
+        stage.warm_up()
+        graphs = stage.component._graphs  # type: ignore[attr-defined]
+        before = graphs.captures
+        lengths = (40, 101, 150, 64)
+        for i in range(len(lengths)):
+            stage.submit(StageInput(RequestInfo(str(i)), CodecParams(seed=i), CodecInput()))
+        sound: dict[str, list[np.ndarray]] = {str(i): [] for i in range(len(lengths))}
+        for at in range(0, max(lengths), 12):
+            for i, length in enumerate(lengths):
+                if at < length:
+                    codes = tuple((7 * n + i) % 60 for n in range(at, min(at + 12, length)))
+                    stage.feed(str(i), CodecFrames(codes, final=at + 12 >= length))
+            for chunk in stage.drain():
+                assert chunk.error is None
+                if isinstance(chunk.payload, AudioChunk):
+                    sound[chunk.request_id].append(chunk.payload.samples)
+        return [np.concatenate(part) for part in sound.values()], graphs.captures - before
+    finally:
+        for other in parts.stages.values():
+            other.close()
+
+
+def test_streamed_speech_with_graphs_is_that_without_and_captures_nothing_late(checkpoint: Path) -> None:
+    graphed, late = spoken(checkpoint, "token2wav.precision=float32")
+    plain, none = spoken(checkpoint, "token2wav.precision=float32", "token2wav.cuda_graphs=false")
+    assert none == 0
+    assert late == 0
+    for own, other in zip(graphed, plain, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-3)
+
+
+def test_streamed_speech_in_half_precision_is_near(checkpoint: Path) -> None:
+    half, _ = spoken(checkpoint, "token2wav.precision=float16")
+    exact, _ = spoken(checkpoint, "token2wav.precision=float32")
+    for own, other in zip(half, exact, strict=True):
+        assert np.square(own - other).sum() < 1e-3 * np.square(other).sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -347,6 +347,23 @@ def test_padded_batches_of_mixed_windows_change_nothing(model: Qwen2_5OmniToken2
     got = stream(padded, budget(), codes, feed=12)
     for name in codes:
         np.testing.assert_allclose(np.concatenate(got[name]), np.concatenate(want[name]), atol=1e-5)
+
+
+def test_the_warm_up_captures_what_requests_run(model: Qwen2_5OmniToken2WavModel) -> None:
+    component = Token2Wav(model, voices(), early_vocoder=True)
+    keys: set[object] = set()
+
+    def note(key: object, function: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> object:
+        keys.add(key)
+        return function(*inputs)
+
+    with mock.patch.object(component, "_graphs", mock.Mock(side_effect=note, enabled=True)):
+        limits = budget(chunk=4, max_batch=4, max_batch_blocks=24)
+        CodecStage("t2w", component, limits).warm_up()
+        before = set(keys)
+        stream(component, limits, {name: codes_of(100 + i, i) for i, name in enumerate("abcde")}, feed=12)
+    assert keys == before
+    assert len(before) < 40
 
 
 def test_pace_and_load_change_no_sample(component: Token2Wav) -> None:

@@ -210,6 +210,16 @@ def test_a_window_joins_a_batch_unless_that_makes_a_player_run_dry() -> None:
     assert list(emitted(run(playing({"a": 0.1, "b": 0.5})))) == ["a"]
 
 
+def test_a_batch_leaves_time_for_a_player_whose_codes_are_still_to_come() -> None:
+    dry_in = {"now": 0.3, "then": 0.5, "starved": 0.4}
+    for starved, batch in ((False, ["now", "starved"]), (True, ["now"])):
+        # A window takes 0.05 s and 0.03 s for each of its 3 blocks; "starved" must begin at 0.26 s.
+        scheduler = playing(dry_in, fixed=0.05, block=0.03)
+        if starved:
+            scheduler._requests["starved"].codes = scheduler._requests["starved"].codes[:9]
+        assert list(emitted(run(scheduler))) == batch
+
+
 def test_a_new_listener_comes_before_players_with_much_to_play_and_after_others() -> None:
     for dry_in, first in ((3.0, "new"), (0.1, "old")):
         scheduler = playing({"old": dry_in}, block=1.0)

@@ -82,6 +82,16 @@ class CodecComponent(ABC):
         States change only when the whole call succeeds, so that a failed batch can be run again one by one.
         """
 
+    def warm_up(self, chunk_blocks: Sequence[int], lookahead: int, max_blocks: int) -> None:
+        """Run what requests will run, before there are any.
+
+        An utterance is cut into windows of `chunk_blocks` blocks and then as the last of them, each followed by
+        `lookahead` codes; a forward has `max_blocks` at most. Decodes a first window of zeros.
+        """
+        length = min(chunk_blocks[0] * self.layout.block_codes + lookahead, self.layout.max_codes)
+        state = self.open("warm-up", CodecParams(), None)
+        self.decode([Window(state, (0,) * length, 0, length, True)])
+
     def memory(self, rows: int, codes: int) -> StageMemory | None:
         """What it needs to decode `rows` windows of `codes` codes; asked on the meta device. None: unknown."""
         return None

@@ -22,6 +22,7 @@ FIRST_SOUND_SECONDS = 0.5
 """After its first code a request is due for its first sound."""
 MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
+INF = float("inf")
 _SAFETY = 0.9
 """Share of the sound at hand in which the next window must be expected for the first to go out."""
 
@@ -94,19 +95,13 @@ class CodecScheduler:
         self._layout = layout
         self._clock = clock
         self._limits = limits
-        self._lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
+        self.lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
         self._requests: dict[str, _Request] = {}
         self._turns = Turns()
         self._scheduled_at = 0.0
         self.costs = CostModel()
 
     # ------------------------------------------------------------------------------------------- requests
-
-    @property
-    def first_length(self) -> int:
-        """Codes in the first window of an utterance, look-ahead included."""
-        blocks = max(self._limits.first_chunk_blocks, self._layout.first_blocks)
-        return min(blocks * self._layout.block_codes + self._lookahead, self._layout.max_codes)
 
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
         self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)
@@ -159,7 +154,7 @@ class CodecScheduler:
         ready = [(r, s) for r in self._requests.values() if (s := self._next(r)) is not None]
         ready.sort(key=lambda pair: self._rank(pair[0], now))
         free = self._limits.max_running - self.running
-        batch = _Batch(self, now)
+        batch = _Batch(self, now, self._latest_starts())
         started = list(empty)
         for request, shape in ready:
             if (request.started or free > 0) and batch.take(request, shape):
@@ -228,9 +223,16 @@ class CodecScheduler:
             return max(first, self._layout.first_blocks)
         return min(first << min(index, 32), self._limits.max_chunk_blocks)
 
+    def chunk_sizes(self) -> list[int]:
+        """Blocks of the windows of an utterance until they grow no more."""
+        sizes = [self.chunk_blocks(0)]
+        while (size := self.chunk_blocks(len(sizes))) != sizes[-1]:
+            sizes.append(size)
+        return sizes
+
     def _needed(self, request: _Request) -> int:
         """Codes beyond those done from which the next window is not the last."""
-        return self.chunk_blocks(request.windows) * self._layout.block_codes + self._lookahead
+        return self.chunk_blocks(request.windows) * self._layout.block_codes + self.lookahead
 
     def _next(self, request: _Request) -> Shape | None:
         """The window that could run now, or None while codes are missing.
@@ -245,7 +247,7 @@ class CodecScheduler:
         history = min(request.done, self._layout.history_blocks * self._layout.block_codes)
         available, needed = len(request.codes) - request.done, self._needed(request)
         if available >= needed:
-            return Shape(history, history + needed, needed - self._lookahead, False)
+            return Shape(history, history + needed, needed - self.lookahead, False)
         return Shape(history, history + available, available, True) if request.final else None
 
     # ---------------------------------------------------------------------------------------------- clock
@@ -261,9 +263,17 @@ class CodecScheduler:
         level, number = self._turns.rank(request.turn)
         return level, self.due(request), number
 
+    def _latest_starts(self) -> dict[str, float]:
+        """When each player's next window must begin, on a device of its own."""
+        return {
+            r.request_id: r.dry_at - self.costs.seconds(self.blocks(self._needed(r)))
+            for r in self._requests.values()
+            if r.dry_at is not None
+        }
+
     def _hold_limit(self, request: _Request) -> float:
         """Seconds for which the request's sound may still be held back; infinite where none is."""
-        return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else float("inf")
+        return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
 
     def _next_is_in_time(self, request: _Request, now: float) -> bool:
         """Whether the next window of a request whose sound went out now is expected before its player runs dry."""
@@ -283,16 +293,20 @@ class CodecScheduler:
 class _Batch:
     """A batch while it is put together, most urgent request first."""
 
-    def __init__(self, scheduler: CodecScheduler, now: float) -> None:
+    def __init__(self, scheduler: CodecScheduler, now: float, latest: Mapping[str, float]) -> None:
         self._scheduler = scheduler
         self._now = now
+        self._latest = dict(latest)
+        """When the device must be free for each of the players that are not in the batch."""
         self._key: Hashable = None
         self._blocks = 0
-        self._due = float("inf")
+        self._due = INF
+        self._behind = False
+        """A player in it runs dry whatever happens: then large batches help all the most."""
         self.windows: list[WindowPlan] = []
 
     def take(self, request: _Request, shape: Shape) -> bool:
-        """Add the request's window, unless there is no room or those that are in would come too late for it."""
+        """Add the request's window, unless there is no room or it would make other players run dry."""
         scheduler, limits = self._scheduler, self._scheduler._limits
         key, blocks = scheduler.key(request, shape), self._blocks + scheduler.blocks(shape.length)
         seconds = scheduler.costs.seconds(blocks)
@@ -301,13 +315,22 @@ class _Batch:
             or len(self.windows) >= limits.max_batch
             or blocks > limits.max_batch_blocks
             or seconds > MAX_BATCH_SECONDS
-            or self._now + seconds > self._due
+            or (self._now + seconds > min(self._due, self._others(request)) and not self._behind)
         ):
             return False
+        self._latest.pop(request.request_id, None)
         self._key, self._blocks = key, blocks
-        if request.dry_at is not None and request.dry_at >= self._now + seconds:  # who is late already holds nothing up
-            self._due = min(self._due, request.dry_at)
+        if request.dry_at is not None:
+            if request.dry_at >= self._now + seconds:
+                self._due = min(self._due, request.dry_at)
+            else:
+                self._behind = True
         start = request.done - shape.history
         codes = tuple(request.codes[start : start + shape.length])
         self.windows.append(WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last))
         return True
+
+    def _others(self, request: _Request) -> float:
+        """When the device must be free for the first of those that are not in the batch; who is late has no say."""
+        late = self._now + self._scheduler.costs.seconds(self._blocks)
+        return min((at for name, at in self._latest.items() if name != request.request_id and at >= late), default=INF)

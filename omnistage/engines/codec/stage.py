@@ -9,7 +9,7 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.params import CodecParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageChunk, StageFeed, StageInput
-from omnistage.engines.codec.component import CodecComponent, Window
+from omnistage.engines.codec.component import CodecComponent
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
 from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
 from omnistage.engines.stage import BatchedStage
@@ -30,6 +30,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
     def __init__(self, name: str, component: CodecComponent, budget: CodecBudget) -> None:
         super().__init__(name)
         self.component = component
+        self._budget = budget
         self._scheduler = CodecScheduler(component.layout, budget)
         self._runner = CodecRunner(component)
         self._held: dict[str, list[np.ndarray]] = {}
@@ -39,10 +40,8 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._samples = 0
 
     def warm_up(self) -> None:
-        """Decode a first window of zeros."""
-        length = self._scheduler.first_length
-        state = self.component.open("warm-up", CodecParams(), None)
-        self.component.decode([Window(state, (0,) * length, 0, length, True)])
+        """Decode windows of each size that requests will have."""
+        self.component.warm_up(self._scheduler.chunk_sizes(), self._scheduler.lookahead, self._budget.max_batch_blocks)
 
     def _check(self, info: RequestInfo, params: CodecParams, payload: CodecInput) -> None:
         voice, voices = info.voice, self.component.voices

@@ -59,6 +59,11 @@ class Size:
         return cls(blocks, room)
 
 
+def padded_sizes(max_blocks: int) -> list[Size]:
+    """Those of all batches of at most so many blocks."""
+    return sorted({Size.padded(blocks, 1) for blocks in range(1, max_blocks + 1)}, key=lambda size: size.blocks)
+
+
 class BlockBatch:
     """Tensors for `velocity`. With `padded` they have one of few sizes; rows that are not needed change nothing."""
 

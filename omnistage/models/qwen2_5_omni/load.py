@@ -149,7 +149,8 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
     speakers = _speakers(context, whole)
     weights = read_weights(context, "token2wav.")
     model = load_model(transformers.Qwen2_5OmniToken2WavModel, config, weights, context.device, context.dtype)
-    budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
+    stage = context.stage if isinstance(context.stage, CodecStageConfig) else None
+    budget = CodecBudget() if stage is None else stage.budget
     return Token2Wav(
         model,
         speakers,
@@ -158,6 +159,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
         precision=_precision(context, budget),
         compile=budget.compile,
         early_vocoder=budget.early_vocoder,
+        quality="full" if stage is None else stage.params.quality,
     )
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from omnistage.core.errors import CheckpointError
-from omnistage.core.params import CodecParams
+from omnistage.core.params import CodecParams, SpeechQuality
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import SOLVERS, integrate, time_grid
 from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
-from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows
+from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
 from omnistage.models.qwen2_5_omni.dit import (
     SpeakerRows,
     check_velocity,
@@ -54,6 +54,8 @@ Precision = Literal["float32", "tf32", "float16"]
 MAX_GRAPH_BLOCKS = 192
 _MAX_VOCODER_FRAMES = 1024
 _MAX_MODULATIONS = 128
+WARM_BATCHES = (1, 2, 4, 8)
+"""Numbers of requests for which BigVGAN's graphs are captured before there are any."""
 _GRAPH_BYTES = 4 << 20  # what the driver takes for one
 _SILENT_FRAMES = 256  # any length that the speaker encoder's padding allows gives the same
 _NO_GUIDANCE = 1e-5  # transformers' threshold
@@ -102,6 +104,7 @@ class Token2Wav(CodecComponent):
 
     `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision,
     whose mantissa is as long as TF32's, and all else in float32; a window that overflows is solved again in float32.
+    `quality` is that of most requests, for the warm-up.
     """
 
     sample_rate = SAMPLE_RATE
@@ -117,6 +120,7 @@ class Token2Wav(CodecComponent):
         precision: Precision = "tf32",
         compile: bool = False,
         early_vocoder: bool = False,
+        quality: SpeechQuality = "full",
     ) -> None:
         if not speakers:
             raise CheckpointError("token2wav has no speakers; the checkpoint's speaker file must name at least one")
@@ -131,6 +135,7 @@ class Token2Wav(CodecComponent):
         self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
         self.vocoder_context = vocoder_context(vocoder)
         self._early = early_vocoder
+        self._quality = quality
         # TF32 is a way of CUDA's; half precision works anywhere, if seldom faster.
         self._precision: Precision = "float32" if precision == "tf32" and self.device.type != "cuda" else precision
         self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda")
@@ -185,7 +190,7 @@ class Token2Wav(CodecComponent):
         streams = [_stream(window) for window in windows]
         if len({self.group(stream.params) for stream in streams}) != 1:
             raise ValueError("the windows of one batch must have equal parameters")
-        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
+        with self._computing():
             nothing = Solution(torch.empty(0, self._mel_dim, device=self.device, dtype=self._dtype), None)
             solutions = [nothing] * len(windows)  # of a flush, where all codes were solved before
             busy = [i for i, window in enumerate(windows) if window.emit]
@@ -194,6 +199,21 @@ class Token2Wav(CodecComponent):
                 for i, solution in zip(busy, solved, strict=True):
                     solutions[i] = solution
             return self._vocode_and_commit(streams, windows, solutions)
+
+    def warm_up(self, chunk_blocks: Sequence[int], lookahead: int, max_blocks: int) -> None:
+        """Capture the graphs: of BigVGAN for each place in an utterance, of the DiT for each number of blocks."""
+        params = CodecParams(seed=0, num_steps=2, quality=self._quality)  # one interval of the solver
+        block = self.layout.block_codes
+        for count in WARM_BATCHES:
+            states = [self.open("warm-up", params, None) for _ in range(count)]
+            for blocks in (*chunk_blocks, chunk_blocks[-1]):
+                codes = (0,) * (blocks * block + lookahead)
+                self.decode([Window(state, codes, 0, blocks * block, False) for state in states])
+        with self._computing():
+            for size in padded_sizes(min(max_blocks, MAX_GRAPH_BLOCKS)) if self._graphs.enabled else ():
+                codes = (0,) * (size.blocks * block)
+                window = Window(self.open("warm-up", params, None), codes, 0, len(codes), True)
+                self._solve([_stream(window)], [window], half=self._half is not None)
 
     def memory(self, rows: int, codes: int) -> StageMemory:
         """The flow's evaluations and BigVGAN, whichever is larger; graphs of all sizes share one pool."""
@@ -216,7 +236,11 @@ class Token2Wav(CodecComponent):
         vocoder = peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
         modules = (self._dit, self._vocoder, *([] if self._half is None else [self._half]))
         peak = max(solver, vocoder)
-        return StageMemory(weight_bytes(modules), activations=peak, graphs=peak + self._graphs.capacity * _GRAPH_BYTES)
+        # Each graph of the DiT has rows that are kept as an input and as an output of its own.
+        windows = sum(size.windows for size in padded_sizes(MAX_GRAPH_BLOCKS))
+        static = 4 * windows * layers * block * hidden * self._dtype.itemsize
+        graphs = peak + static + self._graphs.capacity * _GRAPH_BYTES
+        return StageMemory(weight_bytes(modules), activations=peak, graphs=graphs)
 
     @property
     def request_bytes(self) -> int:
@@ -236,6 +260,11 @@ class Token2Wav(CodecComponent):
             yield
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):  # pragma: no cover  (needs CUDA)
+            yield
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
             yield
 
     # ------------------------------------------------------------------------------------------------ solver
