@@ -4,14 +4,14 @@
 
 Serves two small random checkpoints. For each kind of hostile request it keeps `--attackers` of them in flight, to one
 of the models, and meanwhile sends ordinary chats to that model and to the other, and asks for `/health`. At last the
-service gets SIGTERM in the middle of an attack. Times are compared with those of the same ordinary requests alone, in
-the same run.
+service gets SIGTERM in the middle of an attack. Times are compared with those of the same ordinary requests alone, just
+before the attack.
 
 With `--memory` also the memory of the service and of its decode processes before, during and some seconds after.
 
 The hostile clients write bytes that were built before and share the processor with the service. What they take away
-shows in the control rows: as many bytes as often, to a path that does not exist. The processor time of the service for
-one hostile request is measured before the ordinary ones begin.
+shows in the control rows: as many bytes as often, to a path that does not exist; and ordinary chats. The service's
+processor time for one hostile request is measured before the ordinary ones begin.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def attacks() -> list[Attack]:
     words = " ".join(f"{i * 7919 % 9973:x}" for i in range(40_000))
     prediction = {"type": "content", "content": "word " * 400_000}
     small = _chat(TEXT_MODEL, "hi")
+    logprobs = {"logprobs": True, "top_logprobs": 20, "max_tokens": 64}
     return [
         Attack("control: 6 MB to an unknown path", TEXT_MODEL, _post(b"/v1/unknown", b"0" * 6_000_000)),
         Attack("control: 100 bytes to an unknown path", TEXT_MODEL, _post(b"/v1/unknown", small)),
@@ -131,7 +132,8 @@ def attacks() -> list[Attack]:
         _messages_attack("16,000 messages", OMNI_MODEL, 16_000),
         _grammar_attack("grammar that is slow to step", {"type": "string", "pattern": "^(.{1,500}){400,500}$"}),
         _grammar_attack("grammar that is slow to compile", _wide_schema()),
-        _chat_attack("log probabilities", TEXT_MODEL, "hi", logprobs=True, top_logprobs=20, n=8, max_tokens=1000),
+        _chat_attack("control: 64 tokens", TEXT_MODEL, "hi", max_tokens=64, ignore_eos=True),
+        _chat_attack("64 tokens with log probabilities", TEXT_MODEL, "hi", **{**logprobs, "ignore_eos": True}),
         Attack("tiny chunks", TEXT_MODEL, _chunked(small + b" " * 60_000)),
         Attack("tiny frames", TEXT_MODEL, _frames(60_000)),
     ]
@@ -344,8 +346,10 @@ def send_ordinary(address: tuple[str, int], times: Times, seconds: float) -> Non
         thread.join(120)
 
 
-def measure(address: tuple[str, int], service: int, attack: Attack, settings: Settings) -> Times:
-    times = Times()
+def measure(address: tuple[str, int], service: int, attack: Attack, settings: Settings) -> tuple[Times, Times]:
+    """Of the ordinary requests alone, just before, and beside the hostile ones."""
+    quiet, times = Times(), Times()
+    send_ordinary(address, quiet, settings.seconds / 2)
     with attacked(address, attack, settings) as (statuses, clients):
         time.sleep(_BEGIN_SECONDS)
         before, clients_before, answered = cpu_seconds(service), cpu_seconds(clients), statuses.total()
@@ -358,7 +362,7 @@ def measure(address: tuple[str, int], service: int, attack: Attack, settings: Se
     if settings.memory:
         with watched_memory(service, times), attacked(address, attack, settings):
             time.sleep(settings.seconds)
-    return times
+    return quiet, times
 
 
 def main() -> None:
@@ -385,19 +389,15 @@ def main() -> None:
 
 def run_all(address: tuple[str, int], process: int, chosen: list[Attack], settings: Settings) -> None:
     send_ordinary(address, Times(), 1.0)
-    quiet = Times()
-    send_ordinary(address, quiet, settings.seconds)
-    typical = {model: statistics.median(quiet.chats[model]) for model in MODELS}
     print(f"{settings.attackers} hostile requests at once, {settings.seconds:g} s of each, sent again after a pause of")
-    print(f"{settings.pause:g} s; times in ms, and as multiples of those at rest; * over {MAX_RATIO:g} times, or")
+    print(f"{settings.pause:g} s; times in ms, and as multiples of those just before; * over {MAX_RATIO:g} times, or")
     print(f"{1000 * MAX_HEALTH_SECONDS:g} ms for /health; ms of the service's processor time for one hostile request")
-    print("at rest: " + ", ".join(f"{model} {1000 * typical[model]:.0f}" for model in MODELS))
     columns = ["/health, longest", "same model, median", "other model, median", "CPU each", "clients"]
     columns += ["MiB before", "highest", "after"] * settings.memory
     print(f"\n| attack | {' | '.join(columns)} | answers |")
     print("| --- | " + "---: | " * len(columns) + "--- |")
     for attack in chosen:
-        print(row(attack, measure(address, process, attack, settings), typical), flush=True)
+        print(row(attack, *measure(address, process, attack, settings)), flush=True)
     with attacked(address, chosen[0], settings):
         time.sleep(_BEGIN_SECONDS)
         start = time.perf_counter()
@@ -408,13 +408,13 @@ def run_all(address: tuple[str, int], process: int, chosen: list[Attack], settin
         print(f"\nSIGTERM during the first: ended after {took:.1f} s (--drain-seconds {DRAIN_SECONDS})")
 
 
-def row(attack: Attack, times: Times, typical: dict[str, float]) -> str:
+def row(attack: Attack, quiet: Times, times: Times) -> str:
     other = next(model for model in MODELS if model != attack.target)
     health = max(times.health)
     cells = [f"{1000 * health:.0f}{'*' * (health > MAX_HEALTH_SECONDS)}"]
     for model in (attack.target, other):
         median = statistics.median(times.chats[model])
-        ratio = median / typical[model]
+        ratio = median / statistics.median(quiet.chats[model])
         cells.append(f"{1000 * median:.0f} ({ratio:.1f}){'*' * (ratio > MAX_RATIO)}")
     cells.append("" if times.service_cpu is None else f"{1000 * times.service_cpu:.1f}")
     cells.append(f"{100 * times.client_cpu:.0f}%")

@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,23 @@ from omnistage.core.failures import log_defect
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _MAX_REST_SECONDS = 1.0
+
+
+class _Released(threading.local):
+    seconds = 0.0
+
+
+_released = _Released()
+
+
+@contextmanager
+def interpreter_released() -> Iterator[None]:
+    """Around a call of native code that leaves the interpreter to other threads: no rest is needed after it."""
+    start = time.thread_time()
+    try:
+        yield
+    finally:
+        _released.seconds += time.thread_time() - start
 
 
 class _Job(Future[_Result]):
@@ -59,7 +77,8 @@ class DaemonThreads(Executor):
 
     The interpreter waits for every thread of a `ThreadPoolExecutor` when it exits: one piece of work that does not
     return would keep the process alive. Work of one owner runs in at most half of the threads at a time, and owners
-    take turns. With `max_share` a thread rests after its work, so that it takes no more of a core than that.
+    take turns. With `max_share` a thread rests after its work, so that it holds the interpreter for no more of the time
+    than that (`interpreter_released`).
     """
 
     def __init__(self, threads: int, name: str, max_share: float = 1.0) -> None:
@@ -123,10 +142,11 @@ class DaemonThreads(Executor):
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            start = time.thread_time()
+            start, _released.seconds = time.thread_time(), 0.0
             job.run()
             if self._rest_ratio:
-                time.sleep(min((time.thread_time() - start) * self._rest_ratio, _MAX_REST_SECONDS))
+                held = time.thread_time() - start - _released.seconds
+                time.sleep(min(held * self._rest_ratio, _MAX_REST_SECONDS))
             with self._changed:
                 self._owned[job.owner] -= 1
                 if not self._owned[job.owner]:

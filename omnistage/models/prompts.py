@@ -12,6 +12,7 @@ import torch
 
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import InvalidRequestError, PromptTooLongError
+from omnistage.core.threads import interpreter_released
 from omnistage.core.types import ARInput, OmniTokensPrompt
 from omnistage.core.validation import is_utf8
 
@@ -162,8 +163,9 @@ class PromptTokenizer:
                 raise self.limits.too_long(f"over {count // 2} tokens")
 
     def _encode(self, texts: list[str]) -> list[Encoding]:
-        """Without the interpreter's lock, which `transformers`' own call holds while it converts what is not needed."""
-        encoded: list[Encoding] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        """Without the lock of the interpreter, and without what `transformers`' own call converts and nobody needs."""
+        with interpreter_released():
+            encoded: list[Encoding] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return encoded
 
     def _literal_of(self, spelling: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 Three groups of threads. Short prompts never wait for others. Media have threads of their own, half of them for one
 owner, which mostly wait for the processes that decode. Long texts, and large bodies before them, have one thread, which
-rests as long as it works: they need the interpreter, which one thread at a time can use, and others need it too.
+rests between them: they need the interpreter, which one thread at a time can use, and others need it too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
 _short = DaemonThreads(_cores + 4, "omnistage-prepare")
 _media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
-_long = DaemonThreads(1, "omnistage-long", max_share=0.5)
+_long = DaemonThreads(1, "omnistage-long", max_share=1 / 3)
 
 
 class Lane(Enum):
