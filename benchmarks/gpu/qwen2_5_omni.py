@@ -114,6 +114,7 @@ def open_ours(model: Any, options: argparse.Namespace) -> Omni:
     talker = ARStage("talker", Talker(model.talker, model.speaker_map, rows, num_codes), ar)
     component = Token2Wav(model.token2wav, model.speaker_map, precision=options.precision, early_vocoder=True)
     token2wav = CodecStage("token2wav", component, codec)
+    token2wav.warm_up()
     stages = {"thinker": thinker, "talker": talker, "token2wav": token2wav}
     return Omni.from_parts(
         graph_of(pipeline),
@@ -180,7 +181,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
     parser.add_argument("--precision", choices=("float32", "tf32", "float16"), default="tf32", help="of token2wav")
     parser.add_argument("--lookahead", type=int, default=2)
-    parser.add_argument("--max-chunk", type=int, default=8)
+    parser.add_argument("--max-chunk", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     return parser.parse_args()
 

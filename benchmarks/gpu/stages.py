@@ -1,6 +1,6 @@
 """Where the time of Qwen2.5-Omni's stages goes on a GPU, each stage alone: true 7B shapes, random weights.
 
-python benchmarks/gpu/stages.py [--compile] [--out stages.json]
+python benchmarks/gpu/stages.py [--compile] [--precision float16] [--out stages.json]
 """
 
 from __future__ import annotations
@@ -86,37 +86,30 @@ def decode(stage: ARStage, batch: int, sampling: Any, streaming: bool) -> dict[s
     return {"step": 1e3 * total / steps, **{name: 1e3 * value / steps for name, value in spent.items()}}
 
 
-def speech(component: Token2Wav, batch: int, history: int, emit: int, ahead: int) -> float:
-    """Milliseconds of one window of `batch` requests; sizes in blocks."""
+def speech(component: Token2Wav, batch: int, emit: int, ahead: int) -> float:
+    """Milliseconds of a window of `batch` requests in the middle of their utterances; sizes in blocks."""
     block = component.layout.block_codes
+    codes = tuple((7 * i) % 8000 for i in range((emit + ahead) * block))
+    states = [component.open(str(i), CodecParams(seed=i), None) for i in range(batch)]
+    windows = [Window(state, codes, 0, emit * block, False) for state in states]
+    component.decode(windows)
+    component.decode(windows)
+    return timed(lambda: component.decode(windows), 4)
 
-    def window(state: object, first: int, last: int, done: int) -> Window:
-        codes = tuple((7 * i) % 8000 for i in range(first, last))
-        return Window(state, codes, done, last - first - done - ahead * block, False)
 
-    def once() -> None:
-        states = [component.open(str(i), CodecParams(seed=i), None) for i in range(batch)]
-        if history:
-            component.decode([window(s, 0, (history + ahead) * block, 0) for s in states])
-        torch.cuda.synchronize()
-        nonlocal spent
-        start = time.perf_counter()
-        size = (history + emit + ahead) * block
-        component.decode([window(s, 0, size, history * block) for s in states])
-        torch.cuda.synchronize()
-        spent = time.perf_counter() - start
-
-    spent, times = 0.0, []
-    for _ in range(4):
-        once()
-        times.append(1e3 * spent)
-    return statistics.median(times[1:])
+def fit(figures: dict[tuple[int, int], float]) -> tuple[float, float]:
+    """Milliseconds of a batch and of each block, by least squares over (requests, blocks of a window)."""
+    blocks = torch.tensor([float(batch * size) for batch, size in figures])
+    matrix = torch.stack((torch.ones_like(blocks), blocks), dim=1)
+    fixed, each = torch.linalg.lstsq(matrix, torch.tensor(list(figures.values()))[:, None]).solution[:, 0].tolist()
+    return fixed, each
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--precision", choices=("float32", "tf32", "float16"), default="tf32", help="of token2wav")
     parser.add_argument("--only", choices=("ar", "speech"), default=None)
     options = parser.parse_args()
     device = torch.device("cuda")
@@ -144,13 +137,28 @@ def main() -> None:
             figures[f"{name}_{batch}"] = found = decode(stage, batch, sampling, name == "talker")
             print(f"{name}, {batch}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()) + " ms", flush=True)
     if options.only != "ar":
-        component = Token2Wav(model.token2wav, model.speaker_map, compile=options.compile)
-        for batch in (1, 8):
-            for shape in ((0, 1, 2), (2, 4, 2), (2, 8, 2), (2, 16, 1)):
-                figures[f"token2wav_{batch}_{shape}"] = ms = speech(component, batch, *shape)
-                print(f"token2wav, {batch} x (history, emit, ahead) {shape}: {ms:.1f} ms", flush=True)
+        component = Token2Wav(
+            model.token2wav,
+            model.speaker_map,
+            compile=options.compile,
+            precision=options.precision,
+            early_vocoder=True,
+        )
+        start = time.perf_counter()
+        component.warm_up((1, 2, 4, 8, 16), 2 * component.layout.block_codes, 192)
+        print(f"token2wav warm in {time.perf_counter() - start:.1f} s", flush=True)
+        windows: dict[tuple[int, int], float] = {}
+        for batch in (1, 8, 24):
+            for emit in (1, 2, 4, 8, 16):
+                windows[batch, emit + 2] = ms = speech(component, batch, emit, 2)
+                figures[f"token2wav_{batch}_{emit}+2"] = ms
+                print(f"token2wav, {batch} x ({emit} + 2 blocks): {ms:.1f} ms", flush=True)
+        fixed, each = fit(windows)
+        print(f"token2wav: {fixed:.1f} ms a batch and {each:.2f} ms a block; simulate listeners with:", flush=True)
+        print(f"  python benchmarks/codec_clock.py --fixed {fixed / 1e3:.4f} --block {each / 1e3:.5f} --square 0")
         mel = torch.randn(8, 240, 80, device=device)
-        print(f"vocoder, 8 x 240 frames: {timed(lambda: component._vocode(mel), 5):.1f} ms", flush=True)
+        ms = timed(lambda: component._vocode(mel, graphed=True), 5)
+        print(f"vocoder, 8 x 240 frames: {ms:.1f} ms", flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 

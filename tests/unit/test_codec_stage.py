@@ -268,3 +268,24 @@ def test_samples_that_are_not_numbers_end_their_own_request_only() -> None:
     chunks = stage.drain()
     assert ends(chunks) == {"bad": FinishReason.ERROR, "good": FinishReason.STOP}
     assert audio(chunks, "good") == [1, 1, 2, 2]
+
+
+def test_first_sound_is_held_back_until_more_follows_in_time_and_no_longer_than_the_limit() -> None:
+    now = [0.0]
+    stage = CodecStage("codec", Echo(), SimpleNamespace(**{**vars(BUDGET), "max_hold_seconds": 3.0}))
+    stage._scheduler._clock = lambda: now[0]
+    for name in ("slow", "quick", "ends"):
+        stage.submit(start(name, [1]))
+    now[0] = 1.0
+    stage.feed("slow", CodecFrames((1, 2, 3), final=False))  # a code every quarter of a second, for 20 ms of sound
+    assert audio(stage.drain(), "slow") == []
+    assert stage.wait_limit() == pytest.approx(2.0)
+    stage.feed("quick", CodecFrames(tuple(range(1, 40)), final=False))
+    assert len(audio(stage.drain(), "quick")) > 4
+    stage.feed("ends", CodecFrames((2, 3, 4), final=True))
+    assert audio(stage.drain(), "ends") == [1, 1, 2, 2, 3, 3, 4, 4]
+    now[0] = 3.0
+    assert stage.has_work()
+    assert audio(stage.step(), "slow") == [1, 1, 1, 1]
+    stage.abort("slow")
+    assert stage._held == {}

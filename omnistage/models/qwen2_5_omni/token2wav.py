@@ -8,7 +8,6 @@ away. BigVGAN runs over the new frames with as much old context as its receptive
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
 from collections import defaultdict
@@ -37,6 +36,7 @@ from omnistage.models.qwen2_5_omni.dit import (
     modulation,
     shared_copy,
     velocity,
+    velocity_bytes,
 )
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
@@ -151,7 +151,10 @@ class Token2Wav(CodecComponent):
         if self.device.type != "meta":
             check_velocity(self._dit, default.cond, default.reference)
         self._half = half_copy(self._dit) if self._precision == "float16" else None
-        self._velocity = torch.compile(self._guided, dynamic=True) if compile else self._guided
+        self._velocity, self._velocity_half = self._evaluate, self._evaluate_half
+        if compile:
+            self._velocity = torch.compile(self._evaluate, dynamic=True)
+            self._velocity_half = torch.compile(self._evaluate_half, dynamic=True)
         self._modulations: dict[float, Tensor] = {}
         shape = (look_back_layers(dit), 2, 0, self._block_frames, config.hidden_size)
         self._nothing_kept = torch.empty(shape, device=self.device, dtype=self._dtype)
@@ -217,28 +220,16 @@ class Token2Wav(CodecComponent):
 
     def memory(self, rows: int, codes: int) -> StageMemory:
         """The flow's evaluations and BigVGAN, whichever is larger; graphs of all sizes share one pool."""
-        blocks, frames = rows * -(-codes // self.layout.block_codes), codes * self._repeats
-        empty = functools.partial(torch.empty, dtype=self._dtype, device=META)
-        index = functools.partial(torch.empty, dtype=torch.int64, device=META)
-        voice = next(iter(self._voices.values()))
-        layers, _, _, block, hidden = self._nothing_kept.shape
-        inputs = (
-            empty(blocks, block, self._mel_dim),
-            empty(6 * len(self._dit.transformer_blocks) + 2, hidden),
-            index(blocks, self.layout.block_codes),
-            *(empty(blocks, *tensor.shape[1:]) for tensor in (voice.cond, voice.reference)),
-            empty(1),
-            *(index(blocks), index(blocks), torch.empty(blocks, block, dtype=torch.bool, device=META)),
-            *(index(rows), empty(layers, 2 * rows, block, hidden)),
-        )
-        solver = peak_bytes(lambda: velocity(self._dit, *inputs))
-        spectrogram = empty(rows, self._mel_dim, frames)
+        blocks = rows * -(-codes // self.layout.block_codes)
+        solver = velocity_bytes(self._dit, blocks, rows)
+        spectrogram = torch.empty(rows, self._mel_dim, codes * self._repeats, dtype=self._dtype, device=META)
         vocoder = peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
         modules = (self._dit, self._vocoder, *([] if self._half is None else [self._half]))
         peak = max(solver, vocoder)
         # Each graph of the DiT has rows that are kept as an input and as an output of its own.
         windows = sum(size.windows for size in padded_sizes(MAX_GRAPH_BLOCKS))
-        static = 4 * windows * layers * block * hidden * self._dtype.itemsize
+        layers, _, _, frames, hidden = self._nothing_kept.shape
+        static = 4 * windows * layers * frames * hidden * self._dtype.itemsize
         graphs = peak + static + self._graphs.capacity * _GRAPH_BYTES
         return StageMemory(weight_bytes(modules), activations=peak, graphs=graphs)
 
@@ -330,10 +321,10 @@ class Token2Wav(CodecComponent):
             emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
         )
 
-    def _guided(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return velocity(self._dit, *inputs)
 
-    def _velocity_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _evaluate_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
             return tuple(tensor.float() for tensor in velocity(self._half, *inputs))
 
