@@ -54,6 +54,7 @@ class _Job(Future[_Result]):
             result = work()
         except Exception as error:  # raised again where the result is awaited
             self.set_exception(error)
+            del self  # the error refers to this frame: with this it would be a cycle, and keep the data of its request
         except BaseException as error:
             # An event loop that awaits a result which is SystemExit would end, and the server with it.
             log_defect(f"work in {self._threads.name}", error)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from traceback import clear_frames
 
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import LimitExceededError, QueueFullError
@@ -290,7 +291,9 @@ def media_hold() -> Iterator[MediaHold]:
     token = _HOLD.set(hold)
     try:
         yield hold
-    except BaseException:
+    except BaseException as error:
+        # However long somebody keeps the error, its frames do not keep the media.
+        clear_frames(error.__traceback__)
         hold.close()
         raise
     finally:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from omnistage.core.cancellation import Cancellation
@@ -68,7 +69,7 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
     try:
-        with cancellation.on_cancel(lambda: call_soon(loop, waiting.cancel)):
+        with cancellation.on_cancel(partial(call_soon, loop, waiting.cancel)):
             await asyncio.wait((waiting,), timeout=cancellation.remaining())
         if waiting.done() and not waiting.cancelled():
             return waiting.result()
@@ -79,6 +80,8 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
             waiting.exception()  # seen, even where it came too late to be raised: asyncio logs it otherwise
         if not job.done():
             cancellation.cancel()
+        # An error that is raised refers to this frame: with these it would be a cycle, and keep the data of a request.
+        del job, waiting
 
 
 def lane_of(prompt: object, tools: object = ()) -> Lane:

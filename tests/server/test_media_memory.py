@@ -95,6 +95,7 @@ def test_what_one_request_cannot_have_is_refused(server: Running, budget: MediaB
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "limit_exceeded"), answer.text
     assert answer.json()["error"]["param"] == "messages[0].content[1].image_url.url"
     until(lambda: is_free(budget), "the end of the request")
+    until(lambda: not any(type(each) is Image.Image for each in gc.get_objects()), "the end of its pictures")
 
 
 def test_a_timeout_ends_a_request_that_waits_for_memory(server: Running, budget: MediaBudget) -> None:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
-from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, InternalError
+from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, InternalError, InvalidRequestError
 from omnistage.core.threads import DaemonThreads, interpreter_released
 from omnistage.pipeline.preparation import SHORT_CHARS, Lane, lane_of, prepare
 
@@ -393,3 +393,35 @@ def test_media_and_long_texts_have_threads_of_their_own(prompt: object, lane: La
 def test_large_tools_make_a_prompt_long(properties: dict[str, object], lane: Lane) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     assert lane_of([{"role": "user", "content": "hello"}], [tool]) is lane
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_the_data_of_a_request_that_is_refused_are_freed_at_once(lane: Lane) -> None:
+    """Not by a collection: its body may have many megabytes."""
+
+    class Body:
+        pass
+
+    async def refused() -> weakref.ref[Body]:
+        body = Body()
+
+        def work(body: Body = body) -> None:
+            raise InvalidRequestError("refused")
+
+        try:  # `pytest.raises` would keep the error
+            await prepare(work, Cancellation(), lane)
+        except InvalidRequestError:
+            return weakref.ref(body)
+        raise AssertionError
+
+    async def main() -> None:
+        left = await asyncio.ensure_future(refused())
+        while left() is not None:  # its thread may be about to drop it
+            await asyncio.sleep(0.001)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        gc.enable()

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
     CancelledRequestError,
     DeadlineExceededError,
+    InvalidRequestError,
     LimitExceededError,
     MediaError,
     QueueFullError,
@@ -282,3 +284,16 @@ def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPat
     large.close()
     assert budget._trimming or sys.platform != "linux"
     assert trimmed.wait(30) or sys.platform != "linux"
+
+
+def test_an_error_does_not_keep_what_was_decoded_before_it() -> None:
+    def decode() -> None:
+        image = decode_image(np.zeros((8, 8, 3), np.uint8), LIMITS)
+        kept.append(weakref.ref(image))
+        decode_image(np.zeros((8, 8, 7), np.uint8), LIMITS)
+
+    kept: list[weakref.ref[Image.Image]] = []
+    with pytest.raises(InvalidRequestError) as caught, media_hold():
+        decode()
+    assert caught.value.__traceback__ is not None
+    assert kept[0]() is None
