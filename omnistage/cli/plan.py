@@ -24,6 +24,7 @@ _PARTS = (
     ("weights", "weights", "blue"),
     ("kv_cache", "KV cache", "green"),
     ("activations", "activations", "yellow"),
+    ("media", "media", "red"),
     ("graphs", "CUDA graphs", "magenta"),
     ("caches", "caches", "cyan"),
 )

@@ -1,10 +1,11 @@
-"""Memory of the machine."""
+"""Memory of the machine and of this process, as the operating system tells it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+_MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -23,12 +24,20 @@ def host_memory() -> int | None:
 
 def free_host_memory() -> int:
     """Bytes the kernel would give without swapping; a modest guess where it does not say."""
+    free = _kilobytes(_MEMINFO, "MemAvailable:")
+    return 4 << 30 if free is None else min(free, host_memory() or free)
+
+
+def resident_memory() -> int | None:
+    """Bytes of this process in memory; None where the system does not say."""
+    return _kilobytes(_STATUS, "VmRSS:")
+
+
+def _kilobytes(file: Path, name: str) -> int | None:
+    """A line of a file in /proc, in bytes."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
-                    return min(free, host_memory() or free)
+        lines = file.read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    return 4 << 30
+        return None
+    line = next((line for line in lines if line.startswith(name)), None)
+    return None if line is None else int(line.split()[1]) * 1024

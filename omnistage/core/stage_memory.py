@@ -15,6 +15,8 @@ class StageMemory:
     kv_cache: int = 0
     activations: int = 0
     """The peak of the largest step, beyond what stays."""
+    media: int = 0
+    """What encoding media takes more than that; it never runs beside a step."""
     graphs: int = 0
     """CUDA graphs: static buffers, outputs that are kept, and what the driver takes."""
     caches: int = 0

@@ -6,6 +6,7 @@ its own bytes once. `transformers` does the renaming between checkpoint and modu
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -136,6 +137,16 @@ def read_weights(context: LoadContext, prefix: str = "", part: str = "") -> dict
     return Checkpoint(context.model.folder / part).tensors(prefix)
 
 
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """Options of `from_pretrained` by which weights go from their mapped files to a GPU, a few at a time.
+
+    Without accelerate, which both libraries need for it, and for the CPU there are none: the caller moves the model.
+    """
+    if device.type == "cpu" or importlib.util.find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": device}}
+
+
 def load_model(
     cls: type[Model],
     config: PreTrainedConfig,
@@ -168,6 +179,7 @@ def load_model(
         attn_implementation=attention,
         ignore_mismatched_sizes=True,  # so that we can name them
         output_loading_info=True,
+        **straight_to(device),
     )
     check_complete(cls.__name__, info)
     loaded: Model = freeze(model)

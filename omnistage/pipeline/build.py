@@ -27,19 +27,20 @@ from omnistage.core.errors import CapacityError, CheckpointError, OmniError, Reg
 from omnistage.core.failures import raise_interrupt
 from omnistage.core.family import AnyProcessor, Bridge, LoadContext
 from omnistage.core.graph import PipelineGraph
+from omnistage.core.memory import free_host_memory
 from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.supervision import Rebuild
 from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
-from omnistage.placement.measure import MeasuredStage, meter_for
+from omnistage.placement.measure import LoadingProgress, MeasuredStage, meter_for
 from omnistage.placement.memory_plan import MemoryPlan, make_plan
 from omnistage.placement.needs import weights_on_disk
 
 _LONGEST_REASON = 200
-_PLANNED_BYTES = 1 << 30
-"""Models of fewer weights are put into host memory without a plan."""
+_PLANNED_SHARE = 0.5
+"""Models whose weights take less of the free host memory are put there without a plan."""
 
 Report = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done."""
@@ -104,16 +105,18 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
 
 
 def _load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
-    """The plan that a model is loaded by; None for a small one in host memory, which needs none.
+    """The plan that a model is loaded by; None in host memory that is far larger than the model.
 
     Raises `CapacityError` where the model cannot fit.
     """
     deployment, stages = resolved.config.deployment, resolved.config.pipeline.stages
-    devices = [place(name, stage, deployment)[0] for name, stage in stages.items()]
-    for device in devices:
+    placed = [place(name, stage, deployment) for name, stage in stages.items()]
+    for device, _dtype in placed:
         limit_process(device, deployment)
-    if all(device.type == "cpu" for device in devices) and weights_on_disk(resolved.model.folder, 4) < _PLANNED_BYTES:
-        return None
+    if all(device.type == "cpu" for device, _dtype in placed):
+        weights = weights_on_disk(resolved.model.folder, max(dtype.itemsize for _device, dtype in placed))
+        if weights < _PLANNED_SHARE * free_host_memory():
+            return None
     plan = plan_memory(resolved, registry=registry)
     plan.check()
     return plan
@@ -154,7 +157,8 @@ def _build_stages(
             report("weights", 0.0)
             planned = None if plan is None else plan.stages[name]
             meter = meter_for(planned)
-            stage = factory.build(report)
+            with LoadingProgress(planned, report):
+                stage = factory.build(report)
             undo.callback(stage.close)
             if meter is not None:
                 report("warm-up", 0.99)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from omnistage.core.memory import resident_memory
 from omnistage.core.stage_memory import gib
 from omnistage.placement.memory_plan import PlannedStage
 
 logger = logging.getLogger(__name__)
+
+_REPORTED_BYTES = 256 << 20
+"""Fewer weights are there at once."""
+_LOOK_SECONDS = 0.25
+_WEIGHTS_SHARE = 0.95
+"""Of the bar; what follows takes the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,41 @@ class Meter:
         measured = MeasuredStage(self._planned, self._loaded, peak)
         logger.info("memory of %s", measured)
         return measured
+
+
+class LoadingProgress:
+    """Reports how much of a stage's weights has come, by what its device holds more than before.
+
+    Libraries that read weights say nothing meanwhile, so that a thread looks now and then.
+    """
+
+    def __init__(self, planned: PlannedStage | None, report: Callable[[str, float], None]) -> None:
+        self._planned = planned
+        self._report = report
+        self._stop = threading.Event()
+
+    def __enter__(self) -> None:
+        planned = self._planned
+        if planned is not None and planned.memory.weights >= _REPORTED_BYTES:
+            threading.Thread(target=self._watch, args=(planned,), name="loading-progress", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def _watch(self, planned: PlannedStage) -> None:
+        before = _held(planned.device)
+        while not self._stop.wait(_LOOK_SECONDS):
+            share = (_held(planned.device) - before) / planned.memory.weights
+            self._report("weights", min(max(share, 0.0), _WEIGHTS_SHARE))
+
+
+def _held(device: str) -> int:
+    """Bytes on a device: torch's, or for the CPU all of this process."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    return resident_memory() or 0
 
 
 def meter_for(planned: PlannedStage | None) -> Meter | None:

@@ -82,7 +82,7 @@ class AutoregressiveNeeds(StageNeeds):
         return replace(
             memory,
             kv_cache=max(memory.kv_cache, longest),
-            activations=max(memory.activations, most.activations),
+            media=max(memory.media, most.media),
         )
 
     def tokens(self, memory: StageMemory) -> int:

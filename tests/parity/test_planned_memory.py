@@ -13,13 +13,14 @@ from torch import nn
 from omnistage.config import ARBudget, OmniEngineArgs, resolve
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
-from omnistage.core.types import Condition
+from omnistage.core.types import Condition, MediaSpan, Modality
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.diffusion.component import Denoiser, Row
 from omnistage.engines.peak_memory import META, weight_bytes
 from omnistage.models._diffusers.base import VaeDecoder
+from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, plan_memory
@@ -138,3 +139,16 @@ def test_a_prefill_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> 
     stage.check_integrity()
     assert not stage.has_work()
     assert stage.stats().extra["blocks_free"] == 80
+
+
+def test_a_picture_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> None:
+    thinker = component_of(checkpoint_of("qwen2_5_omni"), "thinker", CPU)
+    assert isinstance(thinker, Thinker)
+    config = thinker.model.config.vision_config
+    width, side = 3 * config.temporal_patch_size * config.patch_size**2, 64
+    pixels = torch.randn(side * side, width)
+    inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    tokens = side * side // config.spatial_merge_size**2
+    span = MediaSpan(Modality.IMAGE, b"picture", torch.arange(tokens), inputs)
+    measured = allocated(lambda: thinker.encode(span)) + pixels.nbytes  # on the CPU they are not copied
+    assert thinker.media_bytes(tokens) == pytest.approx(measured, rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +17,17 @@ from typer.testing import CliRunner
 from omnistage.cli import app
 from omnistage.config import OmniEngineArgs, ResolvedConfig, resolve
 from omnistage.core.errors import CapacityError
+from omnistage.core.family import LoadContext
 from omnistage.core.stage_memory import GIB, StageMemory
 from omnistage.engines.ar.memory import ARNeeds
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.models.causal_lm import component
+from omnistage.models.loading import straight_to
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 from omnistage.pipeline import build
-from omnistage.placement import devices
-from omnistage.placement.memory_plan import CUDA_CONTEXT, MemoryPlan, _Planner
+from omnistage.placement import devices, measure
+from omnistage.placement.memory_plan import CUDA_CONTEXT, MemoryPlan, PlannedStage, _Planner
 from omnistage.placement.needs import AutoregressiveNeeds, StageNeeds, weights_on_disk
 
 MIB = 2**20
@@ -178,7 +182,7 @@ def test_an_unknown_device_is_not_judged(resolved: ResolvedConfig) -> None:
 def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_read(
     resolved: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_PLANNED_BYTES", 0)
+    monkeypatch.setattr(build, "_PLANNED_SHARE", 0)
     monkeypatch.setattr(build, "available_memory", lambda *_: 100_000)
     monkeypatch.setattr(build, "load_component", lambda *_, **__: pytest.fail("a component was loaded"))
     with pytest.raises(CapacityError, match=r"does not fit: .*use a machine with"):
@@ -186,7 +190,7 @@ def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_read(
 
 
 def test_a_model_is_loaded_by_its_plan(resolved: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_PLANNED_BYTES", 0)
+    monkeypatch.setattr(build, "_PLANNED_SHARE", 0)
     seen: list[tuple[str, float]] = []
     overrides = ("deployment.concurrency=2", "deployment.context=64")
     report = lambda doing, done: seen.append((doing, done))  # noqa: E731
@@ -241,3 +245,34 @@ def test_the_command_fails_where_nothing_fits(resolved: ResolvedConfig, tmp_path
     assert "does not fit" in shown.output
     assert "use a GPU with at least 2 GiB" in shown.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_go_straight_to_their_device_and_are_the_same(
+    resolved: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert straight_to(torch.device("cpu")) == {}
+    assert straight_to(torch.device("cuda", 1)) == {"device_map": {"": torch.device("cuda", 1)}}
+    stage = resolved.config.pipeline.stages["thinker"]
+    context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
+    plain = component.load(context).model.state_dict()
+    monkeypatch.setattr(component, "straight_to", lambda device: {"device_map": {"": device}})
+    straight = component.load(context).model.state_dict()
+    assert plain.keys() == straight.keys()
+    assert all(torch.equal(straight[name], tensor) for name, tensor in plain.items())
+
+
+def test_progress_follows_what_the_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, reported = iter([100, 100 + GIB, 100 + 9 * GIB]), threading.Event()
+    seen: list[float] = []
+
+    def report(doing: str, done: float) -> None:
+        seen.append(done)
+        if len(seen) == 2:
+            reported.set()
+
+    monkeypatch.setattr(measure, "_held", lambda _device: next(held, 100))
+    monkeypatch.setattr(measure, "_LOOK_SECONDS", 0.001)
+    planned = PlannedStage("thinker", "cuda", "bfloat16", StageMemory(4 * GIB), False, None, None, {})
+    with measure.LoadingProgress(planned, report):
+        assert reported.wait(10)
+    assert seen[:2] == [0.25, 0.95]

@@ -92,7 +92,7 @@ class ARNeeds:
     def memory_at(self, context: int) -> StageMemory:
         """With media encoders that run for prompts of this length."""
         encoders = self.media_token_bytes * min(context, self.max_length)
-        return replace(self.memory, activations=max(self.memory.activations, encoders))
+        return replace(self.memory, media=max(0, encoders - self.memory.activations))
 
     def blocks(self, concurrency: int, context: int) -> int:
         """Blocks for this many sequences of this length."""

@@ -22,7 +22,7 @@ from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError, MissingDependencyError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
-from omnistage.models.loading import check_repeats, check_size, nested_settings
+from omnistage.models.loading import check_repeats, check_size, nested_settings, straight_to
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -119,7 +119,7 @@ class Parts:
         check_weights(folder)
         self._check_sizes(name, cls, folder)
         options: dict[str, object] = {"local_files_only": True, "use_safetensors": True}
-        options["dtype"] = dtype
+        options |= {"dtype": dtype, **straight_to(device)}
         if not _is_transformers(cls):
             options["low_cpu_mem_usage"] = True  # missing weights are then an error, not noise
         model, info = _loaded_with_info(cls, folder, options)

@@ -28,6 +28,7 @@ from omnistage.models.loading import (
     positive,
     read_auto_config,
     read_generation_config,
+    straight_to,
 )
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # so that we can name them
             output_loading_info=True,
+            **straight_to(context.device),
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error

@@ -43,13 +43,14 @@ class Thinker(DecoderComponent):
         return _with_positions(self.model, payload, payload.token_ids)
 
     def media_bytes(self, tokens: int) -> int:
-        # The vision tower has the most rows a token, `spatial_merge_size` squared. At once there are its residual
-        # stream, queries, keys and values (rotated in float32), or the three products of its MLP.
-        config = self.model.config.vision_config
+        # The vision tower has the most rows a token, `spatial_merge_size` squared. At its peak there are the residual
+        # stream, queries, keys and values, those rotated in float32 with their halves; or the products of its MLP.
+        config, item, full = self.model.config.vision_config, self.dtype.itemsize, torch.float32.itemsize
+        pixels = 3 * config.temporal_patch_size * config.patch_size**2 * full
+        attention = config.hidden_size * (5 * item + 6 * full)
+        products = (2 * config.hidden_size + 3 * config.intermediate_size) * item
         patches: int = tokens * config.spatial_merge_size**2
-        pixels: int = 3 * config.temporal_patch_size * config.patch_size**2 * torch.float32.itemsize
-        width: int = max(12 * config.hidden_size, 2 * config.hidden_size + 3 * config.intermediate_size)
-        return patches * (pixels + width * self.dtype.itemsize)
+        return patches * int(pixels + max(attention, products))
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # Media reach the talker through the hidden state only: their embeddings count as zero.

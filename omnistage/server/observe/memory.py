@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from omnistage.core.memory import host_memory
-
-_STATUS = Path("/proc/self/status")
+from omnistage.core.memory import host_memory, resident_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +24,6 @@ class MemoryUsage:
 def memory_usage() -> MemoryUsage:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():  # the query must not initialise CUDA
-        return MemoryUsage(_resident(), host_memory())
+        return MemoryUsage(resident_memory(), host_memory())
     free, total = torch.cuda.mem_get_info()
-    return MemoryUsage(_resident(), host_memory(), int(total) - int(free), int(total))
-
-
-def _resident() -> int | None:
-    try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    line = next((line for line in lines if line.startswith("VmRSS:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+    return MemoryUsage(resident_memory(), host_memory(), int(total) - int(free), int(total))
