@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from omnistage.config import OmniEngineArgs, resolve
+from omnistage.config import OmniEngineArgs, ResolvedConfig, resolve
+from omnistage.core.family import LoadContext
 from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams
 from omnistage.core.stage_memory import GIB, gib
 from omnistage.core.types import Condition, MediaSpan, Modality, OmniTokensPrompt
@@ -34,7 +35,7 @@ from omnistage.engines.diffusion.component import Row
 from omnistage.engines.peak_memory import META
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.pipeline.build import plan_memory
+from omnistage.pipeline.build import load_component, plan_memory
 
 TOLERANCE = 0.1
 FIGURES: list[dict[str, Any]] = []
@@ -87,7 +88,8 @@ def measure_model(folder: Path, options: argparse.Namespace) -> None:
     overrides = tuple(f"deployment.{n}={getattr(options, n)}" for n in ("concurrency", "context"))
     arguments: dict[str, Any] = {"gpu_memory": options.gpu_memory} if options.gpu_memory else {}
     args = OmniEngineArgs.parse({"model": str(folder), "device": "cuda", "overrides": overrides, **arguments})
-    plan = plan_memory(resolve(args, registry=REGISTRY))
+    resolved = resolve(args, registry=REGISTRY)
+    plan = plan_memory(resolved)
     (device,) = plan.devices
     base = outside()
     began = time.perf_counter()
@@ -100,7 +102,7 @@ def measure_model(folder: Path, options: argparse.Namespace) -> None:
             taken = memory.weights + memory.kv_cache + memory.activations
             compare(f"{stage.planned.name}: at the peak of the warm-up", taken, stage.peak)
         measure_vision(omni, plan.stages, options.context)
-        measure_speech(omni, plan.stages)
+        measure_speech(omni, resolved)
         run_requests(omni, options.concurrency)
         idle = sum(stage.memory.caches for stage in device.stages)
         note("captured graphs and libraries, beside torch", outside() - base)
@@ -136,25 +138,26 @@ def measure_vision(omni: Omni, planned: Any, context: int) -> None:
     note("thinker: planned for media, with the largest step", memory.media + memory.activations)
 
 
-def measure_speech(omni: Omni, planned: Any) -> None:
+def measure_speech(omni: Omni, resolved: ResolvedConfig) -> None:
     """The largest batch of windows, which few requests reach."""
     for name, stage in omni.orchestrator.stages.items():
         if not isinstance(stage, CodecStage):
             continue
-        component, budget = stage.component, stage._scheduler._limits
-        codes = (budget.max_chunk_blocks + budget.lookahead_blocks) * component.layout.block_codes
-
-        def decode() -> None:
-            states = [component.open(str(i), CodecParams(seed=i), None) for i in range(budget.max_batch)]  # noqa: B023
-            component.decode([Window(state, (1,) * codes, 0, codes, True) for state in states])  # noqa: B023
-
+        component, budget = stage.component, stage._budget
+        # As the plan has it: the longest windows, as many as a forward takes.
+        blocks = component.layout.history_blocks + budget.max_chunk_blocks + budget.lookahead_blocks
+        codes = min(blocks * component.layout.block_codes, component.layout.max_codes)
+        rows = max(1, min(budget.max_batch, budget.max_batch_blocks // blocks))
+        states = [component.open(str(i), CodecParams(seed=i), None) for i in range(rows)]
+        windows = [Window(state, (1,) * codes, 0, codes, True) for state in states]
         # Eagerly: captured graphs keep what they take, so that there is nothing to see afterwards.
         graphs = component._graphs
         enabled, graphs.enabled = graphs.enabled, False
-        compare(
-            f"{name}: {budget.max_batch} windows of {codes} codes", planned[name].memory.activations, peak_of(decode)
-        )
+        measured = peak_of(partial(component.decode, windows))
         graphs.enabled = enabled
+        settings = resolved.config.pipeline.stages[name]
+        twin: Any = load_component(LoadContext(resolved.model, name, settings, META, torch.float32))
+        compare(f"{name}: {rows} windows of {codes} codes", twin.memory(rows, codes).activations, measured)
 
 
 def run_requests(omni: Omni, count: int) -> None:
@@ -163,7 +166,7 @@ def run_requests(omni: Omni, count: int) -> None:
     codes = SamplingParams(max_tokens=256, min_tokens=256, temperature=0.9, top_k=40, seed=1)
     params = {"thinker": text, "talker": codes, "token2wav": CodecParams(seed=1)}
     stages = omni.orchestrator.stages
-    prompts = [OmniTokensPrompt(tuple(range(100 + i, 1124 + i))) for i in range(count)]
+    prompts = [OmniTokensPrompt(tuple(100 + (7 * i + n) % 97 for n in range(1024))) for i in range(count)]
     outputs = omni.generate(
         prompts,
         {name: value for name, value in params.items() if name in stages},

@@ -9,26 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from omnistage.cli.common import out
 from omnistage.cli.options import ModelArgument, ModelOptions
 from omnistage.core.errors import MissingDependencyError
-from omnistage.core.stage_memory import gib
+from omnistage.core.stage_memory import GIB, gib
 
 if TYPE_CHECKING:
     from omnistage.placement.memory_plan import MemoryPlan, PlannedDevice
 
 _PARTS = (
     ("weights", "weights", "blue"),
-    ("kv_cache", "KV cache", "green"),
-    ("activations", "activations", "yellow"),
+    ("kv_cache", "KV", "green"),
+    ("activations", "steps", "yellow"),
     ("media", "media", "red"),
-    ("graphs", "CUDA graphs", "magenta"),
+    ("graphs", "graphs", "magenta"),
     ("caches", "caches", "cyan"),
 )
-_BAR_COLUMNS = 72
+_BAR_COLUMNS = 56
 
 
 def plan(
@@ -86,29 +87,31 @@ def describe(plan: MemoryPlan) -> Iterator[Table | Text]:
 
 def _table(plan: MemoryPlan, device: PlannedDevice) -> Table:
     where = "host memory" if device.name == "cpu" else device.name
-    table = Table(title=f"{plan.model} on {where}")
+    unit, name = (GIB, "GiB") if device.needed >= GIB else (2**20, "MiB")
+
+    def cell(size: int) -> str:
+        return f"{size / unit:.2f}" if size else "-"
+
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(title=f"{plan.model} on {where}, {name}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("dtype")
     shown = [part for part in _PARTS if any(getattr(stage.memory, part[0]) for stage in device.stages)]
     for _, title, colour in shown:
         table.add_column(title, justify="right", style=colour)
-    table.add_column("together", justify="right")
+    table.add_column("all", justify="right")
     for stage in device.stages:
-        cells = [_cell(getattr(stage.memory, name)) for name, *_ in shown]
-        name = f"{stage.name} (estimated)" if stage.estimated else stage.name
-        table.add_row(name, stage.dtype, *cells, gib(stage.memory.total))
-    empty = [""] * len(shown)
+        cells = [cell(getattr(stage.memory, part)) for part, *_ in shown]
+        estimated = " (estimated)" if stage.estimated else ""
+        table.add_row(stage.name + estimated, stage.dtype, *cells, cell(stage.memory.total))
     if device.context:
-        table.add_row("CUDA context", "", *empty, gib(device.context))
-        table.add_row("reserve", "", *empty, gib(device.reserve))
-    totals = [_cell(sum(getattr(stage.memory, name) for stage in device.stages)) for name, *_ in shown]
+        empty = [""] * len(shown)
+        table.add_row("CUDA context", "", *empty, cell(device.context))
+        table.add_row("reserve", "", *empty, cell(device.reserve))
+    totals = [cell(sum(getattr(stage.memory, part) for stage in device.stages)) for part, *_ in shown]
     table.add_section()
-    table.add_row("all", "", *totals, gib(device.needed))
+    table.add_row("all", "", *totals, cell(device.needed))
     return table
-
-
-def _cell(size: int) -> str:
-    return gib(size) if size else "-"
 
 
 def _bar(device: PlannedDevice) -> Iterator[Text]:
