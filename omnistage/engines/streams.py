@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
 import torch
 
 
@@ -34,3 +35,36 @@ class DeviceStream:
         """Wait for all that was launched on it."""
         if self.cuda is not None:
             self.cuda.synchronize()
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array as a tensor on `device`, without waiting for what runs there.
+
+    To CUDA it goes through pinned memory, which is not given away again before the copy has been made. On the CPU it is
+    the array's own memory.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """Tensors on their way to the host, behind what the current stream runs."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = tensors
+        if any(tensor.is_cuda for tensor in tensors):  # pragma: no cover  (needs CUDA)
+            self._copies = tuple(
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            )
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Their copies, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies

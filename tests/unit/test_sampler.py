@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -24,12 +25,32 @@ from transformers.generation.logits_process import (
 
 from omnistage.core.errors import InternalError, InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams, StructuredOutput
-from omnistage.engines.ar.sampling.processors import mix, uniform
+from omnistage.engines.ar.sampling.processors import mix, uniform, uniforms
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
+from omnistage.engines.ar.sampling.batch import BatchPlan
+from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["host", "device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Where tokens are selected: every test runs in numpy on the host, and as on a device. True: on the host."""
+    initialise = Sampler.__init__
+
+    def with_path(self: Sampler, *args: object, **options: object) -> None:
+        initialise(self, *args, **{"on_host": request.param, **options})
+
+    monkeypatch.setattr(Sampler, "__init__", with_path)
+    return request.param
+
+
+def fix_random_number(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
+    """All requests draw the same number."""
+    monkeypatch.setattr("omnistage.engines.ar.sampling.batch.uniform", lambda stream, step: u)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.batch.uniforms", lambda streams, steps: np.full(len(steps), u))
 
 
 def params(**values: object) -> SamplingParams:
@@ -141,10 +162,9 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
     return params(**values)
 
 
-def quantiles(expected: torch.Tensor, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Tokens in descending probability, and the middle of each one's stretch of [0, 1)."""
-    order = expected.double().sort(descending=True, stable=True).indices
-    order = order[expected[order] > 0]
+def quantiles(expected: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Tokens in the order of their ids, and the middle of each one's stretch of [0, 1)."""
+    order = (expected > expected.max() * 2**-30).nonzero()[:, 0]  # rarer ones round to never
     edges = expected[order].double().cumsum(0)
     return order.tolist(), (edges - expected[order].double() / 2).tolist()
 
@@ -157,27 +177,24 @@ def test_the_filtered_distribution_is_that_of_transformers(vocab: int, monkeypat
         logits = torch.randn(vocab, generator=generator) * rng.choice([1.0, 3.0])
         prompt = [rng.randrange(vocab) for _ in range(10)]
         p = random_params(rng, vocab)
-        order, middles = quantiles(reference_support(p, logits, prompt, [7]), logits)
+        expected = reference_support(p, logits, prompt, [7])
+        order, middles = quantiles(expected)
         # In the middle of each kept token's stretch, the inverse of the distribution must give that token; so must
         # the very ends of [0, 1), which lie in the first and the last.
         chosen = rng.sample(range(len(order)), min(6, len(order)))
-        trials = [(middles[i], order[i]) for i in chosen if expected_gap(middles, i) > 1e-5]
+        trials = [(middles[i], order[i]) for i in chosen if expected[order[i]] > 1e-5]
         trials += [(0.0, order[0])]
         if len(order) < 50:
             trials.append((1 - 2**-53, order[-1]))
         for u, token in trials:
-            monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step, u=u: u)
+            fix_random_number(monkeypatch, u)
             assert one(logits, p, prompt, eos=[7]) == token, (p, u)
-
-
-def expected_gap(middles: list[float], i: int) -> float:
-    return min(abs(middles[i] - other) for j, other in enumerate(middles) if j != i) if len(middles) > 1 else 1.0
 
 
 def test_top_k_keeps_every_tie_of_the_kth_value(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((4000,), -5.0)
     logits[[10, 20, 30, 40]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step: 0.999)
+    fix_random_number(monkeypatch, 0.999)
     assert one(logits, params(top_k=2)) == 40
 
 
@@ -303,27 +320,27 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(vocab: int, dtype: 
         assert sequence(p, rows[:, i], prompt=[1, 2], eos=[0]) == [step[i] for step in batched], p
 
 
-def test_both_paths_of_every_draw_agree() -> None:
-    """What few candidates settle is what sorting everything gives; the device's path gives the host's tokens."""
+def test_all_ways_to_select_agree() -> None:
+    """What few candidates settle is what sorting everything gives, and what a device gives."""
     torch.manual_seed(0)
     shapes = [params(**{"temperature": 1.0, **shape}) for shape in SHAPES if shape.get("temperature") != 0.0]
     for dtype in (torch.float32, torch.bfloat16):
         x = (torch.randn(len(shapes), 9000) * 2.5).to(dtype).float()
-        selector = TokenSelector(shapes, 9000, CPU)
+        selector, on_device = TokenSelector(shapes, 9000), DeviceSelector(shapes, 9000, CPU)
         for _ in range(25):
-            u = torch.rand(len(shapes), dtype=torch.float64).tolist()
-            whole = selector.select(x, u, attempt=2)
+            u = torch.rand(len(shapes), dtype=torch.float64)
+            whole = selector.select(x, u.tolist(), attempt=2)
             assert min(whole) >= 0
-            device = [selector.select_gathered(selector.gather(x, attempt).numpy(), u) for attempt in range(3)]
-            for found in (selector.select(x, u), selector.select(x, u, attempt=1), *device):
+            for attempt in (0, 1):
+                found = selector.select(x, u.tolist(), attempt=attempt)
                 assert all(token in (UNCOVERED, right) for token, right in zip(found, whole, strict=True))
-            assert device[2] == whole
+            assert on_device.select(x, u).tolist() == whole
 
 
 def test_few_candidates_settle_a_peaked_row() -> None:
     x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
     for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
-        assert TokenSelector([params(**shape)], 32000, CPU).select(x, [0.5])[0] >= 0
+        assert TokenSelector([params(**shape)], 32000).select(x, [0.5])[0] >= 0
 
 
 def test_requests_without_a_seed_differ() -> None:
@@ -341,12 +358,23 @@ def test_the_nth_token_of_a_request_takes_the_nth_number_of_its_stream(monkeypat
     asked = []
 
     def recorded(stream: int, step: int) -> float:
-        asked.append((stream, step))
+        asked.append((int(stream), int(step)))
         return 0.5
 
-    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", recorded)
+    monkeypatch.setattr("omnistage.engines.ar.sampling.batch.uniform", recorded)
+    monkeypatch.setattr(
+        "omnistage.engines.ar.sampling.batch.uniforms",
+        lambda streams, steps: np.array([recorded(*pair) for pair in zip(streams, steps, strict=True)]),
+    )
     sequence(params(seed=9), torch.zeros(3, 10))
     assert asked == [(mix(9), 0), (mix(9), 1), (mix(9), 2)]
+
+
+def test_numbers_for_many_streams_are_those_of_each() -> None:
+    streams = [mix(seed) for seed in range(50)]
+    steps = [seed * 37 for seed in range(50)]
+    many = uniforms(np.array(streams, dtype=np.uint64), np.array(steps, dtype=np.uint64))
+    assert many.tolist() == [uniform(stream, step) for stream, step in zip(streams, steps, strict=True)]
 
 
 def test_a_row_that_is_not_settled_is_looked_at_more_widely_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,15 +386,15 @@ def test_a_row_that_is_not_settled_is_looked_at_more_widely_step_by_step(monkeyp
         return select(self, x, u, attempt=attempt)
 
     monkeypatch.setattr(TokenSelector, "select", recorded)
-    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.uniform", lambda stream, step: 0.999)
+    fix_random_number(monkeypatch, 0.999)
     logits = torch.stack([torch.arange(20_000.0), torch.arange(20_000) * 1e-4])
-    sampler = Sampler(20_000, CPU)
-    sampler.add("peaked", params(), [])
-    sampler.add("flat", params(), [])
+    sampler = Sampler(20_000, CPU, on_host=True)
+    sampler.add("peaked", params(top_p=0.99), [])
+    sampler.add("flat", params(top_p=0.99), [])
     peaked, flat = sampler.sample(logits, ["peaked", "flat"])
     assert attempts == [(0, 2), (1, 1), (2, 1)]
     assert peaked.token_id > 19_990
-    assert 0 <= flat.token_id < 20_000 - 4096
+    assert flat.token_id > 19_900
 
 
 # ------------------------------------------------------------------------------------------- what rows pay for
@@ -376,7 +404,8 @@ def test_a_row_that_is_not_settled_is_looked_at_more_widely_step_by_step(monkeyp
 def test_a_row_that_nothing_changes_is_sampled_from_the_logits_as_they_are(shape: dict[str, object]) -> None:
     sampler = Sampler(10, CPU)
     sampler.add("a", params(**shape), [1])
-    (group,) = sampler._make_plan(("a",)).groups
+    plan = sampler._make_plan(("a",))
+    (group,) = (*plan.host_groups, *plan.device_groups)
     logits = torch.randn(1, 10)
     assert group.unchanged
     assert group.prepare(logits) is logits
@@ -386,9 +415,11 @@ def test_random_rows_on_the_host_pay_neither_for_greedy_ones_nor_for_a_device(mo
     def refuse(*_: object) -> None:
         raise AssertionError("nobody needs this")
 
-    monkeypatch.setattr("omnistage.engines.ar.sampling.sampler.argmax_host", refuse)
-    monkeypatch.setattr(Sampler, "_pick_on_device", refuse)
-    assert one(torch.tensor([0.0, 90.0, 0.0]), params(seed=1)) == 1
+    monkeypatch.setattr("omnistage.engines.ar.sampling.batch.argmax_host", refuse)
+    monkeypatch.setattr(BatchPlan, "pick_on_device", refuse)
+    sampler = Sampler(3, CPU, on_host=True)
+    sampler.add("r", params(seed=1), [])
+    assert sampler.sample(torch.tensor([[0.0, 90.0, 0.0]]), ["r"])[0].token_id == 1
 
 
 def test_a_plan_lasts_until_the_batch_or_one_of_its_requests_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -787,15 +818,32 @@ ON_DEVICE: dict[str, dict[str, object]] = {
         ("random, changed", "greedy", "greedy, changed", "random", "random, few"),
     ],
 )
-def test_what_is_gathered_on_a_device_gives_the_tokens_of_the_host(keys: tuple[str, ...]) -> None:
+def test_a_device_gives_the_tokens_of_the_host(keys: tuple[str, ...]) -> None:
     torch.manual_seed(len(keys))
-    sampler = Sampler(600, torch.device("cpu"), eos_token_ids=[0])
-    for key in keys:
-        sampler.add(key, SamplingParams.parse(ON_DEVICE[key]), [1, 2])
-    plan = sampler._make_plan(keys)
+    samplers = [Sampler(600, CPU, eos_token_ids=[0], on_host=on_host) for on_host in (True, False)]
+    for sampler in samplers:
+        for key in keys:
+            sampler.add(key, SamplingParams.parse(ON_DEVICE[key]), [1, 2])
     for _ in range(4):
         logits = torch.randn(len(keys), 600) * 2
-        prepared = [group.prepare(logits) for group in plan.groups]
-        picked = [group.pick(x) for group, x in zip(plan.groups, prepared, strict=True)]
-        assert sampler._pick_on_device(plan, prepared) == picked
-        assert [token for tokens in picked for token in tokens] != [0] * len(keys)
+        on_host, on_device = ([s.token_id for s in sampler.sample(logits, keys)] for sampler in samplers)
+        assert on_device == on_host
+        assert on_host != [0] * len(keys)
+
+
+def test_a_batch_may_be_sampled_again_before_it_is_read() -> None:
+    """Tokens of successive steps, each read a step late: penalties and random numbers have moved on by themselves."""
+    shapes = {"plain": {"seed": 1}, "counted": {"seed": 2, "repetition_penalty": 1.4, "frequency_penalty": 0.3}}
+    rows = torch.randn(6, 2, 40)
+    read, pending = [], None
+    sampler, reference = Sampler(40, CPU, on_host=False), Sampler(40, CPU, on_host=False)
+    for key, shape in shapes.items():
+        sampler.add(key, params(**shape), [3])
+        reference.add(key, params(**shape), [3])
+    for row in rows:
+        launched = sampler.launch(row, list(shapes))
+        if pending is not None:
+            read.append([sampled.token_id for sampled in pending.read()])
+        pending = launched
+    expected = [[sampled.token_id for sampled in reference.sample(row, list(shapes))] for row in rows]
+    assert read == expected[:-1]

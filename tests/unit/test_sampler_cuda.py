@@ -10,7 +10,7 @@ import torch
 from omnistage.core.errors import StageError
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampling.sampler import Sampler
-from omnistage.engines.ar.sampling.selection import argmax_rows
+from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -51,7 +51,8 @@ def test_the_tokens_are_the_cpus_and_the_same_in_any_batch(vocab: int, dtype: to
 
 def test_greedy_breaks_ties_as_torch_does() -> None:
     x = torch.randint(0, 3, (64, 5000), device="cuda").float()
-    assert torch.equal(argmax_rows(x), x.argmax(-1))
+    greedy = DeviceSelector([SamplingParams(temperature=0.0)] * 64, 5000, x.device)
+    assert torch.equal(greedy.select(x, torch.zeros(64, dtype=torch.float64, device="cuda")), x.argmax(-1))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -68,17 +69,28 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
         assert third.error is None
 
 
-def test_an_ordinary_step_synchronises_once() -> None:
+@pytest.mark.parametrize("vocab", [300, 4096, 151_936])
+def test_the_kernel_gives_the_tokens_of_a_sort(vocab: int) -> None:
+    params = [p for p in REQUESTS.values() if not p.structured]
+    selector = DeviceSelector(params, vocab, torch.device("cuda"))
+    for trial in range(6):
+        x = torch.randn(len(params), vocab, device="cuda") * (1 + trial)
+        if trial % 2:
+            x = (x * 2).round() / 2  # many ties
+        u = torch.rand(len(params), dtype=torch.float64, device="cuda")
+        assert torch.equal(selector.select(x, u), selector.select_sorted(x, u))
+
+
+def test_launching_a_step_waits_for_nothing() -> None:
     sampler = Sampler(32_000, torch.device("cuda"), eos_token_ids=[0])
     for key, params in REQUESTS.items():
         sampler.add(key, params, [1, 2])
-    # Flat logits need a second look at three of them, and the logprobs of r8 are fetched by themselves.
-    keys = [key for key in REQUESTS if key not in ("r0", "r4", "r6", "r8")]
-    logits = -2.0 * (torch.arange(32_000, device="cuda") + 1).log().repeat(len(keys), 1)
+    logits = torch.randn(len(REQUESTS), 32_000, device="cuda")
     for _ in range(3):
-        sampler.sample(logits, keys)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        sampler.sample(logits, keys)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls.get("cudaStreamSynchronize", 0) <= 1
-    assert calls.get("aten::nonzero", 0) == 0
+        sampler.launch(logits, list(REQUESTS)).read()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [sampler.launch(logits, list(REQUESTS)) for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(sampled.token_id >= 0 for batch in pending for sampled in batch.read())

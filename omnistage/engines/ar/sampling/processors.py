@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from omnistage.core.params import SamplingParams
+from omnistage.engines.streams import upload
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.sampling.grammar_state import GrammarState
@@ -42,6 +43,16 @@ def mix(value: int) -> int:
 def uniform(stream: int, step: int) -> float:
     """The `step`-th number in [0, 1) of a stream; a counter, so no state is lost with a preempted request."""
     return (mix(stream + (step + 1) * _GOLDEN) >> 11) * 2.0**-53
+
+
+def uniforms(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """`uniform` for many streams at once."""
+    value = streams + (steps + np.uint64(1)) * np.uint64(_GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    numbers: npt.NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 # ------------------------------------------------------------------------------------------------ processors
@@ -82,15 +93,15 @@ class RowState:
 
 
 class Arrays:
-    """Makes the arrays that the processors work with: numpy's if the logits are on the host, else torch's."""
+    """Makes the arrays that the processors work with: numpy's on the host, else torch's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.host = device.type == "cpu"
+    def __init__(self, device: torch.device, *, host: bool) -> None:
+        self.host = host
         self.device = device
         self.xp: Any = np if self.host else torch
 
     def put(self, array: npt.NDArray[Any]) -> Array:
-        return array if self.host else torch.from_numpy(array).to(self.device)
+        return array if self.host else upload(array, self.device)
 
 
 @dataclass(slots=True)
@@ -119,27 +130,24 @@ class _Places:
     The places go stale only by naming one twice, which is harmless: what is written there is the same.
     """
 
-    def __init__(self, counts: Sequence[Array], rows: Sequence[int], arrays: Arrays) -> None:
-        self.stack = arrays.xp.stack(counts)
+    def __init__(self, counts: Sequence[Array], rows: Sequence[int]) -> None:
+        self.stack = np.stack(counts)
         self.flat = self.stack.reshape(-1)
-        self._arrays = arrays
         self._vocab_size = self.stack.shape[1]
-        starts = np.arange(len(rows)) * self._vocab_size
-        part_rows = np.array(rows)
-        self._each = arrays.put(np.arange(len(rows)))
-        self._part_rows = arrays.put(part_rows)
-        self._starts = arrays.put(starts)
-        self._shift = arrays.put(part_rows * self._vocab_size - starts)
+        self._starts = np.arange(len(rows)) * self._vocab_size
+        self._part_rows = np.array(rows)
+        self._each = np.arange(len(rows))
+        self._shift = self._part_rows * self._vocab_size - self._starts
         self._added = 0
         self._find()
 
     def _find(self) -> None:
-        self.in_stack = np.flatnonzero(self.flat) if self._arrays.host else self.flat.nonzero()[:, 0]
+        self.in_stack = np.flatnonzero(self.flat)
         self.row = self.in_stack // self._vocab_size
         self.in_part = self.in_stack + self._shift[self.row]
         """The same places in the flattened logits that the stack's rows are part of."""
 
-    def add(self, ids: Array) -> None:
+    def add(self, ids: Ints) -> None:
         """Count the tokens sampled for all `P` rows."""
         # FAILED wraps to the last id; that request ends here and its counts with it.
         new = ids[self._part_rows] % self._vocab_size + self._starts
@@ -148,10 +156,22 @@ class _Places:
         if self._added % _REFRESH_STEPS == 0:
             self._find()
             return
-        joined = self._arrays.xp.concatenate
-        self.in_stack = joined((self.in_stack, new))
-        self.row = joined((self.row, self._each))
-        self.in_part = joined((self.in_part, new + self._shift))
+        self.in_stack = np.concatenate((self.in_stack, new))
+        self.row = np.concatenate((self.row, self._each))
+        self.in_part = np.concatenate((self.in_part, new + self._shift))
+
+
+class _DenseCounts:
+    """A stack of `[V]` rows on a device, used whole: to find where it is not zero would be to wait for the device."""
+
+    def __init__(self, counts: Sequence[Array], rows: Sequence[int], arrays: Arrays) -> None:
+        self.stack: Tensor = torch.stack(list(counts))
+        self.part_rows: Tensor = arrays.put(np.array(rows))
+        self._each: Tensor = arrays.put(np.arange(len(rows)))
+
+    def add(self, ids: Tensor) -> None:
+        """Count the tokens sampled for all `P` rows."""
+        self.stack[self._each, ids[self.part_rows] % self.stack.shape[1]] += 1
 
 
 class _Penalties:
@@ -163,34 +183,56 @@ class _Penalties:
     def __init__(self, states: Sequence[RowState], arrays: Arrays) -> None:
         repeating = [(i, s) for i, s in enumerate(states) if s.seen is not None]
         counting = [(i, s) for i, s in enumerate(states) if s.counts is not None]
-        self._where = arrays.xp.where
-        self._seen: _Places | None = None
-        self._counts: _Places | None = None
+        self._host = arrays.host
+        self._seen: Any = None
+        self._counts: Any = None
+
+        def numbers(values: Sequence[float]) -> Array:
+            return arrays.put(np.array(values, dtype=np.float32))
+
         if repeating:
-            self._seen = _Places([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
-            self._repetition = arrays.put(
-                np.array([s.params.repetition_penalty for _, s in repeating], dtype=np.float32)
-            )
+            self._seen = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
+            self._repetition = numbers([s.params.repetition_penalty for _, s in repeating])
             for row, (_, state) in zip(self._seen.stack, repeating, strict=True):
                 state.seen = row
         if counting:
-            self._counts = _Places([s.counts for _, s in counting], [i for i, _ in counting], arrays)
-            self._presence = arrays.put(np.array([s.params.presence_penalty for _, s in counting], dtype=np.float32))
-            self._frequency = arrays.put(np.array([s.params.frequency_penalty for _, s in counting], dtype=np.float32))
+            self._counts = _counters([s.counts for _, s in counting], [i for i, _ in counting], arrays)
+            self._presence = numbers([s.params.presence_penalty for _, s in counting])
+            self._frequency = numbers([s.params.frequency_penalty for _, s in counting])
             for row, (_, state) in zip(self._counts.stack, counting, strict=True):
                 state.counts = row
-        self.counters = [places for places in (self._seen, self._counts) if places is not None]
+        self.counters = [counter for counter in (self._seen, self._counts) if counter is not None]
 
-    def apply(self, flat: Array) -> None:
+    def apply(self, x: Array) -> None:
+        if self._host:
+            self._apply_places(x.reshape(-1))
+        else:
+            self._apply_dense(x)
+
+    def _apply_places(self, flat: Array) -> None:
         if self._seen is not None:
             places, factor = self._seen.in_part, self._repetition[self._seen.row]
             values = flat[places]
-            flat[places] = self._where(values < 0, values * factor, values / factor)
+            flat[places] = np.where(values < 0, values * factor, values / factor)
         if self._counts is not None:
             places, row = self._counts.in_part, self._counts.row
             frequency = self._frequency[row]
             frequency *= self._counts.flat[self._counts.in_stack]  # in place, so that numpy stays with float32
             flat[places] = flat[places] - frequency - self._presence[row]
+
+    def _apply_dense(self, x: Tensor) -> None:
+        if self._seen is not None:
+            rows, factor = x[self._seen.part_rows], self._repetition[:, None]
+            changed = torch.where(rows < 0, rows * factor, rows / factor)
+            x[self._seen.part_rows] = torch.where(self._seen.stack != 0, changed, rows)
+        if self._counts is not None:
+            rows, counts = x[self._counts.part_rows], self._counts.stack
+            rows = rows - self._frequency[:, None] * counts
+            x[self._counts.part_rows] = torch.where(counts != 0, rows - self._presence[:, None], rows)
+
+
+def _counters(counts: Sequence[Array], rows: Sequence[int], arrays: Arrays) -> _Places | _DenseCounts:
+    return _Places(counts, rows) if arrays.host else _DenseCounts(counts, rows, arrays)
 
 
 class Processors:
@@ -200,8 +242,8 @@ class Processors:
     `[P]` sampled from it. Rebuild when a row's `holds_stops` changes.
     """
 
-    def __init__(self, states: Sequence[RowState], vocab_size: int, device: torch.device) -> None:
-        arrays = self._arrays = Arrays(device)
+    def __init__(self, states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> None:
+        self._arrays = arrays
         # A Python number assigned to places of a CUDA tensor travels from the host and waits for it; this does not.
         self._never = arrays.put(np.array(-np.inf, dtype=np.float32))
         self._penalties = _Penalties(states, arrays)
@@ -218,12 +260,12 @@ class Processors:
         if grammars:
             from omnistage.engines.ar.sampling.grammar_state import GrammarMask
 
-            self._grammar = GrammarMask(grammars, device)
+            self._grammar = GrammarMask(grammars, arrays.device)
 
     def apply(self, logits: Tensor) -> None:
         x: Array = logits.numpy() if self._arrays.host else logits
         flat = x.reshape(-1)
-        self._penalties.apply(flat)
+        self._penalties.apply(x)
         if self._bias is not None:
             flat[self._bias.places] += self._bias_values
         if self._allowed is not None:

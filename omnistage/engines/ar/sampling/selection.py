@@ -1,17 +1,18 @@
-"""Selection: temperature, top-k, top-p and min-p over each row's likeliest tokens, and the choice of one of them.
+"""Selection on the host: temperature, top-k, top-p and min-p, and the choice of one of the tokens that they keep.
 
-Only the search for those tokens, and sums over the whole vocabulary, happen where the logits are. All else is numpy on
-small host arrays: each operation costs a microsecond or two, where a torch operation costs several and lets another
-stage's thread take the interpreter, and a kernel's launch costs more still.
+The rule, here and on a device (`device_selection.py`): each token that is kept weighs as much as its probability, and
+the tokens lie side by side in the order of their ids; a random number points at one of them.
+
+Filters keep a row's likeliest tokens, so only those are looked at, in numpy: each operation costs a microsecond or two,
+where a torch operation costs several and lets another stage's thread take the interpreter.
 
 No row's result depends on the others, bit by bit: probabilities are turned into fixed-point weights, whose integer sums
-come out the same in any order, over any width and by any attempt. The weights of one row, and the sum of them over the
-vocabulary, come from one routine for exp: numpy's for logits on the host, the device's for those on a device.
+come out the same in any order, over any width and by any attempt.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
@@ -32,14 +33,13 @@ MAX_FAST_TOP_K = 1024
 MIN_TEMPERATURE = 1e-6
 """Smaller temperatures count as this one: below it logits overflow, and the choice is greedy in any case."""
 
-_WEIGHT_SCALE = float(2**30)
+WEIGHT_SCALE = float(2**30)
 """Weight of the likeliest token. Rarer than 2^-30 of it rounds to never; `[V]` weights fit int32, sums int64."""
-_HOST_CANDIDATES = (128, 4096)
-_DEVICE_CANDIDATES = (256, 4096)
+_CANDIDATES = (128, 4096)
 """Likeliest tokens to look at, by attempt, where top_k gives no number; after the last attempt all are sorted."""
-_DEVICE_MARGIN = 16
-"""Candidates beyond the largest top_k on a device, so that ties of the k-th value are usually all there."""
 _COLUMNS = 512
+_PIECE = 512
+"""Weights of a whole row are summed in pieces, so that a token is found in its piece alone."""
 _SHORT = 1024
 """Rows up to this long are worth turning into lists, which are faster to search."""
 _MIN_FINITE = np.finfo(np.float32).min
@@ -64,10 +64,6 @@ class Candidates:
     """`[R, 1]`: how many of them are above the floor."""
     floor: Floats
     """`[R, 1]`: every token above it is there; -inf says that all tokens with any probability are."""
-    shares: Floats | None = None
-    """`[R, K]`, where a device computed them: probabilities as shares of the likeliest token's."""
-    masses: Ints | None = None
-    """`[R, 1]`, where a device computed them: the sum of all of a row's weights, if its selection needs that."""
 
 
 def _sort_keys(values: Floats, ids: Ints) -> Ints:
@@ -147,14 +143,11 @@ def top_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(candidates.values[:, :count]), torch.from_numpy(candidates.ids[:, :count])
 
 
-def argmax_rows(x: Tensor) -> Tensor:
-    """The first of each row's largest logits, int64 `[R]`; `FAILED` where that is not finite (NaN counts largest)."""
-    values, indices = x.max(dim=1)
-    return torch.where(values.abs() < torch.inf, indices, FAILED)
-
-
 def argmax_host(x: Tensor) -> list[int]:
-    """The same on the host, where numpy's argmax is some eight times faster than torch's; ties break alike."""
+    """The first of each row's largest logits; `FAILED` where that is not finite.
+
+    numpy's argmax is some eight times faster than torch's; ties break alike.
+    """
     array = x.float().numpy()
     ids: list[int] = array.argmax(axis=1).tolist()
     return [id_ if isfinite(array.item(row, id_)) else FAILED for row, id_ in enumerate(ids)]
@@ -171,72 +164,89 @@ class _Rule:
     """top_k, or the vocabulary's size."""
     limited: bool
     top_p: float
-    unfiltered: bool
-    weighed: bool
-    """Its filter or choice is a share of the whole vocabulary's mass."""
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> _Rule:
         limited = 0 < params.top_k < vocab_size
-        nucleus, plain = params.top_p < 1, params.min_p == 0
-        return cls(
-            limit=params.top_k if limited else vocab_size,
-            limited=limited,
-            top_p=params.top_p,
-            unfiltered=not limited and not nucleus and plain,
-            weighed=not limited and (nucleus or plain),
-        )
+        return cls(params.top_k if limited else vocab_size, limited, params.top_p)
+
+
+def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether top_k, top_p or min_p may leave tokens out."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+
+
+def temperature_of(params: SamplingParams) -> float:
+    return max(params.temperature, MIN_TEMPERATURE)
 
 
 class TokenSelector:
     """Temperature, top-k, top-p, min-p and the choice for a fixed list of sampled rows; built once for a batch."""
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+        filtered = [i for i, p in enumerate(params) if is_filtered(p, vocab_size)]
+        self._whole = [(i, temperature_of(p)) for i, p in enumerate(params) if not is_filtered(p, vocab_size)]
+        self._filtered = filtered
+        self._weigher = _Weigher(vocab_size)
+        self._filters = _Filters([params[i] for i in filtered], vocab_size, self._weigher) if filtered else None
+
+    def select(self, x: Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
+        """Ids from float32 logits `[R, V]` and a number in [0, 1) for each row.
+
+        Filters look at each row's likeliest tokens; a row they do not settle gives `UNCOVERED` and needs a further
+        attempt. The last sorts all and settles every row. Whichever attempt does, the id is the same.
+        """
+        array = np.ascontiguousarray(x.numpy())
+        if self._filters is not None and not self._whole:
+            return self._filters.select(array, u, attempt)
+        ids = [FAILED] * len(array)
+        for i, temperature in self._whole:
+            ids[i] = self._weigher.pick(array[i], temperature, u[i])
+        if self._filters is not None:
+            found = self._filters.select(array[self._filtered], [u[i] for i in self._filtered], attempt)
+            for i, token in zip(self._filtered, found, strict=True):
+                ids[i] = token
+        return ids
+
+
+class _Filters:
+    """The rows of a batch that have filters."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, weigher: _Weigher) -> None:
         self._vocab_size = vocab_size
+        self._weigher = weigher
         self._rules = [_Rule.of(p, vocab_size) for p in params]
         limits = np.array([rule.limit for rule in self._rules])
         self._fixed = np.where(limits <= MAX_FAST_TOP_K, limits, 0)
-        self._temperature = np.array([[max(p.temperature, MIN_TEMPERATURE)] for p in params], dtype=np.float32)
+        self._temperature = np.array([[temperature_of(p)] for p in params], dtype=np.float32)
         self._min_p = np.array([[p.min_p] for p in params], dtype=np.float32)
         self._each = np.arange(len(limits))[:, None]
         self._last = limits[:, None] - 1
         self._unscaled = all(p.temperature == 1.0 for p in params)
         self._some_limited = any(rule.limited for rule in self._rules)
         self._some_min_p = any(p.min_p > 0 for p in params)
-        self._weighed_rows = np.array([i for i, rule in enumerate(self._rules) if rule.weighed], dtype=np.int64)
-        self._search = _Search(self._counts(0, _HOST_CANDIDATES), vocab_size) if device.type == "cpu" else None
-        self._device_temperature = torch.from_numpy(self._temperature).to(device)
-        self._device_weighed = torch.from_numpy(self._weighed_rows).to(device)
+        # These cut by a share of the whole vocabulary's mass.
+        self._weighed = [i for i, rule in enumerate(self._rules) if rule.top_p < 1 and not rule.limited]
+        self._search = _Search(self._counts(0), vocab_size)
 
-    def _counts(self, attempt: int, reach: Sequence[int]) -> Ints:
+    def _counts(self, attempt: int) -> Ints:
         """How many of each row's likeliest tokens to look at."""
         # A limited row comes back for a second attempt when its ties outnumber the first one's candidates.
-        return np.where((self._fixed > 0) & (attempt == 0), self._fixed, reach[attempt])
+        return np.where((self._fixed > 0) & (attempt == 0), self._fixed, _CANDIDATES[attempt])
 
-    def select(self, x: Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
-        """Ids from float32 logits `[R, V]` and a number in [0, 1) for each row.
+    def select(self, array: Floats, u: Sequence[float], attempt: int) -> list[int]:
+        if attempt >= len(_CANDIDATES):
+            return self._choose(_sorted_host(array), u, array)
+        search = self._search if attempt == 0 else _Search(self._counts(attempt), self._vocab_size)
+        return self._choose(search(array), u, array)
 
-        Works on each row's likeliest tokens; a row they do not settle gives `UNCOVERED` and needs a further attempt.
-        The last sorts all and settles every row. Whichever attempt does, the id is the same.
-        """
-        if x.device.type != "cpu":
-            return self.select_gathered(self.gather(x, attempt).cpu().numpy(), u)
-        array = np.ascontiguousarray(x.numpy())
-        if attempt >= len(_HOST_CANDIDATES):
-            candidates = _sorted_host(array)
-        elif attempt or self._search is None:
-            candidates = _Search(self._counts(attempt, _HOST_CANDIDATES), self._vocab_size)(array)
-        else:
-            candidates = self._search(array)
-        return self._choose(candidates, u, array)
-
-    def _choose(self, candidates: Candidates, u: Sequence[float], array: Floats | None = None) -> list[int]:
+    def _choose(self, candidates: Candidates, u: Sequence[float], array: Floats) -> list[int]:
         width = candidates.values.shape[1]
         with np.errstate(all="ignore"):  # rows that fail make NaN on the way
             scaled = candidates.values if self._unscaled else candidates.values / self._temperature
             best = scaled[:, :1]
-            shares = np.exp(scaled - best) if candidates.shares is None else candidates.shares
-            weights = (shares * _WEIGHT_SCALE).astype(np.int64)
+            shares = np.exp(scaled - best)
+            weights = (shares * WEIGHT_SCALE).astype(np.int64)
             clear = None
             if self._some_limited:
                 kth = scaled[self._each, np.minimum(self._last, width - 1)]
@@ -244,97 +254,73 @@ class TokenSelector:
                 # A token that is missing has at most the floor's logit: below the k-th it can neither rank nor tie.
                 clear = (kth > candidates.floor / self._temperature)[:, 0].tolist()
             mass = weights.cumsum(axis=1)
-        totals = None
-        if len(self._weighed_rows):  # these need the mass of the whole vocabulary
-            masses_of = candidates.masses
-            if array is not None:
-                masses_of = _masses_host(array, self._weighed_rows, self._temperature, best)
-            totals = None if masses_of is None else masses_of[:, 0].tolist()
         shared = np.add.reduce(shares >= self._min_p, axis=1).tolist() if self._some_min_p else None
         masses = mass.tolist() if width <= _SHORT else mass
         known, floors, tops = candidates.known[:, 0].tolist(), candidates.floor[:, 0].tolist(), best[:, 0].tolist()
+        totals = {
+            i: self._weigher.mass(array[i], self._temperature.item(i)) for i in self._weighed if isfinite(tops[i])
+        }
         ids = []
         # From here on each row is a few numbers, and Python is faster with those than numpy.
         for i, (rule, row) in enumerate(zip(self._rules, masses, strict=True)):
             if not isfinite(tops[i]):
                 ids.append(FAILED)
                 continue
-            total = int(row[-1] if totals is None or not rule.weighed else totals[i])
             # In descending order each filter keeps a prefix, and so do all of them together.
             kept = width if shared is None else shared[i]
             if rule.top_p < 1:
-                kept = min(kept, bisect_left(row, ceil(rule.top_p * total)) + 1)
-            kept_mass = total if rule.unfiltered else int(row[kept - 1])
-            pick = bisect_right(row, min(int(u[i] * kept_mass), kept_mass - 1))
-            # Tokens that are not among the candidates must not be able to change the pick.
+                kept = min(kept, bisect_left(row, ceil(rule.top_p * totals.get(i, int(row[-1])))) + 1)
+            # Tokens that are not among the candidates must not be able to change the choice.
             if clear is not None and rule.limited:
                 settled = rule.limit <= known[i] and clear[i]
             else:
-                settled = rule.unfiltered or kept < known[i]
-            settled = pick < known[i] and (settled or floors[i] == -inf)
-            ids.append(candidates.ids.item(i, pick) if settled else UNCOVERED)
+                settled = kept < known[i]
+            if not settled and floors[i] != -inf:
+                ids.append(UNCOVERED)
+                continue
+            kept = min(kept, known[i])
+            of_row = candidates.ids[i, :kept]
+            order = of_row.argsort()
+            ends = weights[i, :kept][order].cumsum()
+            ids.append(of_row.item(order.item(ends.searchsorted(_target(u[i], int(ends[-1])), side="right"))))
         return ids
 
-    # ------------------------------------------------------------------------------------------ on a device
 
-    def gather(self, x: Tensor, attempt: int = 0) -> Tensor:
-        """What `select_gathered` needs of float32 logits on a device: int32 `[R, N]` there, to be copied at one go."""
-        count = self._vocab_size
-        if attempt < len(_DEVICE_CANDIDATES):
-            count = int(self._counts(attempt, _DEVICE_CANDIDATES).max()) + _DEVICE_MARGIN
-        values, ids = x.topk(count, dim=1) if count < self._vocab_size else x.sort(dim=1, descending=True)
-        scaled = values / self._device_temperature
-        best = scaled[:, :1]
-        shares = (scaled - best).exp_()
-        parts = [values.view(torch.int32), shares.view(torch.int32), ids.to(torch.int32)]
-        if len(self._weighed_rows):
-            parts.append(self._gather_masses(x, best).view(torch.int32))
-        return torch.cat(parts, dim=1)
-
-    def _gather_masses(self, x: Tensor, best: Tensor) -> Tensor:
-        """Sum of all weights of the rows whose selection needs it, int64 `[R, 1]`; 0 for the others."""
-        rows, temperature = self._device_weighed, self._device_temperature
-        if len(self._weighed_rows) < len(x):
-            masses = torch.zeros_like(best, dtype=torch.int64)
-            sums = _mass_device(x[rows], temperature[rows], best[rows])
-            return masses.index_copy_(0, rows, sums)
-        return _mass_device(x, temperature, best)
-
-    def select_gathered(self, gathered: npt.NDArray[np.int32], u: Sequence[float]) -> list[int]:
-        """`select`, from the host's copy of what `gather` gave."""
-        count = gathered.shape[1] // 3
-        floats = np.ascontiguousarray(gathered[:, : 2 * count]).view(np.float32)
-        values, shares = floats[:, :count], floats[:, count:]
-        # Descending already, but in no order of equal ones: which have equal shares too, so only ids have to move.
-        keys = _sort_keys(values, gathered[:, 2 * count : 3 * count].astype(np.int64))
-        keys.sort(axis=1)
-        masses = None
-        if len(self._weighed_rows):
-            masses = np.ascontiguousarray(gathered[:, 3 * count :]).view(np.int64)
-        floor = values[:, -1:] if count < self._vocab_size else np.full_like(values[:, -1:], -np.inf)
-        known = (values > floor).sum(axis=1, keepdims=True)
-        return self._choose(Candidates(values, keys & 0xFFFFFFFF, known, floor, shares, masses), u)
+def _target(u: float, mass: int) -> int:
+    """Where in a row of weights that sum to `mass` the random number points at."""
+    return min(int(u * mass), mass - 1)
 
 
-def _mass_device(x: Tensor, temperature: Tensor, best: Tensor) -> Tensor:
-    """Sum of all of each row's weights, int64 `[R, 1]`."""
-    shares = (x / temperature).sub_(best).exp_()
-    return shares.mul_(_WEIGHT_SCALE).to(torch.int32).sum(dim=1, keepdim=True, dtype=torch.int64)
+class _Weigher:
+    """Weighs whole rows, one at a time; its memory is kept, for fresh memory costs more than the arithmetic."""
 
+    def __init__(self, vocab_size: int) -> None:
+        self._shares = np.empty(vocab_size, dtype=np.float32)
+        self._weights = np.empty(vocab_size, dtype=np.int32)
+        self._starts = np.arange(0, vocab_size, _PIECE)
 
-def _masses_host(x: Floats, rows: Ints, temperature: Floats, best: Floats) -> Ints:
-    """The same for some of the rows; 0 for the others."""
-    # Row by row in one small buffer: a [R, V] temporary costs more in page faults than all of the arithmetic.
-    shares = np.empty(x.shape[1], dtype=np.float32)
-    weights = np.empty(x.shape[1], dtype=np.int32)
-    sums = np.zeros((len(x), 1), dtype=np.int64)
-    for row in rows:
-        if not np.isfinite(best[row, 0]):
-            continue  # this row fails
-        scaled = x[row] if temperature[row, 0] == 1 else np.divide(x[row], temperature[row, 0], out=shares)
-        np.subtract(scaled, best[row, 0], out=shares)
+    def pick(self, row: Floats, temperature: float, u: float) -> int:
+        """The choice from a row that has no filters."""
+        if not isfinite(row.max()):
+            return FAILED
+        ends = self._weigh(row, temperature)
+        target = _target(u, int(ends[-1]))
+        piece = int(ends.searchsorted(target, side="right"))
+        before = int(ends[piece - 1]) if piece else 0
+        within = self._weights[piece * _PIECE : (piece + 1) * _PIECE].cumsum(dtype=np.int64)
+        return piece * _PIECE + int(within.searchsorted(target - before, side="right"))
+
+    def mass(self, row: Floats, temperature: float) -> int:
+        """The sum of all of a row's weights; its largest logit must be finite."""
+        return int(self._weigh(row, temperature)[-1])
+
+    def _weigh(self, row: Floats, temperature: float) -> Ints:
+        """Write the weights of a row; their sums up to the end of each piece."""
+        shares = self._shares
+        scaled = row if temperature == 1 else np.divide(row, np.float32(temperature), out=shares)
+        np.subtract(scaled, scaled.max(), out=shares)
         np.exp(shares, out=shares)
-        np.multiply(shares, np.float32(_WEIGHT_SCALE), out=shares)
-        np.copyto(weights, shares, casting="unsafe")
-        sums[row] = np.add.reduce(weights, dtype=np.int64)
-    return sums
+        np.multiply(shares, np.float32(WEIGHT_SCALE), out=shares)
+        np.copyto(self._weights, shares, casting="unsafe")
+        ends: Ints = np.add.reduceat(self._weights, self._starts, dtype=np.int64).cumsum()
+        return ends

@@ -1,0 +1,208 @@
+"""The Triton kernel that selects a token for each row: temperature, top-k, top-p, min-p and the choice.
+
+One program has one row. A filter's bound is searched bit by bit over the logits' bits, in their order as numbers, with
+exact sums of integer weights: no sort, no limit on how many tokens are kept, and nothing read back. A row without
+filters, and OpenAI's default is one, takes two passes over its logits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+_BLOCK = 4096
+
+
+def _jit(fn: Callable[..., Any]) -> Any:
+    return triton.jit(fn) if HAS_TRITON else fn
+
+
+# Kernels: Triton reads their arguments' annotations itself, so only constexpr ones have any.
+# fmt: off
+
+
+@_jit
+def _load(x_ptr, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    place = start + tl.arange(0, BLOCK)
+    return tl.load(x_ptr + place, mask=place < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@_jit
+def _ordered(x):  # type: ignore[no-untyped-def]  # kernel
+    """Unsigned integers in the order of the numbers; 0.0 and -0.0 are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@_jit
+def _number(ordered):  # type: ignore[no-untyped-def]  # kernel
+    """The number that `_ordered` gave."""
+    bits = (ordered ^ 0x80000000).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@_jit
+def _weigh(x, temperature, best, kth):  # type: ignore[no-untyped-def]  # kernel
+    """Each token's share of the likeliest one's probability, and its weight: 0 below the k-th."""
+    scaled = tl.div_rn(x, temperature)
+    shares = tl.exp(scaled - best)
+    weights = (shares * 1073741824.0).to(tl.int64)
+    return shares, tl.where(scaled >= kth, weights, 0)
+
+
+@_jit
+def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    """The largest bound, in order, that at least `k` tokens reach."""
+    bound = (k * 0).to(tl.uint32)
+    for turn in range(16):
+        step = (k * 0 + 1).to(tl.uint32) << (30 - 2 * turn)
+        one = tl.zeros([BLOCK], tl.int32)
+        two = tl.zeros([BLOCK], tl.int32)
+        three = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, VOCAB, BLOCK):
+            ordered = _ordered(_load(x_ptr, start, VOCAB, BLOCK))
+            one += (ordered >= bound + step).to(tl.int32)
+            two += (ordered >= bound + 2 * step).to(tl.int32)
+            three += (ordered >= bound + 3 * step).to(tl.int32)
+        reached = (tl.sum(one) >= k).to(tl.uint32) + (tl.sum(two) >= k).to(tl.uint32)
+        bound += (reached + (tl.sum(three) >= k).to(tl.uint32)) * step
+    return bound
+
+
+@_jit
+def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    """The largest bound, in order, above and at which the weights sum to at least `needed`."""
+    bound = (needed * 0).to(tl.uint32)
+    for turn in range(16):
+        step = (needed * 0 + 1).to(tl.uint32) << (30 - 2 * turn)
+        one = tl.zeros([BLOCK], tl.int64)
+        two = tl.zeros([BLOCK], tl.int64)
+        three = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, VOCAB, BLOCK):
+            x = _load(x_ptr, start, VOCAB, BLOCK)
+            ordered = _ordered(x)
+            _, weights = _weigh(x, temperature, best, kth)
+            one += tl.where(ordered >= bound + step, weights, 0)
+            two += tl.where(ordered >= bound + 2 * step, weights, 0)
+            three += tl.where(ordered >= bound + 3 * step, weights, 0)
+        reached = (tl.sum(one) >= needed).to(tl.uint32) + (tl.sum(two) >= needed).to(tl.uint32)
+        bound += (reached + (tl.sum(three) >= needed).to(tl.uint32)) * step
+    return bound
+
+
+@_jit
+def _kept(x, ties_before, temperature, best, kth, bound, ties, min_p):  # type: ignore[no-untyped-def]  # kernel
+    """The weights of what all filters keep: at the bound itself, its first `ties` tokens. And how many lie there."""
+    shares, weights = _weigh(x, temperature, best, kth)
+    ordered = _ordered(x)
+    at_bound = (ordered == bound).to(tl.int32)
+    in_nucleus = (ordered > bound) | ((at_bound > 0) & (ties_before + tl.cumsum(at_bound) <= ties))
+    return tl.where(in_nucleus & (shares >= min_p), weights, 0), tl.sum(at_bound)
+
+
+@_jit
+def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
+    x_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, stride_x,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    lane = tl.arange(0, BLOCK)
+    # The first of the largest, and whether all are numbers.
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.zeros([BLOCK], tl.int32)
+    defects = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        x = _load(x_ptr, start, VOCAB, BLOCK)
+        defects |= ((x != x) | (x == float("inf"))).to(tl.int32)
+        place = tl.where(x > largest, start + lane, place)
+        largest = tl.where(x > largest, x, largest)
+    top = tl.max(largest, 0)
+    first = tl.min(tl.where(largest == top, place, VOCAB), 0)
+    failure = tl.where(tl.max(defects, 0) > 0, -1, tl.where(top == float("-inf"), -3, 0))
+    temperature = tl.load(temperature_ptr + row)
+    if (failure < 0) | (temperature == 0.0):
+        tl.store(out_ptr + row, tl.where(failure < 0, failure, first).to(tl.int64))
+        return
+
+    best = tl.div_rn(top, temperature)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    kth = top * 0.0 - float("inf")
+    if top_k < VOCAB:
+        kth = tl.div_rn(_number(_kth_largest(x_ptr, top_k, VOCAB, BLOCK)), temperature)
+    bound = (top_k * 0).to(tl.uint32)
+    ties = top_k * 0 + VOCAB
+    if top_p < 1.0:
+        mass = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, VOCAB, BLOCK):
+            _, weights = _weigh(_load(x_ptr, start, VOCAB, BLOCK), temperature, best, kth)
+            mass += weights
+        needed = tl.ceil(top_p * tl.sum(mass).to(tl.float64)).to(tl.int64)
+        bound = _nucleus(x_ptr, needed, temperature, best, kth, VOCAB, BLOCK)
+        mass = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, VOCAB, BLOCK):
+            x = _load(x_ptr, start, VOCAB, BLOCK)
+            _, weights = _weigh(x, temperature, best, kth)
+            mass += tl.where(_ordered(x) > bound, weights, 0)
+        _, weight = _weigh(_number(bound), temperature, best, kth)
+        ties = ((needed - tl.sum(mass) + weight - 1) // tl.maximum(weight, 1)).to(tl.int32)
+
+    # What is kept lies side by side by id. Sums of the blocks tell in which of them the random number points.
+    blocks = tl.arange(0, BLOCKS)
+    sums = tl.zeros([BLOCKS], tl.int64)
+    seen = tl.zeros([BLOCKS], tl.int32)
+    ties_before = top_k * 0
+    for index in range(0, (VOCAB + BLOCK - 1) // BLOCK):
+        x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
+        weights, at_bound = _kept(x, ties_before, temperature, best, kth, bound, ties, min_p)
+        sums = tl.where(blocks == index, tl.sum(weights), sums)
+        seen = tl.where(blocks == index, ties_before, seen)
+        ties_before += at_bound
+    total = tl.sum(sums)
+    target = tl.minimum((tl.load(u_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
+    passed = tl.cumsum(sums) <= target
+    index = tl.sum((passed & (blocks < (VOCAB + BLOCK - 1) // BLOCK)).to(tl.int32))
+    target -= tl.sum(tl.where(passed, sums, 0))
+    ties_before = tl.sum(tl.where(blocks == index, seen, 0))
+    x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
+    weights, _ = _kept(x, ties_before, temperature, best, kth, bound, ties, min_p)
+    picked = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
+    tl.store(out_ptr + row, tl.minimum(picked, VOCAB - 1).to(tl.int64))
+
+
+# fmt: on
+
+
+def select(
+    x: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """`DeviceSelector.select`; `x` may have any floating dtype and a stride between its rows."""
+    rows, vocab = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(rows, dtype=torch.int64, device=x.device)
+    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # not annotated by torch
+        _select_kernel[(rows,)](
+            x, out, temperature, top_k, top_p, min_p, u, x.stride(0),
+            vocab, block, triton.next_power_of_2(triton.cdiv(vocab, block)), num_warps=8,
+        )  # fmt: skip
+    return out
