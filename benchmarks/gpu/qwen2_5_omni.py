@@ -103,9 +103,7 @@ def open_ours(model: Any, options: argparse.Namespace) -> Omni:
     wanted = {int(s["bos_token"]) for s in model.speaker_map.values()}
     wanted |= {config.tts_text_end_token_id, config.tts_text_pad_token_id}
     rows = {i: table[i].detach().clone() for i in wanted}
-    ar = ARBudget(
-        max_model_len=4096, compile=options.compile, graph_batch_sizes=(1, 2, 4, 8), max_running=8, kv_memory="8GiB"
-    )
+    ar = ARBudget(max_model_len=4096, compile=options.compile or "auto", kv_memory="8GiB")
     codec = CodecBudget(
         lookahead_blocks=options.lookahead, max_chunk_blocks=options.max_chunk, precision=options.precision
     )

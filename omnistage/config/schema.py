@@ -138,7 +138,15 @@ class ARBudget(ConfigModel):
     graph_batch_sizes: tuple[Count, ...] = Field(
         default=(1, 2, 4, 8, 16, 32, 64), description="Batch sizes to capture a graph for, ascending."
     )
-    compile: bool = Field(default=False, description="Compile the decode step: slower start, faster steps.")
+    compile: Literal["auto"] | bool = Field(
+        default="auto", description="Compile the layers: slower start, faster steps; auto: large models on CUDA."
+    )
+    merge_linears: Literal["auto"] | bool = Field(
+        default="auto", description="Compute layers over the same input as one product; auto: on CUDA."
+    )
+    run_ahead: Literal["auto"] | bool = Field(
+        default="auto", description="Launch a step before the last one's tokens are read; auto: on CUDA."
+    )
     prefill_chunk: Count | None = Field(
         default=None, description="Maximum prompt tokens of one request in a step; null: as many as the batch takes."
     )

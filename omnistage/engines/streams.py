@@ -31,10 +31,9 @@ class DeviceStream:
         if self.cuda is not None and tensor.is_cuda:
             tensor.record_stream(self.cuda)
 
-    def synchronize(self) -> None:
-        """Wait for all that was launched on it."""
-        if self.cuda is not None:
-            self.cuda.synchronize()
+    def mark(self) -> Download:
+        """What tells when all that was launched on it so far is done."""
+        return Download(stream=self.cuda)
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -50,18 +49,18 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Download:
-    """Tensors on their way to the host, behind what the current stream runs."""
+    """Tensors on their way to the host, behind what their stream runs: the current one, if none is given."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
         self._event: torch.cuda.Event | None = None
         self._copies = tensors
-        if any(tensor.is_cuda for tensor in tensors):  # pragma: no cover  (needs CUDA)
+        if stream is not None or any(tensor.is_cuda for tensor in tensors):  # pragma: no cover  (needs CUDA)
             self._copies = tuple(
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             )
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(stream)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Their copies, once they are there."""

@@ -310,14 +310,14 @@ def test_one_sequence_at_a_time_gives_the_same_as_a_batch(make_bench) -> None:
 def watch_logits(stage: ARStage, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """The logits that our sampler is given, step by step, by request id."""
     steps: dict[str, list[torch.Tensor]] = {}
-    sample = stage.runner.sampler.sample
+    launch = stage.runner.sampler.launch
 
     def watched(logits: torch.Tensor, keys: Sequence[str]) -> Any:
         for row, key in zip(logits.float().clone(), keys, strict=True):
-            steps.setdefault(key.rsplit("/", 1)[0], []).append(row)
-        return sample(logits, keys)
+            steps.setdefault(key.rsplit("/", 2)[0], []).append(row)
+        return launch(logits, keys)
 
-    monkeypatch.setattr(stage.runner.sampler, "sample", watched)
+    monkeypatch.setattr(stage.runner.sampler, "launch", watched)
     return steps
 
 

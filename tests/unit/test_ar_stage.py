@@ -39,8 +39,10 @@ from omnistage.core.types import (
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import block_bytes
+from omnistage.engines.ar.merged import merge_linears
 from omnistage.engines.ar.scheduler import ScheduledSequence
 from omnistage.engines.ar.stage import ARStage
+from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.processor import CausalLMProcessor
@@ -114,9 +116,18 @@ class Around(ARComponent):
         return torch.full((1, self.spec.embed_size), 0.25)
 
 
+RUN_AHEAD = False
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["plain", "ahead"])
+def _run_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs twice: tokens are read before the next step is launched, and after."""
+    monkeypatch.setattr(f"{__name__}.RUN_AHEAD", request.param)
+
+
 def make_stage(component: ARComponent, **budget: object) -> ARStage:
     """Only the newest stage of a component may step: the decoder holds one set of caches."""
-    options: dict[str, object] = {"kv_blocks": 64, "block_size": 8, **budget}
+    options: dict[str, object] = {"kv_blocks": 64, "block_size": 8, "run_ahead": RUN_AHEAD, **budget}
     return ARStage("thinker", component, ARBudget(**options))  # type: ignore[arg-type]
 
 
@@ -216,7 +227,7 @@ def test_a_request_gives_one_marker_then_a_token_a_chunk_and_one_end(model: Caus
     stage = make_stage(model)
     stage.submit(request("a", PROMPT, max_tokens=3))
     assert stage.has_work()
-    first = stage.step()
+    first = stage.step() + (stage.step() if RUN_AHEAD else [])
     assert [(c.payload is None, c.finish) for c in first] == [(True, None), (False, None)]
     payload = first[1].payload
     assert isinstance(payload, TokenChunk)
@@ -361,7 +372,8 @@ def test_an_aborted_request_gives_no_more_chunks_and_its_blocks_back(model: Caus
     answers = Answers()
     stage.submit(request("gone", PROMPT, n=2))
     stage.submit(request("stays", OTHER))
-    answers.take(stage.step())
+    for _ in range(1 + RUN_AHEAD):
+        answers.take(stage.step())
     before = {key: answer.chunks for key, answer in answers.items()}
     stage.abort("gone")
     stage.check_integrity()
@@ -732,7 +744,7 @@ def test_whatever_breaks_in_one_answer_s_update_ends_it_alone(
     inner = getattr(stage.scheduler, place)
 
     def broken(key: str, *rest: int) -> object:
-        if key == "a/0":
+        if key.startswith("a/0"):
             raise RuntimeError("a secret of the user")
         return inner(key, *rest)
 
@@ -762,7 +774,7 @@ def test_of_many_answers_those_that_wait_let_the_next_request_pass(model: Causal
 
 
 def test_stats_say_what_waits_runs_and_was_done(model: CausalLM) -> None:
-    stage = make_stage(model, max_running=1)
+    stage = make_stage(model, max_running=1, run_ahead=False)
     stage.submit(request("a", PROMPT, max_tokens=3))
     stage.submit(request("b", OTHER, max_tokens=1))
     assert (stage.stats().waiting, stage.stats().running) == (2, 0)
@@ -780,7 +792,7 @@ def test_stats_say_what_waits_runs_and_was_done(model: CausalLM) -> None:
 def test_the_integrity_check_finds_tables_that_disagree(model: CausalLM) -> None:
     stage = make_stage(model)
     stage.submit(request("a", PROMPT))
-    stage.runner.remove("a/0")
+    stage.runner.remove("a/0/1")
     with pytest.raises(StageError, match="different sequences"):
         stage.check_integrity()
 
@@ -1004,7 +1016,7 @@ def test_rows_know_where_media_stand(emitter: Around) -> None:
 def test_a_prompt_in_chunks_hands_its_rows_out_as_they_come(emitter: Around) -> None:
     stage = make_stage(emitter, prefill_chunk=16)
     stage.submit(request("a", LONG, emit=True))
-    chunks = [c for _ in range(3) for c in stage.step() if isinstance(c.payload, TokenChunk)]
+    chunks = [c for _ in range(3 + RUN_AHEAD) for c in stage.step() if isinstance(c.payload, TokenChunk)]
     sizes = [(c.payload.hidden_start, len(c.payload.token_ids)) for c in chunks if isinstance(c.payload, TokenChunk)]
     assert sizes == [(0, 0), (16, 0), (32, 1)]
     stage.abort("a")
@@ -1019,7 +1031,7 @@ def test_an_answer_whose_text_breaks_ends_alone(
     stage = make_stage(model)
     stage.submit(request("bad", PROMPT))
     stage.submit(request("good", OTHER))
-    broken = stage._answers["bad/0"].text
+    broken = next(a for key, a in stage._answers.items() if key.startswith("bad/")).text
 
     def push(token_id: int) -> str:
         raise kind("what the user said")
@@ -1069,3 +1081,85 @@ def test_where_tokens_are_codes_ignore_eos_never_samples_an_end_token(model: Cau
     answer = one(make_stage(component), PROMPT, ignore_eos=True, max_tokens=6)
     assert answer.finish is LENGTH
     assert not set(component.eos_token_ids) & set(answer.tokens)
+
+
+# -------------------------------------------------------------------------------------------- run ahead
+
+
+def test_a_step_is_launched_before_the_last_ones_tokens_are_read(model: CausalLM) -> None:
+    stage = make_stage(model, run_ahead=True)
+    stage.submit(request("a", PROMPT, max_tokens=3))
+    seen = []
+    while stage.has_work():
+        chunks = [c for c in stage.step() if c.payload is not None]
+        seen.append((stage.scheduler.steps, len(chunks)))
+    # Three steps are launched and read one after another, each read a step late; none is launched in vain.
+    assert seen == [(1, 0), (2, 1), (3, 1), (3, 1)]
+
+
+def test_a_request_that_takes_the_id_of_an_aborted_one_gets_none_of_its_tokens(model: CausalLM) -> None:
+    expected = one(make_stage(model), OTHER).tokens
+    stage = make_stage(model, run_ahead=True)
+    stage.submit(request("a", PROMPT))
+    stage.step()
+    stage.abort("a")
+    assert run(stage, request("a", OTHER))["a", 0].tokens == expected
+    assert all_free(stage)
+
+
+def test_an_end_that_is_noticed_late_gives_no_token_too_many(model: CausalLM) -> None:
+    whole = one(make_stage(model), PROMPT).tokens
+    stage = make_stage(model, run_ahead=True)
+    stopped = run(stage, request("a", PROMPT, stop_token_ids=(whole[3],)), request("b", OTHER, max_tokens=12))
+    assert stopped["a", 0].tokens == whole[: whole.index(whole[3]) + 1]
+    assert stopped["b", 0].tokens == one(make_stage(model), OTHER, max_tokens=12).tokens
+    assert all_free(stage)
+
+
+@pytest.mark.parametrize("call", ["launch", "read"])
+def test_a_step_that_fails_ends_its_own_requests_alone(
+    model: CausalLM, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(model, run_ahead=True)
+    stage.submit(request("a", PROMPT))
+    answers = Answers()
+    answers.take(stage.step())
+    monkeypatch.setattr(stage.runner, call, lambda *_: (_ for _ in ()).throw(ArithmeticError("broken")))
+    answers.take(stage.step())
+    monkeypatch.undo()
+    drain(stage, answers)
+    assert answers["a", 0].finish is ERROR
+    assert run(stage, request("b", OTHER))["b", 0].finish is LENGTH
+    assert all_free(stage)
+
+
+# ----------------------------------------------------------------------------------------- merged layers
+
+
+def test_layers_over_the_same_input_are_one_product_with_the_same_tokens(folder: Path, model: CausalLM) -> None:
+    expected = one(make_stage(model, merge_linears=False), PROMPT).tokens
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    groups = merge_linears(plain.get_decoder())
+    assert groups == 2 * model.spec.num_layers
+    assert merge_linears(plain.get_decoder()) == 0, "once"
+    ids = torch.tensor([PROMPT])
+    tokens = plain.generate(ids, max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert tokens == expected[: len(tokens)]
+
+
+def test_a_merged_layer_asked_alone_or_out_of_turn_gives_its_own_output() -> None:
+    parent = torch.nn.Module()
+    for name, size in (("q_proj", 6), ("k_proj", 2), ("v_proj", 2)):
+        setattr(parent, name, torch.nn.Linear(4, size))
+    layers = [parent.q_proj, parent.k_proj, parent.v_proj]
+    assert merge_linears(parent) == 1
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    for index, given in ((2, x), (0, x), (1, y), (1, x), (0, y), (2, y)):
+        merged = (parent.q_proj, parent.k_proj, parent.v_proj)[index]
+        torch.testing.assert_close(merged(given), layers[index](given))
+
+
+def test_layers_that_differ_are_not_merged() -> None:
+    parent = torch.nn.Module()
+    parent.gate_proj, parent.up_proj = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6, bias=False)
+    assert merge_linears(parent) == 0

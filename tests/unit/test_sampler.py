@@ -25,10 +25,10 @@ from transformers.generation.logits_process import (
 
 from omnistage.core.errors import InternalError, InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams, StructuredOutput
-from omnistage.engines.ar.sampling.processors import mix, uniform, uniforms
-from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
+from omnistage.engines.ar.sampling.processors import mix, uniform, uniforms
+from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 
 from omnistage.core.errors import StageError
 from omnistage.core.params import SamplingParams
-from omnistage.engines.ar.sampling.sampler import Sampler
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
+from omnistage.engines.ar.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -26,6 +26,8 @@ class Simulated:
 
     state: SequenceState
     limit: int
+    tokens: list[int]
+    """Those that the scheduler knows, and after them the one that nobody has read yet."""
     media: dict[int, bytes] = field(default_factory=dict)
     generated: int = 0
     started: int = 0
@@ -39,7 +41,7 @@ class Simulated:
         for index in range(upto):
             side = index - self.prompt if self.state.side_rows is not None and index >= self.prompt else None
             salt = self.state.key if not self.state.cacheable else None
-            known = hash((known, self.state.token_ids[index], self.media.get(index), side, salt))
+            known = hash((known, self.tokens[index], self.media.get(index), side, salt))
             values.append(known)
         return values
 
@@ -57,7 +59,12 @@ class Simulator:
         chunk: int | None = None,
         max_running: int = 4,
         ageing: int = 64,
+        ahead: bool = False,
     ) -> None:
+        """`ahead`: the tokens of a step are read after the next one was scheduled."""
+        self.ahead = ahead
+        self.running: tuple[SchedulerOutput, dict[str, Simulated]] | None = None
+        """The step whose tokens have not been read."""
         self.pool = BlockPool(blocks, size, prefix_caching=caching)
         self.budget, self.chunk, self.max_running = budget, chunk or budget, max_running
         self.scheduler = Scheduler(
@@ -82,6 +89,7 @@ class Simulator:
         side_rows: int | None = None,
         media: dict[int, bytes] | None = None,
         cacheable: bool = True,
+        runs_ahead: bool = True,
     ) -> None:
         media = media or {}
 
@@ -96,9 +104,11 @@ class Simulator:
             side_rows=None if side_rows is None else float(side_rows),
             media_keys=media_keys if media else None,
             cacheable=cacheable and side_rows is None,
+            max_length=len(prompt) + limit,
+            ahead=runs_ahead,
         )
         self.scheduler.add(state, priority)
-        self.live[key] = Simulated(state, limit, media, prompt=len(prompt))
+        self.live[key] = Simulated(state, limit, list(prompt), media, prompt=len(prompt))
 
     def feed(self, key: str, rows: int, *, final: bool = False) -> None:
         self.scheduler.feed(key, rows, final=final)
@@ -110,17 +120,29 @@ class Simulator:
     def step(self) -> SchedulerOutput:
         had_work = self.scheduler.has_work()
         any_starved = any(not s.state.pending for s in self.live.values())
+        ready = {key: self._ready(sim) for key, sim in self.live.items()}
         output = self.scheduler.schedule()
-        self._check_plan(output)
+        self._check_plan(output, ready)
         if had_work and not any_starved:
             assert output.batch, "there was work that nothing stood in the way of, and no batch came"
         self._compute(output)
-        self.scheduler.commit(output)
-        self._sample(output)
+        earlier, self.running = self.running, (output, dict(self.live))
+        if not self.ahead:
+            self._read(*self.running)
+            self.running = None
+        elif earlier is not None:
+            self._read(*earlier)
         self.scheduler.check()
         return output
 
-    def _check_plan(self, output: SchedulerOutput) -> None:
+    @staticmethod
+    def _ready(mine: Simulated) -> int:
+        """How many of its tokens may be computed: all that are known, as far as their rows have come."""
+        rows = mine.state.side_rows
+        known = mine.state.token_ids if mine.state.unread and not mine.state.ahead else mine.tokens
+        return len(known) if rows is None else int(min(len(known), mine.prompt + rows))
+
+    def _check_plan(self, output: SchedulerOutput, ready: dict[str, int]) -> None:
         keys = [item.key for item in output.batch]
         assert len(set(keys)) == len(keys)
         assert not set(keys) & set(output.preempted), "a preempted sequence is in the batch"
@@ -140,8 +162,9 @@ class Simulator:
                 assert item.start % self.pool.block_size == 0
                 mine.computed = item.start
             assert item.start == mine.computed, "the range does not begin where the computed part ends"
-            assert item.count <= mine.state.pending, "scheduled past what is ready"
-            assert item.sample == (item.start + item.count == len(mine.state.token_ids))
+            assert item.start + item.count <= ready[item.key], "scheduled past what is ready"
+            assert item.sample == (item.start + item.count == len(mine.tokens))
+            assert len(mine.tokens) < mine.prompt + mine.limit, "a token too many is sampled"
             assert len(item.blocks) == self.pool.blocks_for(item.start + item.count)
 
     def _compute(self, output: SchedulerOutput) -> None:
@@ -156,25 +179,32 @@ class Simulator:
             end = item.start + item.count
             seen = [self.slots[item.blocks[index // size], index % size] for index in range(end)]
             assert seen == self.live[item.key].content(end), f"{item.key} reads what is not its own content"
+            if item.sample:
+                self.live[item.key].tokens.append(seen[-1] % VOCABULARY)
 
-    def _sample(self, output: SchedulerOutput) -> None:
+    def _read(self, output: SchedulerOutput, sequences: dict[str, Simulated]) -> None:
+        self.scheduler.commit(output)
         for item in output.batch:
-            if not item.sample:
+            mine = sequences[item.key]
+            if not item.sample or self.live.get(item.key) is not mine:
                 continue
-            mine = self.live[item.key]
             mine.generated += 1
             if mine.generated >= mine.limit:
                 self.finished[item.key] = mine.state.token_ids
                 self.abort(item.key)
             else:
-                self.scheduler.append(item.key, mine.content(len(mine.state.token_ids))[-1] % VOCABULARY)
+                self.scheduler.append(item.key, mine.tokens[mine.prompt + mine.generated - 1])
 
     def drain(self, most: int = 3000) -> int:
         """Step until nothing is runnable; how many steps it took."""
         for count in range(most):
-            if not self.scheduler.has_work():
+            if not self.scheduler.has_work() and self.running is None:
                 return count
-            self.step()
+            if self.scheduler.has_work():
+                self.step()
+            elif self.running is not None:
+                earlier, self.running = self.running, None
+                self._read(*earlier)
         raise AssertionError(f"not done after {most} steps; still there: {sorted(self.live)}")
 
 
@@ -459,6 +489,50 @@ def test_a_running_sequence_that_grows_takes_the_blocks_of_the_worst_ranked() ->
     assert batch(output) == [("a", 2, 1, True)]
 
 
+# -------------------------------------------------------------------------------------------- run ahead
+
+
+def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_read() -> None:
+    sim = Simulator(ahead=True)
+    sim.add("a", [0, 1, 0], limit=3)
+    assert [batch(sim.step()) for _ in range(3)] == [[("a", 0, 3, True)], [("a", 3, 1, True)], [("a", 4, 1, True)]]
+    assert not sim.scheduler.has_work(), "its last token is being sampled"
+    assert sim.scheduler.counts() == (0, 1, 0), "and it is not starved"
+    sim.drain()
+    assert len(sim.finished["a"]) == 3 + 2
+
+
+def test_a_sequence_that_does_not_run_ahead_is_left_out_until_its_token_is_read() -> None:
+    sim = Simulator(ahead=True)
+    sim.add("ahead", [0, 1], limit=4)
+    sim.add("behind", [1, 1], limit=4, runs_ahead=False)
+    keys = [[item.key for item in sim.step().batch] for _ in range(4)]
+    assert keys == [["ahead", "behind"], ["ahead"], ["ahead", "behind"], ["ahead"]]
+
+
+@pytest.mark.parametrize("blocks", [5, 64])
+def test_reading_late_changes_nothing_that_is_generated(blocks: int) -> None:
+    def outputs(ahead: bool) -> dict[str, list[int]]:
+        sim = Simulator(blocks=blocks, size=2, ahead=ahead)
+        for number in range(4):
+            sim.add(str(number), [number % 2] * (number + 1), limit=5, runs_ahead=number != 2)
+        sim.drain()
+        return sim.finished
+
+    assert outputs(ahead=True) == outputs(ahead=False)
+
+
+def test_a_sequence_preempted_before_its_token_is_read_comes_back_with_it() -> None:
+    sim = Simulator(blocks=4, size=2, caching=False, ahead=True)
+    sim.add("a", [0] * 4, limit=4)
+    sim.add("b", [1] * 4, limit=4)
+    sim.step()
+    assert sim.step().preempted == ("b",)
+    assert sim.live["b"].state.token_ids == sim.live["b"].tokens, "it was read all the same"
+    sim.drain()
+    assert [len(sim.finished[key]) for key in "ab"] == [7, 7]
+
+
 # ----------------------------------------------------------------------------------------- prefix reuse
 
 
@@ -681,9 +755,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.none() | st.integers(1, 6),
         max_running=st.integers(1, 4),
         ageing=st.integers(1, 6),
+        ahead=st.booleans(),
     )
     def start(
-        self, blocks: int, size: int, caching: bool, budget: int, chunk: int | None, max_running: int, ageing: int
+        self,
+        blocks: int,
+        size: int,
+        caching: bool,
+        budget: int,
+        chunk: int | None,
+        max_running: int,
+        ageing: int,
+        ahead: bool,
     ) -> None:
         self.sim = Simulator(
             blocks=blocks,
@@ -693,6 +776,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk=chunk,
             max_running=max_running,
             ageing=ageing,
+            ahead=ahead,
         )
         self.added = 0
         self.aborted: set[str] = set()
@@ -704,6 +788,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         side_rows=st.none() | st.integers(0, 2),
         media=st.dictionaries(st.integers(0, 4), st.sampled_from([b"cat", b"dog"]), max_size=2),
         cacheable=st.booleans(),
+        runs_ahead=st.booleans(),
     )
     def add(
         self,
@@ -713,6 +798,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         side_rows: int | None,
         media: dict[int, bytes],
         cacheable: bool,
+        runs_ahead: bool,
     ) -> None:
         prompt = prompt[: self.sim.room]
         limit = min(limit, self.sim.room - len(prompt) + 1)  # the last token is never computed
@@ -725,6 +811,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             side_rows=side_rows,
             media={i: key for i, key in media.items() if i < len(prompt)},
             cacheable=cacheable,
+            runs_ahead=runs_ahead,
         )
 
     @precondition(lambda self: self.sim.live)

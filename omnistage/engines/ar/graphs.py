@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.rows import SequenceRows
+from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.scheduler import ScheduledSequence
 
 if TYPE_CHECKING:
@@ -33,12 +33,10 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         spec, device = component.spec, component.device
         self.size = size
         dims = spec.position_dims
-        self.longs_host = torch.zeros(size * (2 + dims), dtype=torch.int64, pin_memory=True)
-        self.longs = torch.zeros_like(self.longs_host, device=device)
-        self.longs_host[size : 2 * size] = -1
-        self.longs.copy_(self.longs_host)
-        ids, slots = self.longs[:size], self.longs[size : 2 * size]
-        positions = self.longs[2 * size :].view(dims, size)
+        self.longs = torch.zeros(size * (3 + dims), dtype=torch.int64, device=device)
+        self.longs[size : 3 * size] = -1
+        ids, slots, sources = self.longs[: 3 * size].view(3, size)
+        positions = self.longs[3 * size :].view(dims, size)
         self.side = (
             torch.zeros(size, spec.embed_size, dtype=component.dtype, device=device) if spec.side_input else None
         )
@@ -50,7 +48,9 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
         def step() -> tuple[torch.Tensor, torch.Tensor | None]:
-            embeds = component.embed(ids)
+            # A token that nobody has read yet is where the last step left it; one that failed is never read.
+            tokens = torch.where(sources < 0, ids, runner.last_ids[sources.clamp(min=0)]).clamp(min=0)
+            embeds = component.embed(tokens)
             if self.side is not None:
                 embeds = embeds + self.side
             hidden = component.forward(embeds, positions, paged)
@@ -105,9 +105,6 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
             logits.append(captured.logits[: len(part)].clone() if more else captured.logits[: len(part)])
             if captured.rows is not None:
                 emitted.append(captured.rows[: len(part)].clone())
-            if more:
-                # The next part refills the same pinned buffers, which this one's copies may still be reading.
-                torch.cuda.current_stream().synchronize()
         if len(logits) == 1:
             return logits[0], emitted[0] if emitted else None
         return torch.cat(logits), torch.cat(emitted) if emitted else None
@@ -118,13 +115,20 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         size = next(s for s in self._sizes if s >= count)
         length = next(n for n in self._lengths if n >= longest)
         captured = self._get(size, length)
-        longs = captured.longs_host.numpy()
-        longs[size : 2 * size] = -1
+        # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
+        host = torch.empty(captured.longs.shape, dtype=torch.int64, pin_memory=True)
+        longs = host.numpy()
+        longs[count:size] = 0
+        longs[size : 3 * size] = -1
+        longs[3 * size :] = 0
         for i, (item, row) in enumerate(zip(part, rows, strict=True)):
-            longs[i] = row.tokens[item.start]
+            token = row.tokens[item.start]
+            longs[i] = token
             longs[size + i] = row.slots[item.start]
-            longs[2 * size + i :: size] = row.position(item.start)
-        captured.longs.copy_(captured.longs_host, non_blocking=True)
+            if token == UNREAD:
+                longs[2 * size + i] = row.sampled_row
+            longs[3 * size + i :: size] = row.position(item.start)
+        captured.longs.copy_(host, non_blocking=True)
         captured.attention.fill([item.start + 1 for item in part], [row.table for row in rows])
         if captured.side is not None:
             torch.stack(

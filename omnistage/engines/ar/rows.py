@@ -13,6 +13,8 @@ from omnistage.core.types import ARInput
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
+UNREAD = -1
+"""In place of a token id: the device is sampling it, or has sampled it and nobody has read it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,8 @@ class SequenceRows:
     side_count: int = 0
     side_final: bool = False
     emitted: int = 0
+    sampled_row: int = 0
+    """Where its unread token stands among those that the last step samples."""
     slots: np.ndarray = field(default_factory=lambda: _EMPTY_SLOTS)
     table: np.ndarray = field(default_factory=lambda: _EMPTY_TABLE)
 
@@ -63,6 +67,7 @@ class SequenceRows:
         )
 
     def append(self, token_id: int) -> None:
+        """A token was sampled, or is being sampled (`UNREAD`)."""
         if self.length == len(self.tokens):
             self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
         self.tokens[self.length] = token_id

@@ -19,13 +19,11 @@ from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
-from omnistage.engines.ar.rows import SequenceRows
-from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
+from omnistage.engines.ar.rows import UNREAD, SequenceRows
+from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.byte_cache import ByteCache
-from omnistage.engines.streams import DeviceStream
-
-_HOST_VOCABULARY = 16384
+from omnistage.engines.streams import DeviceStream, Download, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,20 @@ class RunnerOutput:
     """Sampled, and their next mask may take long."""
 
 
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that the device may still be computing."""
+
+    plan: SchedulerOutput
+    result: RunnerOutput
+    """What of it is known already."""
+    done: Download | None = None
+    """Set where nothing is sampled."""
+    tokens: PendingTokens | None = None
+    sampled: list[tuple[str, SequenceRows, int]] = field(default_factory=list)
+    """Which sequences get a token, and where in them it will stand."""
+
+
 class Runner:
     """Owns the KV tensors, the sequences' rows and the sampler of one stage."""
 
@@ -61,9 +73,12 @@ class Runner:
         num_blocks: int,
         block_size: int,
         max_length: int,
+        max_batch: int,
         encoder_cache_bytes: int,
         graph_batch_sizes: Sequence[int] = (),
+        run_ahead: bool = False,
     ) -> None:
+        """`run_ahead`: steps are launched before the tokens of those before them are read."""
         spec = component.spec
         self.component = component
         self.backend = backend
@@ -84,14 +99,15 @@ class Runner:
             if spec.emit_size
             else None
         )
-        # Sampling is many small operations. For a small vocabulary one copy to the host is cheaper than launching them.
-        self._sampling_device = device if spec.vocab_size > _HOST_VOCABULARY else torch.device("cpu")
         self.sampler = Sampler(
             spec.vocab_size,
-            self._sampling_device,
+            device,
             tokenizer=component.tokenizer,
             eos_token_ids=component.eos_token_ids,
+            on_host=device.type == "cpu" and not run_ahead,
         )
+        self.last_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        """The tokens that the last step sampled, in its order: the next one may begin before they are read."""
         self._rows: dict[str, SequenceRows] = {}
         self.graphs: DecodeGraphs | None = None
         if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
@@ -135,57 +151,76 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------- stepping
 
-    def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Compute the batch, sample where asked, gather hidden rows. Device work is complete on return."""
-        result = RunnerOutput()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begin with a step. Nothing waits for the device, unless media have to be encoded."""
+        step = LaunchedStep(output, RunnerOutput())
         logits: torch.Tensor | None
         with self._stream.use():
             for key in output.preempted:
                 if key in self._rows:
                     self._rows[key].forget_blocks()
-            batch = []
-            for item in output.batch:
-                rows = self._rows.get(item.key)
-                if rows is None:
-                    raise InternalError(f"sequence {item.key!r} was scheduled but never added")
-                if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
-                    try:
-                        rows.media_rows = self._encode_media(rows)
-                    except BaseException as error:  # the boundary of one request's media: it ends this sequence alone
-                        result.failed[item.key] = stage_failure(error, "the media encoder")
-                        continue
-                if len(item.blocks) > len(rows.table):
-                    rows.sync_blocks(item.blocks, self.block_size)
-                batch.append(item)
+            batch = self._open_batch(output, step.result)
             if not batch:
-                return result
+                return step
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
                 logits, emitted = self.graphs.run(batch, self._rows)
                 sampling = batch
             else:
                 logits, emitted, sampling = self._forward(batch)
             if emitted is not None:
-                self._gather_hidden(batch, emitted, result)
-            if logits is None:
-                self._stream.synchronize()
-                return result
-            if logits.device != self._sampling_device:
-                logits = logits.float().to(self._sampling_device)
-            keys = [item.key for item in sampling]
-            result.late = self.sampler.late(keys)  # on a device, the forward pass runs meanwhile
-            if result.late:
-                on_time = [row for row, key in enumerate(keys) if key not in result.late]
-                keys = [keys[row] for row in on_time]
-                logits = logits[torch.tensor(on_time, dtype=torch.int64, device=logits.device)]
-            if not keys:  # nothing is read from the device below
-                self._stream.synchronize()
-                return result
-            for key, sampled in zip(keys, self.sampler.sample(logits, keys), strict=True):
+                self._gather_hidden(batch, emitted, step.result)
+            if logits is not None:
+                self._sample(step, logits, [item.key for item in sampling])
+            if step.tokens is None:
+                step.done = self._stream.mark()
+        return step
+
+    def read(self, step: LaunchedStep) -> RunnerOutput:
+        """What a step gave, once it is there. Steps are read in the order in which they were launched."""
+        result = step.result
+        if step.done is not None:
+            step.done.wait()
+        if step.tokens is not None:
+            for (key, rows, place), sampled in zip(step.sampled, step.tokens.read(), strict=True):
                 result.sampled[key] = sampled
-                if sampled.error is None:
-                    self._rows[key].append(sampled.token_id)
-            result.slow = self.sampler.slow(keys)
+                rows.tokens[place] = sampled.token_id
+            result.slow = self.sampler.slow([key for key, _, _ in step.sampled])
         return result
+
+    def _open_batch(self, output: SchedulerOutput, result: RunnerOutput) -> list[ScheduledSequence]:
+        """Those of a plan that can run: their media are encoded, their blocks known."""
+        batch = []
+        for item in output.batch:
+            rows = self._rows.get(item.key)
+            if rows is None:
+                raise InternalError(f"sequence {item.key!r} was scheduled but never added")
+            if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
+                try:
+                    rows.media_rows = self._encode_media(rows)
+                except BaseException as error:  # the boundary of one request's media: it ends this sequence alone
+                    result.failed[item.key] = stage_failure(error, "the media encoder")
+                    continue
+            if len(item.blocks) > len(rows.table):
+                rows.sync_blocks(item.blocks, self.block_size)
+            batch.append(item)
+        return batch
+
+    def _sample(self, step: LaunchedStep, logits: torch.Tensor, keys: list[str]) -> None:
+        step.result.late = self.sampler.late(keys)  # on a device, the forward pass runs meanwhile
+        if step.result.late:
+            on_time = [row for row, key in enumerate(keys) if key not in step.result.late]
+            keys = [keys[row] for row in on_time]
+            logits = logits[upload(np.array(on_time, dtype=np.int64), logits.device)]
+        if not keys:
+            return
+        step.tokens = self.sampler.launch(logits, keys)
+        if step.tokens.ids is not None:
+            self.last_ids[: len(keys)] = step.tokens.ids
+        for row, key in enumerate(keys):
+            rows = self._rows[key]
+            step.sampled.append((key, rows, rows.length))
+            rows.append(UNREAD)
+            rows.sampled_row = row
 
     def _forward(
         self, batch: Sequence[ScheduledSequence]
@@ -198,10 +233,13 @@ class Runner:
         positions = np.empty((component.spec.position_dims, total), dtype=np.int64)
         sequences = [self._rows[item.key] for item in batch]
         offset, has_rows = 0, False
+        unread: list[tuple[int, int]] = []
         for item, rows in zip(batch, sequences, strict=True):
             start, count = item.start, item.count
             if count == 1 and start >= rows.prompt_length:  # numbers are several times faster than slices
                 ids[offset] = rows.tokens[start]
+                if ids[offset] == UNREAD:
+                    unread.append((offset, rows.sampled_row))
                 slots[offset] = rows.slots[start]
                 positions[:, offset] = rows.position(start)
             else:
@@ -210,8 +248,12 @@ class Runner:
                 rows.fill_positions(positions[:, offset : offset + count], start, start + count)
             has_rows = has_rows or start < rows.prompt_length or rows.payload.streaming
             offset += count
-        packed = torch.from_numpy(np.concatenate((ids, slots, positions.reshape(-1)))).to(device)
+        packed = upload(np.concatenate((ids, slots, positions.reshape(-1))), device)
         slot_mapping = packed[total : 2 * total]
+        if unread:
+            places = upload(np.array(unread).T.copy(), device)
+            # A row that could not be sampled ends with its step; until then any token will do.
+            packed[places[0]] = self.last_ids[places[1]].clamp(min=0)
         embeds = component.embed(packed[:total])
         media = torch.zeros(total, 1, dtype=torch.bool, device=device) if self.emit_pool is not None else None
         if has_rows:
@@ -234,7 +276,7 @@ class Runner:
         if len(sampling) != total:
             ends = np.cumsum([item.count for item in batch]) - 1
             last = [int(e) for e, item in zip(ends, batch, strict=True) if item.sample]
-            hidden = hidden.index_select(0, torch.tensor(last, device=device))
+            hidden = hidden.index_select(0, upload(np.array(last), device))
         return component.logits(hidden), emitted, sampling
 
     def _fill_embeds(
@@ -250,7 +292,7 @@ class Runner:
             if rows.media_rows is not None and item.start < prompt_end:
                 low, high = np.searchsorted(rows.media_index, (item.start, end))
                 if high > low:
-                    where = torch.from_numpy(rows.media_index[low:high] - item.start + offset).to(embeds.device)
+                    where = upload(rows.media_index[low:high] - item.start + offset, embeds.device)
                     embeds[where] = rows.media_rows[low:high]
                     if media is not None:
                         media[where] = True
@@ -281,7 +323,7 @@ class Runner:
             parts.append(encoded)
         order = np.argsort(np.concatenate([s.positions.cpu().numpy() for s in rows.payload.media]), kind="stable")
         joined = torch.cat(parts)
-        return joined.index_select(0, torch.from_numpy(order).to(joined.device))
+        return joined.index_select(0, upload(order, joined.device))
 
     def _gather_hidden(self, batch: Sequence[ScheduledSequence], step_rows: torch.Tensor, result: RunnerOutput) -> None:
         """Rows not handed out yet: this step's, and before them those of a reused prefix."""
@@ -294,7 +336,7 @@ class Runner:
                 if rows.emitted < item.start:
                     if self.emit_pool is None:
                         raise InternalError("this component emits no rows")
-                    pooled = torch.from_numpy(rows.slots[rows.emitted : item.start]).to(self.emit_pool.device)
+                    pooled = upload(rows.slots[rows.emitted : item.start], self.emit_pool.device)
                     new = torch.cat((self.emit_pool.index_select(0, pooled), new))
                 result.hidden[item.key] = HiddenRows(new, rows.emitted)
                 rows.emitted = end

@@ -5,6 +5,9 @@ budget. All requests stand in one strict order, their rank: priority plus the ti
 up for priority and nothing starves. When blocks run out, the worst-ranked running request gives its blocks back and
 is recomputed later. Since ranks never change, two requests cannot evict each other in turn, and the best-ranked
 running request always moves. A waiting one may evict worse-ranked ones that have no place in the step yet.
+
+`schedule` counts a batch as computed at once, so that the next one can be scheduled before its tokens are read: a
+sequence that runs `ahead` goes on from a token that only the device knows yet.
 """
 
 from __future__ import annotations
@@ -34,7 +37,14 @@ class SequenceState:
     """Digests of the media overlapping tokens [start, end), with their offset; None: no media."""
     cacheable: bool = True
     """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
+    max_length: float = float("inf")
+    """It ends with this many tokens, if not before."""
+    ahead: bool = True
+    """Whether its next token may be computed before the last one is read."""
+    unread: int = 0
+    """Tokens that were sampled, or are being sampled, and have not been read."""
     computed: int = 0
+    """Tokens that have been scheduled, and so will be there for the next step."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     running: bool = False
@@ -47,8 +57,12 @@ class SequenceState:
 
     @property
     def pending(self) -> int:
-        """How many tokens could be computed now; 0: it is starved (it waits for its upstream) or held."""
+        """How many tokens could be computed now; 0: it waits for its upstream, for a token to be read, or is held."""
         known = len(self.token_ids) - self.held
+        if self.unread:
+            known += self.unread
+            if not self.ahead or not self.running or known >= self.max_length:
+                return 0
         if self.side_rows is not None:
             known = int(min(known, self.prompt_length + self.side_rows))
         return max(known - self.computed, 0)
@@ -148,8 +162,10 @@ class Scheduler:
         self._stalled = False
 
     def append(self, key: str, token_id: int) -> None:
-        """A token was sampled."""
-        self._sequences[key].token_ids.append(token_id)
+        """A sampled token was read."""
+        state = self._sequences[key]
+        state.token_ids.append(token_id)
+        state.unread -= 1
 
     def cached(self, key: str) -> int:
         """Tokens of a sequence that were found computed when it was first admitted."""
@@ -162,7 +178,7 @@ class Scheduler:
         return not self._stalled and any(s.pending for s in (*self._running, *self._waiting))
 
     def schedule(self) -> SchedulerOutput:
-        """The next batch, blocks allocated. Call `commit` once it has run."""
+        """The next batch, blocks allocated. Call `commit` once it has run, batches in order."""
         self.steps += 1
         batch: list[ScheduledSequence] = []
         started: list[str] = []
@@ -177,7 +193,7 @@ class Scheduler:
             end = state.computed + count
             if end > len(state.blocks) * block_size and not self._grow(state, end, preempted):
                 continue
-            batch.append(ScheduledSequence(state.key, state.computed, count, end == len(state.token_ids), state.blocks))
+            batch.append(self._advance(state, count))
             budget -= count
         if self._waiting:
             self._admit(batch, started, preempted, budget)
@@ -185,21 +201,29 @@ class Scheduler:
         return SchedulerOutput(tuple(batch), tuple(started), tuple(preempted))
 
     def commit(self, output: SchedulerOutput, unsampled: Collection[str] = ()) -> None:
-        """The batch was computed: advance the counters and publish blocks that became full.
+        """The batch was computed: publish blocks that became full.
 
         The last token of those that could not be sampled counts as not computed: it will run again.
         """
         size = self.pool.block_size
+        if output.batch:
+            self._stalled = False
         for item in output.batch:
             self.tokens += item.count
             state = self._sequences.get(item.key)
             if state is None:
                 continue
-            state.computed = item.start + item.count - (item.key in unsampled)
-            full = state.computed // size
-            if state.cacheable and full > item.start // size:
-                state.extend_hashes(size, full * size)
-                for index in range(item.start // size, full):
+            end = item.start + item.count
+            if item.key in unsampled:
+                state.unread -= 1
+                end -= 1
+            if not state.running:  # preempted since it was scheduled
+                continue
+            if item.key in unsampled:
+                state.computed = end
+            if state.cacheable and end // size > item.start // size:
+                state.extend_hashes(size, end)
+                for index in range(item.start // size, end // size):
                     self.pool.publish(state.blocks[index], state.hashes[index])
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -233,8 +257,17 @@ class Scheduler:
                 state.started = True
                 state.cached = state.computed
                 started.append(state.key)
-            batch.append(ScheduledSequence(state.key, state.computed, count, end == len(state.token_ids), state.blocks))
+            batch.append(self._advance(state, count))
             budget -= count
+
+    @staticmethod
+    def _advance(state: SequenceState, count: int) -> ScheduledSequence:
+        """Count `count` more tokens of a sequence as computed."""
+        start = state.computed
+        state.computed += count
+        sample = state.computed == len(state.token_ids) + state.unread
+        state.unread += sample
+        return ScheduledSequence(state.key, start, count, sample, state.blocks)
 
     def _reuse_prefix(self, state: SequenceState) -> list[int]:
         """Start from blocks that hold the sequence's prefix already. The last token is always computed."""
@@ -293,7 +326,7 @@ class Scheduler:
 
     def counts(self) -> tuple[int, int, int]:
         """(waiting, running, starved)."""
-        starved = sum(1 for s in list(self._running) if not s.pending)
+        starved = sum(1 for s in list(self._running) if not s.pending and not s.unread)
         return len(self._waiting), len(self._running), starved
 
     def keys(self) -> list[str]:

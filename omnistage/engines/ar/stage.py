@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import (
     CapacityError,
-    InvalidRequestError,
     LimitExceededError,
     OmniError,
     PromptTooLongError,
@@ -33,9 +30,12 @@ from omnistage.core.types import (
 )
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
+from omnistage.engines.ar.compiling import compile_layers, worth_compiling
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import max_length_of, plan_blocks
-from omnistage.engines.ar.runner import Runner, RunnerOutput
+from omnistage.engines.ar.merged import merge_linears
+from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
@@ -84,9 +84,12 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             ageing_steps=budget.ageing_steps,
             prefill_chunk=budget.prefill_chunk,
         )
-        if budget.compile:
-            for layer in component.decoder.layers:  # type: ignore[union-attr]
-                layer.compile(dynamic=True)
+        on_cuda = component.device.type == "cuda"
+        if on_cuda if budget.merge_linears == "auto" else budget.merge_linears:
+            merge_linears(component.decoder)
+        if worth_compiling(component.decoder) if budget.compile == "auto" else budget.compile:
+            compile_layers(component.decoder)
+        self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(
             component,
             make_backend(budget.attention, component.device),
@@ -94,9 +97,14 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             num_blocks=num_blocks,
             block_size=budget.block_size,
             max_length=self.max_length,
+            max_batch=budget.max_running,
+            run_ahead=self._run_ahead,
             encoder_cache_bytes=budget.encoder_cache,
             graph_batch_sizes=budget.graph_batch_sizes if budget.cuda_graphs else (),
         )
+        self._launched: LaunchedStep | None = None
+        """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""
+        self._serial = 0
         self._answers: dict[str, _Answer] = {}
         self._requests: dict[str, list[str]] = {}
         self._held: dict[str, GrammarState] = {}
@@ -104,13 +112,20 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._late_masks = 0
 
     def warm_up(self) -> None:
-        key, length = "warm-up", min(self._budget.max_batch_tokens, self.max_length - 1)
-        params = SamplingParams(max_tokens=1)
+        longest = min(self._budget.max_batch_tokens, self.max_length - 1)
+        filtered = SamplingParams(
+            max_tokens=1, top_k=2, top_p=0.5, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}
+        )
+        # The first needs the most memory; the second loads the kernels that only some requests use.
+        for length, params in ((longest, SamplingParams(max_tokens=1)), (1, filtered)):
+            self._run_alone("warm-up", length, params)
+
+    def _run_alone(self, key: str, length: int, params: SamplingParams) -> None:
         self.runner.add(key, ARInput((0,) * length), params, capacity=length + 1, emit=False)
         state = SequenceState(key=key, rank=0.0, token_ids=[0] * length, prompt_length=length, cacheable=False)
         self.scheduler.add(state, 0)
         try:
-            self.runner.execute(self.scheduler.schedule())
+            self.runner.read(self.runner.launch(self.scheduler.schedule()))
         finally:
             self._forget(key)
 
@@ -118,7 +133,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
 
     def _check(self, info: RequestInfo, params: SamplingParams, payload: ARInput) -> None:
         self.component.check(info, payload)
-        _check_payload(payload, self.component)
+        check_payload(payload, self.component)
         length = len(payload.token_ids)
         if length >= self.max_length:
             raise PromptTooLongError(
@@ -166,7 +181,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     def _add(self, stage_input: StageInput, params: SamplingParams, payload: ARInput) -> None:
         request_id, params = stage_input.info.request_id, self._effective(params)
         seed = payload.seed if params.seed is None else params.seed
-        keys = [f"{request_id}/{index}" for index in range(params.n)]
+        # A key is never used again: the last step of a request that was aborted may still be running.
+        self._serial += 1
+        keys = [f"{request_id}/{index}/{self._serial}" for index in range(params.n)]
         with ExitStack() as undo:  # whatever fails, the stage is left as it was
             for index, key in enumerate(keys):
                 undo.callback(self._forget, key)
@@ -191,10 +208,12 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             token_ids=list(payload.token_ids),
             prompt_length=prompt,
             side_rows=side,
-            media_keys=None if plain else _ContentKeys(payload),
+            media_keys=None if plain else ContentKeys(payload),
             cacheable=payload.embeds is None
             and not payload.streaming
             and not (stage_input.emit_hidden and component.spec.emit_anew),
+            max_length=prompt + limit,
+            ahead=params.structured is None,  # the mask of its next token depends on the last one
         )
         # The others of several answers stand behind the first ones of requests that come soon after.
         self.scheduler.add(state, info.priority + min(index, 1))
@@ -222,27 +241,49 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._held)
+        return self._launched is not None or self.scheduler.has_work() or bool(self._held)
 
     def step(self) -> list[StageChunk]:
+        """Launch a step, and read one: the same, or where it runs ahead the one that was launched before it."""
         chunks = self._check_held() if self._held else []
-        self.only_waited = bool(self._held) and not self.scheduler.has_work()
-        if self.only_waited:
-            return chunks
+        self.only_waited = bool(self._held) and self._launched is None and not self.scheduler.has_work()
+        earlier, self._launched = self._launched, None
+        if self.scheduler.has_work():
+            self._launched = self._launch(chunks)
+            if not self._run_ahead:
+                earlier, self._launched = self._launched, None
+        if earlier is not None:
+            chunks += self._read(earlier)
+        return chunks
+
+    def _launch(self, chunks: list[StageChunk]) -> LaunchedStep | None:
+        """Schedule a step and begin with it; what there is to tell already is added to `chunks`."""
         plan = self.scheduler.schedule()
         if plan.started:
             chunks += self._mark_started(self._answers[key].request_id for key in plan.started)
         # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
         if not plan.batch and not plan.preempted:
-            return chunks
+            return None
         try:
-            result = self.runner.execute(plan)
+            return self.runner.launch(plan)
         except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
-            return chunks + self._fail_batch(plan, error)
-        chunks += [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
-        self.scheduler.commit(plan, result.late)
-        for item in plan.batch:
-            if item.key in self._answers:
+            chunks += self._fail_batch(plan, error)
+            return None
+
+    def _read(self, step: LaunchedStep) -> list[StageChunk]:
+        """Account for what a step gave."""
+        try:
+            result = self.runner.read(step)
+        except BaseException as error:  # the same boundary
+            return self._fail_batch(step.plan, error)
+        chunks = [
+            self._end(key, FinishReason.ERROR, error=error)
+            for key, error in result.failed.items()
+            if key in self._answers
+        ]
+        self.scheduler.commit(step.plan, result.late)
+        for item in step.plan.batch:
+            if item.key in self._answers:  # else it has ended meanwhile
                 try:
                     chunk = self._update(item.key, result)
                 except BaseException as error:  # the boundary of one answer: what breaks in it ends it alone
@@ -264,7 +305,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
 
     def _check_held(self) -> list[StageChunk]:
         """Let those go on whose masks have come, and end those whose masks take too long."""
-        if not self.scheduler.has_work():
+        if self._launched is None and not self.scheduler.has_work():
             await_any(self._held.values(), _HELD_WAIT_SECONDS)
         chunks = []
         for key, grammar in list(self._held.items()):
@@ -343,7 +384,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         failure = stage_failure(error, f"a step of stage {self.name!r}")
         # Keys and values of the batch may be half written: nothing computed so far may be reused.
         self.scheduler.pool.forget_prefixes()
-        return [self._end(item.key, FinishReason.ERROR, error=failure) for item in plan.batch]
+        return [
+            self._end(item.key, FinishReason.ERROR, error=failure) for item in plan.batch if item.key in self._answers
+        ]
 
     # -------------------------------------------------------------------------------------------- insight
 
@@ -375,54 +418,3 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.check()
         if not set(self.scheduler.keys()) == set(self.runner.keys()) == set(self._answers):
             raise StageError(f"stage {self.name!r}: scheduler, runner and answers hold different sequences")
-
-
-class _ContentKeys:
-    """What a range of a sequence holds besides token ids, as hash parts.
-
-    For each media item that overlaps it: the content's key, the first row inside and where that stands. And the
-    positions, where they do not simply count up: equal tokens elsewhere have other keys and values.
-    """
-
-    def __init__(self, payload: ARInput) -> None:
-        self._spans = [(span.key, sorted(span.positions.tolist())) for span in payload.media]
-        self._delta = payload.position_delta
-        known = payload.positions
-        length = len(payload.token_ids)
-        self._positions = np.arange(length)[None] if known is None else np.atleast_2d(known.cpu().numpy())
-        self._length = self._positions.shape[1]
-        self._plain = known is None and not self._delta
-
-    def __call__(self, start: int, end: int) -> list[bytes]:
-        parts: list[bytes] = []
-        for key, rows in self._spans:
-            first = bisect_left(rows, start)
-            if first < len(rows) and rows[first] < end:
-                parts.append(key + first.to_bytes(4, "little") + (rows[first] - start).to_bytes(4, "little"))
-        if not self._plain:
-            generated = np.arange(max(start, self._length), end) + self._delta
-            known = self._positions[:, start:end]
-            parts.append(np.concatenate((known, np.tile(generated, (len(known), 1))), axis=1).tobytes())
-        return parts
-
-
-def _check_payload(payload: ARInput, component: ARComponent) -> None:
-    """Shapes and ranges, before anything is queued."""
-    spec, length = component.spec, len(payload.token_ids)
-    known_ids = spec.prompt_vocab_size or spec.vocab_size
-    if length == 0:
-        raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
-    if payload.embeds is not None:
-        if payload.embeds.ndim != 2 or payload.embeds.shape != (length, spec.embed_size):
-            raise InvalidRequestError(
-                f"prompt embeddings must be [{length}, {spec.embed_size}], got {list(payload.embeds.shape)}",
-                param="prompt_embeds",
-            )
-    elif min(payload.token_ids) < 0 or max(payload.token_ids) >= known_ids:
-        raise InvalidRequestError(f"prompt token ids must be in [0, {known_ids})", param="prompt_token_ids")
-    if payload.positions is not None:
-        count = payload.positions.shape[-1]
-        if not length <= count <= length + (payload.num_tokens or 0):
-            raise InvalidRequestError(f"positions for {count} of {length} prompt tokens")
-    if payload.streaming and not spec.side_input:
-        raise InvalidRequestError("this stage takes no streaming side input")

@@ -16,6 +16,7 @@ from omnistage.engines.ar.attention import (
     KVCache,
     PagedContext,
 )
+from omnistage.engines.streams import upload
 
 
 def triton_available() -> bool:
@@ -38,12 +39,11 @@ class TritonPlan(AttentionPlan):
 
 
 class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
-    """Lengths and block tables in one pinned buffer and its copy on the device."""
+    """Lengths and block tables in one buffer on the device."""
 
     def __init__(self, size: int, length: int, block_size: int, device: torch.device) -> None:
         self._size, self._width = size, -(-length // block_size)
-        self._host = torch.zeros(size * (1 + self._width), dtype=torch.int32, pin_memory=True)
-        self._device = torch.zeros_like(self._host, device=device)
+        self._device = torch.zeros(size * (1 + self._width), dtype=torch.int32, device=device)
         self.plan = TritonPlan(
             torch.arange(size + 1, dtype=torch.int32, device=device),
             self._device[:size],
@@ -53,13 +53,14 @@ class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
         )
 
     def fill(self, lengths: Sequence[int], block_tables: Sequence[np.ndarray]) -> None:
-        host, size, width = self._host.numpy(), self._size, self._width
-        host[:size] = 0
+        # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
+        pinned = torch.zeros(self._device.shape, dtype=torch.int32, pin_memory=True)
+        host, size, width = pinned.numpy(), self._size, self._width
         host[: len(lengths)] = lengths
         for row, table in enumerate(block_tables):
             known = table[:width]
             host[size + row * width : size + row * width + len(known)] = known
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(pinned, non_blocking=True)
 
 
 class TritonBackend(AttentionBackend):
@@ -77,7 +78,7 @@ class TritonBackend(AttentionBackend):
         tables = packed[2 * count + 1 :].reshape(count, width)
         for row, table in enumerate(layout.block_tables):
             tables[row, : len(table)] = table
-        moved = torch.from_numpy(packed).to(device)
+        moved = upload(packed, device)
         return TritonPlan(
             moved[: count + 1],
             moved[count + 1 : 2 * count + 1],

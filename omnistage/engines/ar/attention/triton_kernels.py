@@ -171,9 +171,9 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]  # kernel
     partial_acc_ptr, partial_ml_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits,
     stride_out_t, stride_out_h,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WAVE: tl.constexpr,
 ):
-    """Program (s, head): sums the splits, always as a tree over MAX_SPLITS of them, absent ones being zero."""
+    """Program (s, head): sums the splits, WAVE of them at a time as a tree; absent ones are zero."""
     seq = tl.program_id(0).to(tl.int64)
     row = tl.load(query_start_loc_ptr + seq).to(tl.int64)
     next_row = tl.load(query_start_loc_ptr + seq + 1)
@@ -186,17 +186,26 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]  # kernel
     used = tl.minimum(tl.cdiv(length, split_len), num_splits)
 
     head = tl.program_id(1)
-    split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, DIM_PAD)
-    cell = (seq * tl.num_programs(1) + head) * num_splits + split
-    m = tl.load(partial_ml_ptr + cell * 2, mask=split < used, other=float("-inf"))
-    norm = tl.load(partial_ml_ptr + cell * 2 + 1, mask=split < used, other=0.0)
-    mask = (split < used)[:, None] & (dim < HEAD_DIM)[None, :]
-    acc = tl.load(partial_acc_ptr + cell[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    top = tl.max(m, 0)
-    scale = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(norm * scale, 0)
-    result = tl.sum(acc * scale[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    cells = (seq * tl.num_programs(1) + head) * num_splits
+    result = tl.zeros([DIM_PAD], tl.float32)
+    total = (length * 0).to(tl.float32)
+    top = total - float("inf")
+    for first in range(0, used, WAVE):
+        split = first + tl.arange(0, WAVE)
+        cell = cells + split
+        m = tl.load(partial_ml_ptr + cell * 2, mask=split < used, other=float("-inf"))
+        norm = tl.load(partial_ml_ptr + cell * 2 + 1, mask=split < used, other=0.0)
+        mask = (split < used)[:, None] & (dim < HEAD_DIM)[None, :]
+        acc = tl.load(partial_acc_ptr + cell[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(m, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        scale = tl.exp2(m - safe)
+        decay = tl.exp2(top - safe)
+        total = total * decay + tl.sum(norm * scale, 0)
+        result = result * decay + tl.sum(acc * scale[:, None], 0)
+        top = new_top
+    result = result / tl.where(total == 0.0, 1.0, total)
     out_ptrs = out_ptr + row * stride_out_t + head * stride_out_h + dim
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 

@@ -39,6 +39,7 @@ LOG2_E = math.log2(math.e)
 # Fixed for every call: a sequence must be cut, and its pieces summed, the same way whatever shares its batch.
 MIN_SPLIT = 128  # keys; a multiple of every decode tile
 MAX_SPLITS = 32  # bounds the workspace; longer sequences get longer splits
+REDUCE_WAVE = 8  # splits that are summed at a time
 # Enough programs to fill any GPU; past it a program takes several splits rather than adding idle ones to the grid.
 MAX_DECODE_PROGRAMS = 4096
 
@@ -238,7 +239,7 @@ def _decode(
     if not direct:
         _reduce_kernel[(num_seqs, num_q_heads)](
             partial_acc, partial_ml, out, query_start_loc, seq_lens, num_splits, out.stride(0), out.stride(1),
-            head_dim, dim_pad, tiles.keys, window, MIN_SPLIT, MAX_SPLITS, num_warps=4,
+            head_dim, dim_pad, tiles.keys, window, MIN_SPLIT, MAX_SPLITS, REDUCE_WAVE, num_warps=2,
         )  # fmt: skip
 
 

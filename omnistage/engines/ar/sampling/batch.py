@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnistage.engines.ar.sampling.device_selection import DeviceSelector
+from omnistage.engines.ar.sampling.device_selection import NOTHING, DeviceSelector
 from omnistage.engines.ar.sampling.processors import Arrays, Processors, RowState, uniform, uniforms
 from omnistage.engines.ar.sampling.selection import FAILED, UNCOVERED, TokenSelector, argmax_host, top_rows
 from omnistage.engines.streams import upload
@@ -97,18 +97,16 @@ class DeviceGroup(RowGroup):
         self._streams = np.array([state.stream for state in self.states], dtype=np.uint64)
         self._steps = np.array([state.step for state in self.states], dtype=np.uint64)
 
-    def prepare(self, logits: Tensor) -> Tensor:
-        if self.processors is not None:
-            # What a processor rules out is -inf as well: a row that was not finite before is marked as such.
-            finite = logits.amax(dim=1, keepdim=True).isfinite()
-            return super().prepare(torch.where(finite, logits, torch.nan))
-        return super().prepare(logits)
-
-    def select(self, x: Tensor) -> Tensor:
+    def select(self, logits: Tensor) -> Tensor:
         """An id for each row, int64, or `FAILED` or `NOTHING`."""
         u = upload(uniforms(self._streams, self._steps), self._device)
         self._steps += np.uint64(1)
-        return self._selector.select(x, u)
+        ids = self._selector.select(self.prepare(logits), u)
+        if self.processors is None:
+            return ids
+        # What a processor rules out is -inf as well: a row without numbers before that is the model's failure.
+        rows = logits if self.index is None else logits.index_select(0, self.index)
+        return torch.where((ids == NOTHING) & (rows.amax(dim=1) == -torch.inf), FAILED, ids)
 
 
 class BatchPlan:
@@ -185,7 +183,7 @@ class BatchPlan:
     def pick_on_device(self, logits: Tensor) -> Tensor:
         """An id for each row, int64 `[S]` there, or `FAILED` or `NOTHING`."""
         groups = self.device_groups
-        picked = [group.select(logits if group.unchanged else group.prepare(logits)) for group in groups]
+        picked = [group.select(logits) for group in groups]
         if groups[0].index is None:
             return picked[0]
         tokens = torch.empty(len(self.keys), dtype=torch.int64, device=logits.device)

@@ -19,7 +19,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-_BLOCK = 4096
+_BLOCK, _WARPS = 8192, 32
+"""One program reads a row alone, so it needs many loads in flight."""
 
 
 def _jit(fn: Callable[..., Any]) -> Any:
@@ -102,13 +103,20 @@ def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: 
 
 
 @_jit
-def _kept(x, ties_before, temperature, best, kth, bound, ties, min_p):  # type: ignore[no-untyped-def]  # kernel
-    """The weights of what all filters keep: at the bound itself, its first `ties` tokens. And how many lie there."""
+def _kept(x, temperature, best, kth, min_p):  # type: ignore[no-untyped-def]  # kernel
+    """The weights of what top-k and min-p keep."""
     shares, weights = _weigh(x, temperature, best, kth)
+    return tl.where(shares >= min_p, weights, 0)
+
+
+@_jit
+def _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p):  # type: ignore[no-untyped-def]  # kernel
+    """The same after top-p, which keeps the first `ties` tokens of those at its bound. And how many lie there."""
+    weights = _kept(x, temperature, best, kth, min_p)
     ordered = _ordered(x)
     at_bound = (ordered == bound).to(tl.int32)
     in_nucleus = (ordered > bound) | ((at_bound > 0) & (ties_before + tl.cumsum(at_bound) <= ties))
-    return tl.where(in_nucleus & (shares >= min_p), weights, 0), tl.sum(at_bound)
+    return tl.where(in_nucleus, weights, 0), tl.sum(at_bound)
 
 
 @_jit
@@ -167,18 +175,24 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
     ties_before = top_k * 0
     for index in range(0, (VOCAB + BLOCK - 1) // BLOCK):
         x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
-        weights, at_bound = _kept(x, ties_before, temperature, best, kth, bound, ties, min_p)
+        if top_p < 1.0:
+            weights, at_bound = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
+            seen = tl.where(blocks == index, ties_before, seen)
+            ties_before += at_bound
+        else:
+            weights = _kept(x, temperature, best, kth, min_p)
         sums = tl.where(blocks == index, tl.sum(weights), sums)
-        seen = tl.where(blocks == index, ties_before, seen)
-        ties_before += at_bound
     total = tl.sum(sums)
     target = tl.minimum((tl.load(u_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
     passed = tl.cumsum(sums) <= target
     index = tl.sum((passed & (blocks < (VOCAB + BLOCK - 1) // BLOCK)).to(tl.int32))
     target -= tl.sum(tl.where(passed, sums, 0))
-    ties_before = tl.sum(tl.where(blocks == index, seen, 0))
     x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
-    weights, _ = _kept(x, ties_before, temperature, best, kth, bound, ties, min_p)
+    if top_p < 1.0:
+        ties_before = tl.sum(tl.where(blocks == index, seen, 0))
+        weights, _ = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
+    else:
+        weights = _kept(x, temperature, best, kth, min_p)
     picked = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
     tl.store(out_ptr + row, tl.minimum(picked, VOCAB - 1).to(tl.int64))
 
@@ -203,6 +217,6 @@ def select(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # not annotated by torch
         _select_kernel[(rows,)](
             x, out, temperature, top_k, top_p, min_p, u, x.stride(0),
-            vocab, block, triton.next_power_of_2(triton.cdiv(vocab, block)), num_warps=8,
+            vocab, block, triton.next_power_of_2(triton.cdiv(vocab, block)), num_warps=max(4, _WARPS * block // _BLOCK),
         )  # fmt: skip
     return out
