@@ -39,12 +39,12 @@ def timed(function: Callable[[], Any], repeats: int) -> float:
 
 def watch(owner: Any, name: str, spent: dict[str, float]) -> None:
     """Add up the host seconds spent in `owner.name`."""
-    function = getattr(owner, name)
+    function, label = getattr(owner, name), f"{type(owner).__name__}.{name}"
 
     def timed_call(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = function(*args, **kwargs)
-        spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+        spent[label] = spent.get(label, 0.0) + time.perf_counter() - start
         return result
 
     setattr(owner, name, timed_call)
@@ -67,9 +67,10 @@ def decode(stage: ARStage, batch: int, sampling: Any, streaming: bool) -> dict[s
     spent: dict[str, float] = {}
     for owner, name in (
         (stage.scheduler, "schedule"),
-        (stage.runner, "execute"),
+        (stage.runner, "launch"),
+        (stage.runner, "read"),
         (stage.runner.graphs, "run"),
-        (stage.runner.sampler, "sample"),
+        (stage.runner.sampler, "launch"),
     ):
         if owner is not None:
             watch(owner, name, spent)
@@ -77,7 +78,12 @@ def decode(stage: ARStage, batch: int, sampling: Any, streaming: bool) -> dict[s
     for _ in range(steps):
         stage.step()
     total = time.perf_counter() - start
-    for owner, name in ((stage.scheduler, "schedule"), (stage.runner, "execute"), (stage.runner.sampler, "sample")):
+    for owner, name in (
+        (stage.scheduler, "schedule"),
+        (stage.runner, "launch"),
+        (stage.runner, "read"),
+        (stage.runner.sampler, "launch"),
+    ):
         delattr(owner, name)
     if stage.runner.graphs is not None:
         del stage.runner.graphs.run
@@ -110,6 +116,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--precision", choices=("float32", "tf32", "float16"), default="tf32", help="of token2wav")
+    parser.add_argument("--trace", type=Path, default=None, help="write which kernels a window of 8 takes")
     parser.add_argument("--only", choices=("ar", "speech"), default=None)
     options = parser.parse_args()
     device = torch.device("cuda")
@@ -156,6 +163,14 @@ def main() -> None:
         fixed, each = fit(windows)
         print(f"token2wav: {fixed:.1f} ms a batch and {each:.2f} ms a block; simulate listeners with:", flush=True)
         print(f"  python benchmarks/codec_clock.py --fixed {fixed / 1e3:.4f} --block {each / 1e3:.5f} --square 0")
+        if options.trace is not None:
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                speech(component, 8, 8, 2)
+            options.trace.write_text(
+                seen.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=80)
+            )
         mel = torch.randn(8, 240, 80, device=device)
         ms = timed(lambda: component._vocode(mel, graphed=True), 5)
         print(f"vocoder, 8 x 240 frames: {ms:.1f} ms", flush=True)
