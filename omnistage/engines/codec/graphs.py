@@ -69,11 +69,12 @@ def bucket(count: int, parts: int = 1) -> int:
 class _Graph:  # pragma: no cover  (needs a CUDA device)
     """One captured call with its static inputs and output."""
 
-    def __init__(self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool) -> None:
+    def __init__(
+        self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool, stream: torch.cuda.Stream
+    ) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         self._graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             function(*self._inputs)  # libraries set themselves up on first use, which cannot be captured
@@ -101,6 +102,8 @@ class GraphCache:
         self.capacity = capacity
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool: _Pool | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """Where all of them are captured: the allocator gives memory of one stream to no other."""
         self.captures = 0
 
     def __call__(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -117,10 +120,11 @@ class GraphCache:
     ) -> tuple[Tensor, ...]:  # pragma: no cover  (needs a CUDA device)
         graph = self._graphs.get(key)
         if graph is None:
-            if self._pool is None:
+            if self._pool is None or self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             try:
-                graph = _Graph(function, inputs, self._pool)
+                graph = _Graph(function, inputs, self._pool, self._stream)
             except RuntimeError as error:
                 self.clear()
                 self.enabled = False
