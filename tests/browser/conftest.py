@@ -57,7 +57,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
     place = tmp_path_factory.mktemp("page")
     made = {}
     for name, family in (("omni", "qwen2_5_omni"), ("lm", "causal_lm"), ("draw", "stable_diffusion_3")):
-        limits = (*SERVE_LIMITS, "talker.max_tokens=40") if name == "omni" else SERVE_LIMITS
+        pieces = ("talker.max_tokens=40", "token2wav.max_hold_seconds=0")
+        limits = (*SERVE_LIMITS, *pieces) if name == "omni" else SERVE_LIMITS
         made[name] = AsyncOmni(
             make(family, place / name), device="cpu", dtype="float32", overrides=limits, progress=False
         )

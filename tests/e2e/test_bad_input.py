@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str | None]]
         None,
         {},
         LimitExceededError,
-        "messages",
+        "messages[0].content[0].audio",
     ),
     "NaN samples": (
         audio((np.full(1600, np.nan, np.float32), 16_000)),

@@ -267,7 +267,7 @@ def test_a_json_schema_holds_even_for_a_random_model(omni: Omni) -> None:
     pytest.importorskip("xgrammar")
     params = greedy(60, 20)
     params["thinker"] = SamplingParams(
-        temperature=1.0, seed=1, max_tokens=60, structured=StructuredOutput(json_schema=SCHEMA)
+        temperature=1.0, seed=1, max_tokens=300, structured=StructuredOutput(json_schema=SCHEMA)
     )
     output = omni.chat(say("Which colour?"), params, modalities=BOTH)
     assert output.finish_reason is FinishReason.STOP

@@ -1,0 +1,120 @@
+"""`omnistage serve` on a GPU, over HTTP: Qwen2.5-Omni at its true 7B shapes, random weights, its defaults.
+
+    python benchmarks/gpu/serve.py --folder /dev/shm/omni7b --out serve.json
+
+Writes the checkpoint if the folder is not there, starts the service as a user would, and puts load on it with
+`omnistage bench serve`: text streams, greedy and at OpenAI's default temperature, and spoken answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+PORT = 8123
+URL = f"http://127.0.0.1:{PORT}"
+
+
+def write_checkpoint(folder: Path, scale: float) -> None:
+    import torch
+
+    from omnistage.models import _tiny_common as common
+    from omnistage.models.qwen2_5_omni import tiny
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    start, initial = time.perf_counter(), common.initial
+
+    @functools.wraps(initial)
+    def on_device(*args: Any) -> torch.Tensor:
+        return initial(*args, device=device)
+
+    common.initial = on_device
+    try:
+        tiny.write(folder, scale=scale)
+    finally:
+        common.initial = initial
+    print(f"checkpoint written in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def ready_after(service: subprocess.Popen[bytes], limit: float) -> float:
+    start = time.perf_counter()
+    while time.perf_counter() - start < limit:
+        if service.poll() is not None:
+            raise SystemExit("the service has ended")
+        try:
+            with urllib.request.urlopen(f"{URL}/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    return time.perf_counter() - start
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.1)
+    raise SystemExit("the service is not ready")
+
+
+def bench(name: str, *options: str) -> dict[str, Any]:
+    """One run of `omnistage bench serve`; its report."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "omnistage", "bench", "serve", URL, "--out", out, "--no-plot", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        print(f"--- {name} (exit {done.returncode})", flush=True)
+        print("\n".join(done.stdout.splitlines()[-40:]), flush=True)
+        if done.returncode:
+            print(done.stderr[-2000:], flush=True)
+        reports = sorted(Path(out).glob("*.json"))
+        return json.loads(reports[0].read_text(encoding="utf-8")) if reports else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the checkpoint, if it is written")
+    parser.add_argument("--set", action="append", default=[], help="passed to serve")
+    parser.add_argument("--listeners", type=int, nargs="*", default=[1, 8, 24])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    if not (options.folder / "config.json").exists():
+        write_checkpoint(options.folder, options.scale)
+    lengths = ("talker.max_tokens=384", "talker.min_tokens=384", *options.set)
+    command = [sys.executable, "-m", "omnistage", "serve", "--model", f"omni={options.folder}", "--port", str(PORT)]
+    for value in lengths:
+        command += ["--set", value]
+    figures: dict[str, Any] = {}
+    with tempfile.NamedTemporaryFile() as log:
+        service = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            figures["ready_seconds"] = ready_after(service, 240)
+            print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
+            text = ("--prompt-tokens", "128", "--max-tokens", "128")
+            for count in options.streams:
+                for temperature in ("0", "1"):
+                    name = f"text_{count}_temperature_{temperature}"
+                    many = ("--concurrency", str(count), "--requests", str(4 * count), "--warmup", "2")
+                    figures[name] = bench(name, *text, *many, "--temperature", temperature)
+            for count in options.listeners:
+                name = f"speech_{count}"
+                many = ("--concurrency", str(count), "--requests", str(2 * count), "--warmup", "1")
+                figures[name] = bench(name, "--mix", "speech", *text, *many)
+        finally:
+            service.send_signal(signal.SIGTERM)
+            try:
+                service.wait(60)
+            except subprocess.TimeoutExpired:
+                service.kill()
+            print(Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:], flush=True)
+    if options.out is not None:
+        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
