@@ -146,6 +146,8 @@ class Workload:
     prompt_tokens: Range = Range(32, 256)
     max_tokens: Range = Range(16, 128)
     ignore_eos: bool = True
+    temperature: float | None = None
+    """Of text; None: what the service takes where a request says nothing."""
     image_size: str | None = None
     steps: int | None = None
     voice: str | None = None
@@ -193,6 +195,8 @@ class Workload:
         fields: dict[str, Any] = {"messages": prompt.conversation, "max_tokens": max_tokens, "seed": seed, **_STREAM}
         if self.ignore_eos:
             fields["ignore_eos"] = True
+        if self.temperature is not None:
+            fields["temperature"] = self.temperature
         if kind is Kind.SPEECH:
             fields["modalities"] = ["text", "audio"]
             fields["audio"] = {"format": "pcm16", **({"voice": self.voice} if self.voice is not None else {})}

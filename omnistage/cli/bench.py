@@ -160,6 +160,7 @@ class RequestOptions:
     max_tokens: str = option("16..128", "Length of outputs.", metavar="N or LOW..HIGH")
     prompts: Path | None = option(None, "Prompts from a file, as JSON lines.", metavar="FILE")
     ignore_eos: bool = option(True, "Generate up to the full length.")
+    temperature: float | None = option(None, "Of text; default: the service's own.", min=0.0)
     voice: str | None = option(None, "Voice of speech.")
     image_size: str | None = option(None, "Size of pictures.", metavar="WIDTHxHEIGHT")
     steps: int | None = option(None, "Denoising steps.", min=1)
@@ -175,6 +176,7 @@ class RequestOptions:
             Range.parse(self.prompt_tokens, "--prompt-tokens"),
             Range.parse(self.max_tokens, "--max-tokens"),
             self.ignore_eos,
+            self.temperature,
             self.image_size,
             self.steps,
             self.voice,
