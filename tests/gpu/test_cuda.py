@@ -97,13 +97,20 @@ def lm_expected(lm: Path) -> list[list[int]]:
         return [output.token_ids for output in omni.generate(prompts(), GREEDY, progress=False)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+STEPS = {
+    "triton with graphs, plain steps": ("attention=triton", "run_ahead=false", "merge_linears=false"),
+    "triton with graphs, compiled": ("attention=triton", "compile=true"),
+    "sdpa, plain steps": ("attention=sdpa", "cuda_graphs=false", "run_ahead=false"),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, *STEPS])
 def test_a_causal_lm_writes_what_it_writes_on_the_cpu(lm: Path, lm_expected: list[list[int]], mode: str) -> None:
-    given = overrides(["thinker"], [*SMALL, *MODES[mode]])
+    given = overrides(["thinker"], [*SMALL, *(MODES | STEPS)[mode]])
     with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
         stage = omni.orchestrator.stages["thinker"]
         assert isinstance(stage, ARStage)
-        assert (stage.runner.graphs is not None) == (mode == "triton with graphs")
+        assert (stage.runner.graphs is not None) == mode.startswith("triton with graphs")
         for _ in range(2):  # the second time from the prefix cache
             outputs = omni.generate(prompts(), GREEDY, progress=False)
             assert [output.token_ids for output in outputs] == lm_expected
