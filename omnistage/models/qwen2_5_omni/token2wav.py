@@ -38,7 +38,7 @@ from omnistage.models.qwen2_5_omni.dit import (
     velocity,
     velocity_bytes,
 )
-from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context
+from omnistage.models.qwen2_5_omni.vocoder import bigvgan, fuse_activations, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Token2Wav(CodecComponent):
             raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
         silence = torch.zeros(1, _SILENT_FRAMES, self._mel_dim, device=self.device, dtype=self._dtype)
         self._dit = shared_copy(dit, {dit.input_embed.spk_encoder: SpeakerRows(_encode(dit, silence))})
-        self._vocoder = vocoder
+        self._vocoder = fuse_activations(vocoder)
         self.layout = self._make_layout()
         default = self._voices[self._default_voice]
         if self.device.type != "meta":

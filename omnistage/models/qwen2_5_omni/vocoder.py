@@ -1,15 +1,17 @@
-"""BigVGAN as transformers has it: its forward on the device, and how far it looks around a frame."""
+"""BigVGAN as transformers has it: its forward on the device, its activations as one kernel, its receptive field."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omnistage.core.errors import CheckpointError
 from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
+from omnistage.models.qwen2_5_omni.activation_kernel import HAS_TRITON, TAPS, fused_activation
+from omnistage.models.qwen2_5_omni.dit import shared_copy
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
@@ -21,9 +23,65 @@ def bigvgan(vocoder: Qwen2_5OmniToken2WavBigVGANModel, spectrogram: Tensor) -> T
     for i, (upsample,) in enumerate(vocoder.ups):
         hidden = upsample(hidden)
         count = vocoder.num_residual_blocks
-        hidden = sum(block(hidden) for block in vocoder.resblocks[i * count : (i + 1) * count]) / count
+        first, *others = vocoder.resblocks[i * count : (i + 1) * count]
+        total = first(hidden)  # its own: a block ends with a sum
+        for block in others:
+            total += block(hidden)
+        hidden = total.div_(count)
     wave = vocoder.conv_post(vocoder.activation_post(hidden))
     return torch.clamp(wave, min=-1.0, max=1.0)[:, 0]
+
+
+class FusedActivation(nn.Module):
+    """Stands in for a `Qwen2_5OmniAntiAliasedActivation1d` that `can_fuse` accepts: one kernel instead of a dozen."""
+
+    alpha: Tensor
+    scale: Tensor
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        act, up, down = _parts(module)
+        with torch.no_grad():
+            self.register_buffer("alpha", act.alpha.exp(), persistent=False)
+            self.register_buffer("scale", 1.0 / (act.beta.exp() + act.no_div_by_zero), persistent=False)
+            self._up = tuple((up.ratio * up.filter).flatten().tolist())
+            self._down = tuple(down.filter.flatten().tolist())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return fused_activation(hidden_states, self.alpha, self.scale, self._up, self._down)
+
+
+def _parts(activation: nn.Module) -> tuple[Any, Any, Any]:
+    return activation.act, activation.upsample, activation.downsample
+
+
+def can_fuse(module: nn.Module) -> bool:
+    """Whether the module computes what the kernel was written for."""
+    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
+
+    if type(module) is not modeling.Qwen2_5OmniAntiAliasedActivation1d:
+        return False
+    act, up, down = _parts(module)
+    return bool(
+        type(act) is modeling.Qwen2_5OmniSnakeBeta
+        and type(up) is modeling.Qwen2_5OmniUpSample1d
+        and type(down) is modeling.Qwen2_5OmniDownSample1d
+        and (up.ratio, up.stride, up.pad, up.pad_left, up.pad_right) == (2, 2, 5, 15, 15)
+        and (down.stride, down.pad_left, down.pad_right) == (2, 5, 6)
+        and up.filter.shape == down.filter.shape == (1, 1, TAPS)
+        and {tensor.dtype for tensor in (act.alpha, act.beta, up.filter, down.filter)} == {torch.float32}
+    )
+
+
+def fuse_activations(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> Qwen2_5OmniToken2WavBigVGANModel:
+    """A copy for CUDA whose activations are one kernel each; without Triton or on another device the vocoder itself.
+
+    The activation's factors are computed here, so the parameters must have their values.
+    """
+    if not HAS_TRITON or vocoder.device.type != "cuda":
+        return vocoder
+    swaps = {module: FusedActivation(module) for module in vocoder.modules() if can_fuse(module)}
+    return shared_copy(vocoder, swaps)
 
 
 def vocoder_context(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> tuple[int, int]:
