@@ -113,7 +113,8 @@ def fit(figures: dict[tuple[int, int], float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the language models' layers")
+    parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto", help="of token2wav's DiT")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--precision", choices=("float32", "tf32", "float16"), default="tf32", help="of token2wav")
     parser.add_argument("--trace", type=Path, default=None, help="write which kernels a window of 8 takes")
@@ -147,7 +148,7 @@ def main() -> None:
         component = Token2Wav(
             model.token2wav,
             model.speaker_map,
-            compile=options.compile,
+            kernels=options.kernels,
             precision=options.precision,
             early_vocoder=True,
         )

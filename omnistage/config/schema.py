@@ -185,7 +185,9 @@ class CodecBudget(ConfigModel):
     early_vocoder: bool = Field(
         default=True, description="Use the look-ahead as the vocoder's right context: audio comes sooner."
     )
-    compile: bool = Field(default=False, description="Compile the decoder: slower start, faster chunks.")
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        default="auto", description="Of the transformer's layers; auto: triton on CUDA, torch elsewhere."
+    )
 
     @model_validator(mode="after")
     def _chunks_grow(self) -> Self:

@@ -25,6 +25,8 @@ from omnistage.engines.peak_memory import META, peak_bytes
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
+    from omnistage.models.qwen2_5_omni.fused_dit import FusedLayers
+
 _M = TypeVar("_M", bound=nn.Module)
 _MAX_ERROR = 1e-3  # of the largest velocity, in float32
 
@@ -82,7 +84,9 @@ def modulation(dit: Qwen2_5OmniToken2WavDiTModel, t: Tensor) -> Tensor:
     return torch.cat((*parts, shift, 1 + scale))
 
 
-def velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def velocity(
+    dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor, fused: FusedLayers | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The field at n blocks, as in transformers' `sample`; what guidance adds to it; the rows of the blocks `keep`.
 
     `x [n, frames, mel]`, `times` as `modulation` gives it, `codes [n, codes]`, `cond [n, enc_emb_dim]`,
@@ -90,7 +94,7 @@ def velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> tuple[Tenso
     `valid` as in `Neighbours`, `keep [w]` (rows below n), `kept [look-back layers, g × s, frames, hidden]` where g is
     2 with guidance, else 1.
     Gives `[n, frames, mel]` twice (the second with no rows where there is no guidance) and
-    `[look-back layers, g × w, frames, hidden]`.
+    `[look-back layers, g × w, frames, hidden]`. `fused` computes the same layers with fewer kernels.
     """
     x, times, codes, cond, reference, scale, before, after, valid, keep, kept = tensors
     guided = len(scale) > 0
@@ -102,7 +106,21 @@ def velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> tuple[Tenso
     if guided:
         near = near.twice(kept.shape[1])
         keep = torch.cat((keep, keep + len(x)))
-    view = _View(near, near.masks(kept.shape[1]), _rotation(dit, 3 * x.shape[1]))
+    run = functools.partial(_layers, dit) if fused is None else fused
+    out, seen = run(rows, times, near, keep, kept)
+    plain = dit.proj_out(out)
+    guidance = plain[:0]
+    if guided:
+        plain, without = plain.chunk(2)
+        guidance = (plain - without) * scale
+    return plain, guidance, torch.stack(seen) if seen else rows.new_empty(0, len(keep), *rows.shape[1:])
+
+
+def _layers(
+    dit: Qwen2_5OmniToken2WavDiTModel, rows: Tensor, times: Tensor, near: Neighbours, keep: Tensor, kept: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """All layers and the norm at the end; and the rows `keep` of each look-back layer's input."""
+    view = _View(near, near.masks(kept.shape[1]), rotation(dit, 3 * rows.shape[1]))
     seen: list[Tensor] = []
     for layer, time in zip(dit.transformer_blocks, times[:-2].view(-1, 6, times.shape[1]), strict=True):
         left = None
@@ -110,12 +128,7 @@ def velocity(dit: Qwen2_5OmniToken2WavDiTModel, *tensors: Tensor) -> tuple[Tenso
             left = kept[len(seen)]
             seen.append(rows[keep])
         rows = _layer(layer, rows, left, time, view)
-    plain = dit.proj_out(torch.addcmul(times[-2], dit.norm_out.norm(rows), times[-1]))
-    guidance = plain[:0]
-    if guided:
-        plain, without = plain.chunk(2)
-        guidance = (plain - without) * scale
-    return plain, guidance, torch.stack(seen) if seen else rows.new_empty(0, len(keep), *rows.shape[1:])
+    return torch.addcmul(times[-2], dit.norm_out.norm(rows), times[-1]), seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +167,7 @@ def _layer(layer: DiTDecoderLayer, rows: Tensor, left: Tensor | None, time: Tens
     return torch.addcmul(rows, ff_gate, layer.ff(norm).to(rows.dtype))
 
 
-def _rotation(dit: Qwen2_5OmniToken2WavDiTModel, positions: int) -> tuple[Tensor, Tensor]:
+def rotation(dit: Qwen2_5OmniToken2WavDiTModel, positions: int) -> tuple[Tensor, Tensor]:
     """Cosines, and sines with the sign of the place in a pair: each `[positions, head_dim]`."""
     frequencies: Tensor = dit.rotary_embed.inv_freq.float()
     angles = torch.arange(positions, device=frequencies.device, dtype=frequencies.dtype)[:, None] * frequencies
@@ -248,7 +261,9 @@ def half_copy(dit: Qwen2_5OmniToken2WavDiTModel) -> Qwen2_5OmniToken2WavDiTModel
 
 
 @torch.no_grad()
-def check_velocity(dit: Qwen2_5OmniToken2WavDiTModel, cond: Tensor, reference: Tensor) -> None:
+def check_velocity(
+    dit: Qwen2_5OmniToken2WavDiTModel, cond: Tensor, reference: Tensor, fused: FusedLayers | None = None
+) -> None:
     """Hold `velocity` against transformers' own forward, guided and not; raises if this version computes another."""
     config, device, dtype = dit.config, cond.device, cond.dtype
     frames = config.block_size
@@ -278,6 +293,7 @@ def check_velocity(dit: Qwen2_5OmniToken2WavDiTModel, cond: Tensor, reference: T
             torch.ones(3, frames, dtype=torch.bool, device=device),
             rows[2:],
             torch.empty(look_back_layers(dit), 0, frames, config.hidden_size, device=device, dtype=dtype),
+            fused=fused,
         )
         result = result + guidance if apply_cfg else result
         error = (result.reshape(expected.shape) - expected).abs().max()

@@ -157,7 +157,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
         context.device,
         cuda_graphs=budget.cuda_graphs,
         precision=_precision(context, budget),
-        compile=budget.compile,
+        kernels=budget.kernels,
         early_vocoder=budget.early_vocoder,
         quality="full" if stage is None else stage.params.quality,
     )

@@ -38,6 +38,7 @@ from omnistage.models.qwen2_5_omni.dit import (
     velocity,
     velocity_bytes,
 )
+from omnistage.models.qwen2_5_omni.fused_dit import FusedLayers, Kernels, use_triton
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, fuse_activations, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 
@@ -104,7 +105,8 @@ class Token2Wav(CodecComponent):
 
     `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision,
     whose mantissa is as long as TF32's, and all else in float32; a window that overflows is solved again in float32.
-    `quality` is that of most requests, for the warm-up.
+    `kernels` of the DiT's layers: `auto` is `triton` on CUDA, `torch` elsewhere. `quality` is that of most requests,
+    for the warm-up.
     """
 
     sample_rate = SAMPLE_RATE
@@ -118,7 +120,7 @@ class Token2Wav(CodecComponent):
         default_voice: str | None = None,
         cuda_graphs: bool = True,
         precision: Precision = "tf32",
-        compile: bool = False,
+        kernels: Kernels = "auto",
         early_vocoder: bool = False,
         quality: SpeechQuality = "full",
     ) -> None:
@@ -148,13 +150,13 @@ class Token2Wav(CodecComponent):
         self._vocoder = fuse_activations(vocoder)
         self.layout = self._make_layout()
         default = self._voices[self._default_voice]
-        if self.device.type != "meta":
-            check_velocity(self._dit, default.cond, default.reference)
         self._half = half_copy(self._dit) if self._precision == "float16" else None
-        self._velocity, self._velocity_half = self._evaluate, self._evaluate_half
-        if compile:
-            self._velocity = torch.compile(self._evaluate, dynamic=True)
-            self._velocity_half = torch.compile(self._evaluate_half, dynamic=True)
+        self._fused = self._fused_half = None
+        if use_triton(kernels, self.device):
+            self._fused = FusedLayers(self._dit)
+            self._fused_half = None if self._half is None else FusedLayers(self._half)
+        if self.device.type != "meta":
+            check_velocity(self._dit, default.cond, default.reference, self._fused)
         self._modulations: dict[float, Tensor] = {}
         shape = (look_back_layers(dit), 2, 0, self._block_frames, config.hidden_size)
         self._nothing_kept = torch.empty(shape, device=self.device, dtype=self._dtype)
@@ -321,12 +323,12 @@ class Token2Wav(CodecComponent):
             emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
         )
 
-    def _evaluate(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return velocity(self._dit, *inputs)
+    def _velocity(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return velocity(self._dit, *inputs, fused=self._fused)
 
-    def _evaluate_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _velocity_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
-            return tuple(tensor.float() for tensor in velocity(self._half, *inputs))
+            return tuple(tensor.float() for tensor in velocity(self._half, *inputs, fused=self._fused_half))
 
     def _sample_noise(self, generator: torch.Generator, frames: int) -> Tensor:
         """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""

@@ -1,0 +1,48 @@
+"""Token2wav's DiT on Triton gives what it gives on torch, in Triton's interpreter; on a GPU see `test_dit_cuda.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnistage.core.errors import ConfigError
+from omnistage.models.qwen2_5_omni.fused_dit import use_triton
+from tests.dit_harness import check
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_layers_on_triton_are_those_on_torch() -> None:
+    """At the edges of utterances, with short last blocks, kept rows and padding, guided or not."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.dit_harness"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert len(found) == 6
+    check(found, 1e-5)
+
+
+def test_triton_is_for_cuda_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "omnistage.models.qwen2_5_omni.fused_dit.triton_available"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(module, lambda: True)
+    assert use_triton("auto", cuda)
+    assert not use_triton("auto", cpu)
+    assert not use_triton("torch", cuda)
+    monkeypatch.setattr(module, lambda: False)
+    assert not use_triton("auto", cuda)
+    with pytest.raises(ConfigError, match="use torch"):
+        use_triton("triton", cpu)
+    assert not use_triton("triton", torch.device("meta"))  # where only memory is planned
