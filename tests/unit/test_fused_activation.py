@@ -37,8 +37,8 @@ shapes = {(1, 1): (1, 2, 3, 4, 5, 11, 16), (2, 3): (7, 15, 17, 32, 100), (3, 2):
 for (batch, channels), lengths in shapes.items():
     for length in lengths:
         module = modeling.Qwen2_5OmniAntiAliasedActivation1d(modeling.Qwen2_5OmniSnakeBeta(channels))
-        torch.nn.init.normal_(module.act.alpha, std=0.7)
-        torch.nn.init.normal_(module.act.beta, std=0.7)
+        torch.nn.init.normal_(module.act.alpha, std=0.4)
+        torch.nn.init.normal_(module.act.beta, std=0.4)
         if not can_fuse(module):
             raise SystemExit("the activation of this version of transformers is not what the kernel was written for")
         x = 2 * torch.randn(channels, batch, length).transpose(0, 1)  # not contiguous
