@@ -262,7 +262,7 @@ def test_an_abort_while_the_mask_is_computed_frees_everything(model: CausalLM, g
     while not harness.stage.stats().extra["masks_awaited"]:
         harness.step()
     assert gate.reached.wait(PATIENCE)
-    state = weakref.ref(harness.stage.runner.sampler.grammar("slow/0/1"))
+    state = weakref.ref(harness.stage.runner.sampler.constrained["slow/0/1"])
     harness.stage.abort("slow")
     assert harness.all_free()
     assert harness.stage.stats().extra["masks_awaited"] == 0

@@ -843,7 +843,7 @@ def test_a_batch_may_be_sampled_again_before_it_is_read() -> None:
     for row in rows:
         launched = sampler.launch(row, list(shapes))
         if pending is not None:
-            read.append([sampled.token_id for sampled in pending.read()])
+            read.append([sampled.token_id for sampled in sampler.read(pending)])
         pending = launched
     expected = [[sampled.token_id for sampled in reference.sample(row, list(shapes))] for row in rows]
     assert read == expected[:-1]

@@ -87,10 +87,10 @@ def test_launching_a_step_waits_for_nothing() -> None:
         sampler.add(key, params, [1, 2])
     logits = torch.randn(len(REQUESTS), 32_000, device="cuda")
     for _ in range(3):
-        sampler.launch(logits, list(REQUESTS)).read()
+        sampler.sample(logits, list(REQUESTS))
     torch.cuda.set_sync_debug_mode("error")
     try:
         pending = [sampler.launch(logits, list(REQUESTS)) for _ in range(2)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(sampled.token_id >= 0 for batch in pending for sampled in batch.read())
+    assert all(sampled.token_id >= 0 for batch in pending for sampled in sampler.read(batch))

@@ -169,10 +169,24 @@ class Runner:
                 logits, emitted, sampling = self._forward(batch)
             if emitted is not None:
                 self._gather_hidden(batch, emitted, step.result)
-            if logits is not None:
-                self._sample(step, logits, [item.key for item in sampling])
-            if step.tokens is None:
+            keys = [item.key for item in sampling]
+            if self.sampler.constrained and logits is not None:
+                step.result.late = self.sampler.late(keys)  # on a device, the forward pass runs meanwhile
+                on_time = [row for row, key in enumerate(keys) if key not in step.result.late]
+                if len(on_time) < len(keys):
+                    keys = [keys[row] for row in on_time]
+                    logits = logits[upload(np.array(on_time, dtype=np.int64), logits.device)]
+            if logits is None or not keys:
                 step.done = self._stream.mark()
+                return step
+            step.tokens = self.sampler.launch(logits, keys)
+            if step.tokens.ids is not None:
+                self.last_ids[: len(keys)] = step.tokens.ids
+            for row, key in enumerate(keys):
+                rows = self._rows[key]
+                step.sampled.append((key, rows, rows.length))
+                rows.append(UNREAD)
+                rows.sampled_row = row
         return step
 
     def read(self, step: LaunchedStep) -> RunnerOutput:
@@ -181,10 +195,11 @@ class Runner:
         if step.done is not None:
             step.done.wait()
         if step.tokens is not None:
-            for (key, rows, place), sampled in zip(step.sampled, step.tokens.read(), strict=True):
+            for (key, rows, place), sampled in zip(step.sampled, self.sampler.read(step.tokens), strict=True):
                 result.sampled[key] = sampled
                 rows.tokens[place] = sampled.token_id
-            result.slow = self.sampler.slow([key for key, _, _ in step.sampled])
+            if self.sampler.constrained:
+                result.slow = self.sampler.slow([key for key, _, _ in step.sampled])
         return result
 
     def _open_batch(self, output: SchedulerOutput, result: RunnerOutput) -> list[ScheduledSequence]:
@@ -204,23 +219,6 @@ class Runner:
                 rows.sync_blocks(item.blocks, self.block_size)
             batch.append(item)
         return batch
-
-    def _sample(self, step: LaunchedStep, logits: torch.Tensor, keys: list[str]) -> None:
-        step.result.late = self.sampler.late(keys)  # on a device, the forward pass runs meanwhile
-        if step.result.late:
-            on_time = [row for row, key in enumerate(keys) if key not in step.result.late]
-            keys = [keys[row] for row in on_time]
-            logits = logits[upload(np.array(on_time, dtype=np.int64), logits.device)]
-        if not keys:
-            return
-        step.tokens = self.sampler.launch(logits, keys)
-        if step.tokens.ids is not None:
-            self.last_ids[: len(keys)] = step.tokens.ids
-        for row, key in enumerate(keys):
-            rows = self._rows[key]
-            step.sampled.append((key, rows, rows.length))
-            rows.append(UNREAD)
-            rows.sampled_row = row
 
     def _forward(
         self, batch: Sequence[ScheduledSequence]

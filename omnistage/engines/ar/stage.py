@@ -249,26 +249,20 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.only_waited = bool(self._held) and self._launched is None and not self.scheduler.has_work()
         earlier, self._launched = self._launched, None
         if self.scheduler.has_work():
-            self._launched = self._launch(chunks)
+            plan = self.scheduler.schedule()
+            if plan.started:
+                chunks += self._mark_started(self._answers[key].request_id for key in plan.started)
+            # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
+            if plan.batch or plan.preempted:
+                try:
+                    self._launched = self.runner.launch(plan)
+                except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
+                    chunks += self._fail_batch(plan, error)
             if not self._run_ahead:
                 earlier, self._launched = self._launched, None
         if earlier is not None:
             chunks += self._read(earlier)
         return chunks
-
-    def _launch(self, chunks: list[StageChunk]) -> LaunchedStep | None:
-        """Schedule a step and begin with it; what there is to tell already is added to `chunks`."""
-        plan = self.scheduler.schedule()
-        if plan.started:
-            chunks += self._mark_started(self._answers[key].request_id for key in plan.started)
-        # A plan without a batch may still name preempted sequences, whose slots the runner has to forget.
-        if not plan.batch and not plan.preempted:
-            return None
-        try:
-            return self.runner.launch(plan)
-        except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
-            chunks += self._fail_batch(plan, error)
-            return None
 
     def _read(self, step: LaunchedStep) -> list[StageChunk]:
         """Account for what a step gave."""
@@ -300,7 +294,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._late_masks += len(result.late)
         for key in (*result.late, *result.slow):
             if key in self._answers:  # else it has just ended
-                self._held[key] = self.runner.sampler.grammar(key)
+                self._held[key] = self.runner.sampler.constrained[key]
                 self.scheduler.hold(key)
 
     def _check_held(self) -> list[StageChunk]:

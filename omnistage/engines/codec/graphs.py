@@ -69,9 +69,7 @@ def bucket(count: int, parts: int = 1) -> int:
 class _Graph:  # pragma: no cover  (needs a CUDA device)
     """One captured call with its static inputs and output."""
 
-    def __init__(
-        self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool, stream: torch.cuda.Stream
-    ) -> None:
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool, stream: torch.cuda.Stream) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         self._graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()

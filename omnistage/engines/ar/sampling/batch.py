@@ -135,13 +135,6 @@ class BatchPlan:
         self.recording = [group for group in groups if group.processors is not None and group.processors.records]
         self._logprob_index = upload(np.array(self.logprob_rows, dtype=np.int64), arrays.device)
 
-    def advance(self) -> None:
-        """A token is being sampled for every row."""
-        if self.steps is not None:
-            self.steps -= 1
-        for state in self.states:
-            state.step += 1
-
     def record(self, ids: Tensor) -> None:
         """Count the sampled tokens for the penalties."""
         for group in self.recording:

@@ -7,7 +7,8 @@ a device. A batch of the same requests in the same order reuses its plan (`batch
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,17 +42,16 @@ class Sampled:
     error: OmniError | None = None
 
 
+@dataclass(slots=True)
 class PendingTokens:
     """The tokens of a batch while a device may still be selecting them."""
 
-    def __init__(self, read: Callable[[], list[Sampled]], ids: Tensor | None) -> None:
-        self._read = read
-        self.ids = ids
-        """int64 `[S]` where the logits are; None where they were selected on the host."""
-
-    def read(self) -> list[Sampled]:
-        """The result of each row, once it is there. To be called once."""
-        return self._read()
+    results: list[Sampled] | None = None
+    """Where they were selected on the host."""
+    plan: BatchPlan | None = None
+    ids: Tensor | None = None
+    """int64 `[S]` on the device."""
+    download: Download | None = None
 
 
 class Sampler:
@@ -75,7 +75,8 @@ class Sampler:
         self._tokenizer = tokenizer
         self._eos = tuple(dict.fromkeys(eos for eos in eos_token_ids if 0 <= eos < vocab_size))
         self._states: dict[str, RowState] = {}
-        self._constrained: dict[str, GrammarState] = {}
+        self.constrained: dict[str, GrammarState] = {}
+        """The states of the requests that have a grammar."""
         self._plan: BatchPlan | None = None
         self._texts: dict[int, tuple[str, bytes]] = {}
 
@@ -151,28 +152,22 @@ class Sampler:
             state.stops = _ascending(stops)
         if params.structured is not None:
             ends = tuple(dict.fromkeys((*self._eos, *params.stop_token_ids)))
-            state.grammar = self._constrained[key] = self._grammars().start(params.structured, ends)
+            state.grammar = self.constrained[key] = self._grammars().start(params.structured, ends)
         self._states[key] = state
 
     def remove(self, key: str) -> None:
         """Forget a request; an unknown key is ignored."""
         if self._states.pop(key, None) is not None and self._plan is not None and key in self._plan.keys:
             self._plan = None
-        grammar = self._constrained.pop(key, None)
+        grammar = self.constrained.pop(key, None)
         if grammar is not None:
             grammar.close()
 
     # ---------------------------------------------------------------------------------------------- masks
 
-    def grammar(self, key: str) -> GrammarState:
-        """The state of a request that has a grammar."""
-        return self._constrained[key]
-
     def late(self, keys: Sequence[str]) -> frozenset[str]:
         """Those of `keys` that cannot be sampled yet: their masks have not come within a step's wait."""
-        if not self._constrained:
-            return frozenset()
-        states = [(key, self._constrained[key]) for key in keys if key in self._constrained]
+        states = [(key, self.constrained[key]) for key in keys if key in self.constrained]
         missing = [state for _, state in states if not (state.ready or state.prepare())]
         if not missing:
             return frozenset()
@@ -183,9 +178,7 @@ class Sampler:
 
     def slow(self, keys: Sequence[str]) -> frozenset[str]:
         """Those of `keys` whose next mask may take long, as their last one did."""
-        if not self._constrained:
-            return frozenset()
-        return frozenset(key for key in keys if key in self._constrained and self._constrained[key].slow)
+        return frozenset(key for key in keys if key in self.constrained and self.constrained[key].slow)
 
     # ------------------------------------------------------------------------------------------- sampling
 
@@ -194,23 +187,34 @@ class Sampler:
 
         `logits` is left unchanged. A row that cannot be sampled carries its error; the others are not touched by it.
         """
-        return self.launch(logits, keys).read()
+        return self.read(self.launch(logits, keys))
 
     def launch(self, logits: Tensor, keys: Sequence[str]) -> PendingTokens:
-        """`sample` without waiting for a device: the same requests may be sampled again before these are read."""
+        """`sample` without waiting for a device: the same requests may be sampled again before `read`."""
         if logits.shape != (len(keys), self._vocab_size):
             raise StageError(
                 f"logits of shape {tuple(logits.shape)} for {len(keys)} requests and {self._vocab_size} tokens"
             )
         if not keys:
-            return PendingTokens(list, None)
+            return PendingTokens([])
         logits, names, plan = logits.detach(), tuple(keys), self._plan
         if plan is None or plan.keys != names or plan.steps == 0:
             plan = self._plan = self._make_plan(names)
-        launch = self._launch_on_host if self._arrays.host else self._launch_on_device
-        pending = launch(plan, logits)
-        plan.advance()
+        pending = (self._sample_on_host if self._arrays.host else self._launch_on_device)(plan, logits)
+        if plan.steps is not None:
+            plan.steps -= 1
+        for state in plan.states:
+            state.step += 1
         return pending
+
+    def read(self, pending: PendingTokens) -> list[Sampled]:
+        """The result of each row of a batch, once it is there. To be called once."""
+        if pending.results is not None:
+            return pending.results
+        if pending.plan is None or pending.download is None:
+            raise InternalError("a batch without tokens")
+        tokens, *values = pending.download.wait()
+        return self._results(pending.plan, tokens.tolist(), values[0].flatten().tolist() if values else ())
 
     def _make_plan(self, keys: tuple[str, ...]) -> BatchPlan:
         if len(set(keys)) != len(keys):
@@ -220,7 +224,7 @@ class Sampler:
             raise InternalError(f"the sampler does not hold request {missing[0]!r}")
         return BatchPlan(keys, [self._states[key] for key in keys], self._vocab_size, self._arrays)
 
-    def _launch_on_host(self, plan: BatchPlan, logits: Tensor) -> PendingTokens:
+    def _sample_on_host(self, plan: BatchPlan, logits: Tensor) -> PendingTokens:
         tokens = plan.pick_on_host(logits)
         logprobs: list[float] = []
         if plan.recording or plan.logprob_rows:
@@ -228,19 +232,13 @@ class Sampler:
             plan.record(ids)
             if plan.logprob_rows:
                 logprobs = plan.logprobs(logits, ids).flatten().tolist()
-        return PendingTokens(lambda: self._results(plan, tokens, logprobs, logits), None)
+        return PendingTokens(self._results(plan, tokens, logprobs, logits))
 
     def _launch_on_device(self, plan: BatchPlan, logits: Tensor) -> PendingTokens:
         ids = plan.pick_on_device(logits)
         plan.record(ids)
         logprobs = (plan.logprobs(logits, ids),) if plan.logprob_rows else ()
-        download = Download(ids, *logprobs)
-
-        def read() -> list[Sampled]:
-            tokens, *values = download.wait()
-            return self._results(plan, tokens.tolist(), values[0].flatten().tolist() if values else ())
-
-        return PendingTokens(read, ids)
+        return PendingTokens(plan=plan, ids=ids, download=Download(ids, *logprobs))
 
     def _results(
         self, plan: BatchPlan, tokens: Sequence[int], logprobs: Sequence[float], logits: Tensor | None = None
