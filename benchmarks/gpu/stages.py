@@ -1,6 +1,6 @@
 """Where the time of Qwen2.5-Omni's stages goes on a GPU, each stage alone: true 7B shapes, random weights.
 
-python benchmarks/gpu/stages.py [--compile] [--precision float16] [--out stages.json]
+python benchmarks/gpu/stages.py [--compile] [--precision float16] [--kernels torch] [--out stages.json]
 """
 
 from __future__ import annotations

@@ -197,6 +197,6 @@ def block_attention(
             count, head_dim**-0.5 * _LOG2_E,
             frames, max(_MIN_TILE, _pow2(frames)), keys, keys_pad, 0 if before is None else frames,
             width, head_dim, max(_MIN_TILE, _pow2(head_dim)), "tf32" if tf32 else "ieee",
-            num_warps=2 if keys_pad <= 64 and qkv.dtype != torch.float32 else 4,
+            num_warps=4 if keys_pad <= 64 else 8,  # with fewer, registers leave room for fewer programs at once
         )  # fmt: skip
     return out
