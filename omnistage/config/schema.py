@@ -179,8 +179,9 @@ class CodecBudget(ConfigModel):
         description="First sound is held back, at most so long after the first code, until more will follow in time.",
     )
     cuda_graphs: bool = Field(default=True, description="Replay forwards as CUDA graphs; only used on CUDA.")
-    precision: Literal["float32", "tf32", "float16"] = Field(
-        default="tf32", description="Of large matrix products; only used on CUDA. float16 is the fastest."
+    precision: Literal["auto", "float32", "tf32", "float16"] = Field(
+        default="auto",
+        description="Of large matrix products. auto: float16 on CUDA, float32 elsewhere or in a float32 deployment.",
     )
     early_vocoder: bool = Field(
         default=True, description="Use the look-ahead as the vocoder's right context: audio comes sooner."

@@ -322,5 +322,19 @@ def test_a_float32_deployment_keeps_speech_from_switching_tf32_on(deployment: st
     from omnistage.config import CodecBudget
     from omnistage.models.qwen2_5_omni.load import _precision
 
-    context = SimpleNamespace(requested_dtype=deployment)
+    context = SimpleNamespace(requested_dtype=deployment, device=torch.device("cuda"))
     assert _precision(context, CodecBudget(precision=asked)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "deployment", "expected"),
+    [("cuda", "auto", "float16"), ("cuda", "float32", "float32"), ("cpu", "auto", "float32")],
+)
+def test_speech_is_in_half_precision_where_that_is_fast_and_nobody_asked_for_more(
+    device: str, deployment: str, expected: str
+) -> None:
+    from omnistage.config import CodecBudget
+    from omnistage.models.qwen2_5_omni.load import _precision
+
+    context = SimpleNamespace(requested_dtype=deployment, device=torch.device(device))
+    assert _precision(context, CodecBudget()) == expected  # type: ignore[arg-type]

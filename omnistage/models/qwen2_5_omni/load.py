@@ -165,6 +165,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
 
 def _precision(context: LoadContext, budget: CodecBudget) -> Precision:
     """TF32 is one switch for the process: a float32 deployment must not have it turned on by its speech stage."""
-    if budget.precision == "tf32" and context.requested_dtype == "float32":
-        return "float32"
-    return budget.precision
+    exact = context.requested_dtype == "float32"
+    if budget.precision == "auto":
+        return "float16" if context.device.type == "cuda" and not exact else "float32"
+    return "float32" if budget.precision == "tf32" and exact else budget.precision
