@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as log:
         service = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            figures["ready_seconds"] = ready_after(service, 240)
+            figures["ready_seconds"] = ready_after(service, 110)
             print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
             text = ("--prompt-tokens", "128", "--max-tokens", "128")
             for count in options.streams:
