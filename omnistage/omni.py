@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
@@ -37,6 +36,7 @@ from omnistage.pipeline.output import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import lane_of, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
+from omnistage.pipeline.stream import OutputStream
 
 _REFRESH_SECONDS = 0.2
 
@@ -140,33 +140,6 @@ class _Front:
 
 
 # --------------------------------------------------------------------------------------------------- async
-
-
-class OutputStream(AsyncIterator[OutputChunk]):
-    """The items of one running request, for one reader. Closing it aborts the request if it still runs."""
-
-    def __init__(self, orchestrator: Orchestrator, plan: RequestPlan, limit: int) -> None:
-        self.request_id = plan.request.info.request_id
-        self._ready = asyncio.Event()
-        self._done = False
-        # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
-        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._ready.set)
-        self._buffer = OutputBuffer(limit, wake)
-        self._orchestrator = orchestrator
-        self._run = orchestrator.start(plan, self._buffer.put)
-
-    async def __anext__(self) -> OutputChunk:
-        if self._done:
-            raise StopAsyncIteration
-        while (item := self._buffer.pop()) is None:
-            await self._ready.wait()
-            self._ready.clear()
-        self._done = item.final is not None
-        return item
-
-    def close(self) -> None:
-        self._done = True
-        self._orchestrator.cancel(self._run)
 
 
 class AsyncOmni(_Front):

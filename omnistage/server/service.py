@@ -28,11 +28,12 @@ from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
-from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.omni import AsyncOmni
 from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import call_soon
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring
 from omnistage.server.http.errors import AuditError, ContentFilterError, LoadingError, NotFoundError
 from omnistage.server.http.executor import Workers
@@ -351,16 +352,25 @@ class ObservedStream(OutputStream):
 
     async def __anext__(self) -> OutputChunk:
         chunk = await anext(self._inner)
+        self._observe(chunk)
+        return chunk
+
+    def pop(self) -> OutputChunk | None:
+        chunk = self._inner.pop()
+        if chunk is not None:
+            self._observe(chunk)
+        return chunk
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _observe(self, chunk: OutputChunk) -> None:
         self._record.count(chunk)
         if chunk.modality not in self._timed:
             self._observe_first(chunk)
         if chunk.final is not None:
             self._finish(chunk.final)
         self._started = True
-        return chunk
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _observe_first(self, chunk: OutputChunk) -> None:
         histogram = None

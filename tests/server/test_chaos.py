@@ -22,9 +22,10 @@ import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omnistage.core.params import DiffusionParams, SamplingParams
-from omnistage.omni import AsyncOmni, Omni, OutputStream
+from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.health import OrchestratorStats
 from omnistage.pipeline.request import RequestRun
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.http.connection import Connection, Exchange
 from omnistage.server.observe.audit import AUDIT_LOGGER, AuditRecord

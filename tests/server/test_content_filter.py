@@ -27,9 +27,10 @@ from omnistage.core.errors import ConfigError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import AudioChunk, FinishReason, Modality, OmniTokensPrompt
 from omnistage.media.audio_output import AudioOutput
-from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import ContentFilterError
 from omnistage.server.moderation import filters
 from omnistage.server.moderation.filtering import FilteredStream, prompt_texts

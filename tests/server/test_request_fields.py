@@ -16,8 +16,9 @@ from openai.types.responses import response_create_params
 from omnistage.core.errors import StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import FinishReason, Modality
-from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai import completions
 from omnistage.server.openai.chat.request import ChatRequest

@@ -1163,3 +1163,17 @@ def test_layers_that_differ_are_not_merged() -> None:
     parent = torch.nn.Module()
     parent.gate_proj, parent.up_proj = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6, bias=False)
     assert merge_linears(parent) == 0
+
+
+# ---------------------------------------------------------------------------------------------- warm-up
+
+
+@pytest.mark.parametrize("budget", [{}, {"max_running": 1}, {"max_model_len": 6}])
+def test_a_warm_up_leaves_nothing_behind(model: CausalLM, budget: dict[str, object]) -> None:
+    expected = one(make_stage(model, **budget), (5, 17), max_tokens=3).tokens
+    stage = make_stage(model, **budget)
+    stage.warm_up()
+    stage.check_integrity()
+    assert all_free(stage)
+    assert not stage.has_work()
+    assert one(stage, (5, 17), max_tokens=3).tokens == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -112,22 +113,35 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._late_masks = 0
 
     def warm_up(self) -> None:
-        longest = min(self._budget.max_batch_tokens, self.max_length - 1)
+        """Run what requests will: layers are compiled, and kernels loaded, for each kind of batch that comes first."""
+        plain = SamplingParams(max_tokens=4)
         filtered = SamplingParams(
-            max_tokens=1, top_k=2, top_p=0.5, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}
+            max_tokens=4, top_k=2, top_p=0.5, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}
         )
-        # The first needs the most memory; the second loads the kernels that only some requests use.
-        for length, params in ((longest, SamplingParams(max_tokens=1)), (1, filtered)):
-            self._run_alone("warm-up", length, params)
+        longest = min(self._budget.max_batch_tokens, self.max_length - 1)
+        # One prompt, as long as a step allows, which takes the most memory. Several, then their next tokens, then
+        # these beside another prompt.
+        self._run_once([(longest, plain)])
+        if self._budget.max_running > 2 and self.max_length > 8:
+            self._run_once([(3, plain), (2, filtered)], [], [(4, plain)])
 
-    def _run_alone(self, key: str, length: int, params: SamplingParams) -> None:
-        self.runner.add(key, ARInput((0,) * length), params, capacity=length + 1, emit=False)
-        state = SequenceState(key=key, rank=0.0, token_ids=[0] * length, prompt_length=length, cacheable=False)
-        self.scheduler.add(state, 0)
+    def _run_once(self, *arrivals: Sequence[tuple[int, SamplingParams]]) -> None:
+        """A step after each of `arrivals`: prompts of a length, and how they are sampled."""
+        keys: list[str] = []
         try:
-            self.runner.read(self.runner.launch(self.scheduler.schedule()))
+            for prompts in arrivals:
+                for length, params in prompts:
+                    keys.append(f"warm-up {len(keys)}")
+                    self.runner.add(keys[-1], ARInput((0,) * length), params, capacity=length + 4, emit=False)
+                    self.scheduler.add(SequenceState(keys[-1], 0.0, [0] * length, length, cacheable=False), 0)
+                plan = self.scheduler.schedule()
+                result = self.runner.read(self.runner.launch(plan))
+                self.scheduler.commit(plan)
+                for key, sampled in result.sampled.items():
+                    self.scheduler.append(key, max(sampled.token_id, 0))
         finally:
-            self._forget(key)
+            for key in keys:
+                self._forget(key)
 
     # ------------------------------------------------------------------------------------------- requests
 

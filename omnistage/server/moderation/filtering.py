@@ -14,9 +14,10 @@ from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, TokenLogprobs
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.context import inspect_media
-from omnistage.omni import AsyncOmni, OutputStream
+from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import AnswerFilteredError, ContentFilterError
 from omnistage.server.moderation.filters import AnswerText, Pass, PromptText, Redact, Refuse, RequestFilter
 from omnistage.server.openai.audio.capabilities import read_text
@@ -172,6 +173,9 @@ class FilteredStream(OutputStream):
         if chunk.audio is not None:
             self._samples_sent += len(chunk.audio.samples)
         return chunk
+
+    def pop(self) -> OutputChunk | None:
+        return None  # a filter may have to wait for its verdict
 
     def close(self) -> None:
         self._inner.close()

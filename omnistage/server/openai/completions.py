@@ -17,9 +17,9 @@ from typing_extensions import TypedDict
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality, OmniTokensPrompt, TokenLogprobs
-from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, body_of

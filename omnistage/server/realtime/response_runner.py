@@ -11,9 +11,9 @@ import numpy as np
 from omnistage.core.errors import InternalError, InvalidRequestError, LimitExceededError, OmniError, StageError
 from omnistage.core.failures import log_defect
 from omnistage.core.types import FinishReason
-from omnistage.omni import OutputStream
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import CLIENT_CLOSED
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, AuditRecord

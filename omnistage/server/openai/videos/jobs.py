@@ -24,8 +24,8 @@ from omnistage.core.errors import (
 from omnistage.core.failures import log_defect
 from omnistage.core.storage import is_storage_full, storage_errors
 from omnistage.core.types import FinishReason, Progress
-from omnistage.omni import OutputStream
 from omnistage.pipeline.outputs import OmniRequestOutput
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import body_of
 from omnistage.server.openai.files import private_folder, write_whole
 
