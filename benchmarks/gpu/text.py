@@ -123,8 +123,10 @@ def main() -> None:
     for variant in options.variants:
         start = time.perf_counter()
         stage = ARStage("thinker", component, budget(variant, options.largest))
+        stage.warm_up()
         synchronize()
         found: dict[str, Any] = {"ready_seconds": time.perf_counter() - start}
+        print(f"{variant} ready in {found['ready_seconds']:.1f} s", flush=True)
         for count, prompt, tokens in CASES:
             if count > options.largest:
                 continue

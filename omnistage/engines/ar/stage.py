@@ -31,7 +31,7 @@ from omnistage.core.types import (
 )
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.compiling import compile_layers, worth_compiling
+from omnistage.engines.ar.compiling import MIN_SIZE, compile_layers, worth_compiling
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import max_length_of, plan_blocks
@@ -88,12 +88,16 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         on_cuda = component.device.type == "cuda"
         if on_cuda if budget.merge_linears == "auto" else budget.merge_linears:
             merge_linears(component.decoder)
+        backend = make_backend(budget.attention, component.device)
+        graph_sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
         if worth_compiling(component.decoder) if budget.compile == "auto" else budget.compile:
             compile_layers(component.decoder)
+            backend.min_sequences = MIN_SIZE
+            graph_sizes = tuple(sorted({max(size, MIN_SIZE) for size in graph_sizes}))
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(
             component,
-            make_backend(budget.attention, component.device),
+            backend,
             self.stream,
             num_blocks=num_blocks,
             block_size=budget.block_size,
@@ -101,7 +105,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             max_batch=budget.max_running,
             run_ahead=self._run_ahead,
             encoder_cache_bytes=budget.encoder_cache,
-            graph_batch_sizes=budget.graph_batch_sizes if budget.cuda_graphs else (),
+            graph_batch_sizes=graph_sizes,
         )
         self._launched: LaunchedStep | None = None
         """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""

@@ -87,6 +87,8 @@ class AttentionBackend(ABC):
     name: str
     supports_graphs = False
     """It has a `graph_plan`, so that a decode step can be captured in a CUDA graph."""
+    min_sequences = 1
+    """Plans of fewer sequences are padded with empty ones, by a backend whose layers are compiled."""
 
     @abstractmethod
     def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:

@@ -69,6 +69,9 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, layout: BatchLayout, device: torch.device) -> TritonPlan:
         queries, lengths = layout.query_lengths, layout.sequence_lengths
+        if len(queries) < self.min_sequences:
+            missing = np.zeros(self.min_sequences - len(queries), dtype=np.int32)
+            queries, lengths = np.concatenate((queries, missing)), np.concatenate((lengths, missing))
         count = len(queries)
         width = max(len(table) for table in layout.block_tables)
         # One host-to-device copy for all the metadata.
