@@ -1135,6 +1135,34 @@ def test_a_step_that_fails_ends_its_own_requests_alone(
     assert all_free(stage)
 
 
+def test_a_launch_that_fails_takes_nothing_from_those_that_have_just_ended(model: CausalLM) -> None:
+    """What the step before sampled is read first: "a" has its stop token, though nobody knew when "b" was launched."""
+    component = Around(model)
+    first = one(make_stage(component), PROMPT).tokens[0]
+    stage = make_stage(component, run_ahead=True)
+    answers = Answers()
+    stage.submit(request("a", PROMPT, stop_token_ids=(first,)))
+    answers.take(stage.step())
+    stage.submit(request("b", OTHER))
+    component.before_forward = lambda step: (_ for _ in ()).throw(ArithmeticError("broken"))
+    answers.take(stage.step())
+    component.before_forward = lambda step: None
+    drain(stage, answers)
+    assert (answers["a", 0].finish, answers["a", 0].tokens) == (STOP, [first])
+    assert answers["b", 0].finish is ERROR
+    assert all_free(stage)
+
+
+def test_media_that_cannot_be_encoded_are_tried_once(emitter: Around, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    encode = emitter.encode
+    monkeypatch.setattr(emitter, "encode", lambda span: tried.append(span) or encode(span))
+    span = replace(picture(b"cat", range(2, 6), random_rows(4, 0)), inputs={"broken": torch.zeros(1)})
+    answers = run(make_stage(emitter, prefill_chunk=4), request("a", with_pictures(span)))
+    assert answers["a", 0].finish is ERROR
+    assert len(tried) == 1
+
+
 # ----------------------------------------------------------------------------------------- merged layers
 
 

@@ -345,3 +345,12 @@ def test_jobs_that_come_together_run_side_by_side() -> None:
     for _ in range(2):
         threads.submit(lambda: met.append(together.wait()))
     assert threads.wait(lambda: len(met) == 2, PATIENCE)
+
+
+def test_a_cheap_grammar_whose_first_mask_was_slow_goes_on(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_state, "SLOW_SECONDS", -1.0)  # every mask counts as slow
+    monkeypatch.setattr(grammar_state, "MASK_QUEUE_SECONDS", 5.0)
+    harness = Harness(model)
+    harness.submit("json", temperature=0.0, max_tokens=4, structured={"json_object": True})
+    harness.run_until("json")
+    assert harness.errors == {}

@@ -40,6 +40,7 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         self.side = (
             torch.zeros(size, spec.embed_size, dtype=component.dtype, device=device) if spec.side_input else None
         )
+        self.no_side_row = torch.zeros(spec.embed_size, dtype=component.dtype, device=device)
         self.attention = runner.backend.graph_plan(size, length, runner.block_size, device)
         paged = PagedContext(runner.backend, slots, self.attention.plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
@@ -131,8 +132,13 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         captured.longs.copy_(host, non_blocking=True)
         captured.attention.fill([item.start + 1 for item in part], [row.table for row in rows])
         if captured.side is not None:
+            nothing = captured.no_side_row
             torch.stack(
-                [row.side_row(item.start) for item, row in zip(part, rows, strict=True)], out=captured.side[:count]
+                [
+                    row.side_row(item.start) if row.payload.streaming else nothing
+                    for item, row in zip(part, rows, strict=True)
+                ],
+                out=captured.side[:count],
             )
         captured.graph.replay()
         return captured

@@ -137,7 +137,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 for length, params in prompts:
                     keys.append(f"warm-up {len(keys)}")
                     self.runner.add(keys[-1], ARInput((0,) * length), params, capacity=length + 4, emit=False)
-                    self.scheduler.add(SequenceState(keys[-1], 0.0, [0] * length, length, cacheable=False), 0)
+                    state = SequenceState(keys[-1], 0.0, [0] * length, length, cacheable=False)
+                    self.scheduler.add(state)
                 plan = self.scheduler.schedule()
                 result = self.runner.read(self.runner.launch(plan))
                 self.scheduler.commit(plan)
@@ -274,7 +275,11 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if plan.batch or plan.preempted:
                 try:
                     self._launched = self.runner.launch(plan)
+                    chunks += self._end_failed(self._launched.result)
                 except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
+                    if earlier is not None:  # some of them may have ended there
+                        chunks += self._read(earlier)
+                        earlier = None
                     chunks += self._fail_batch(plan, error)
             if not self._run_ahead:
                 earlier, self._launched = self._launched, None
@@ -282,17 +287,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             chunks += self._read(earlier)
         return chunks
 
+    def _end_failed(self, result: RunnerOutput) -> list[StageChunk]:
+        """End those that never ran, like those whose media cannot be encoded."""
+        return [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
+
     def _read(self, step: LaunchedStep) -> list[StageChunk]:
         """Account for what a step gave."""
         try:
             result = self.runner.read(step)
         except BaseException as error:  # the same boundary
             return self._fail_batch(step.plan, error)
-        chunks = [
-            self._end(key, FinishReason.ERROR, error=error)
-            for key, error in result.failed.items()
-            if key in self._answers
-        ]
+        chunks: list[StageChunk] = []
         self.scheduler.commit(step.plan, result.late)
         for item in step.plan.batch:
             if item.key in self._answers:  # else it has ended meanwhile

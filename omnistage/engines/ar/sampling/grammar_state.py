@@ -130,7 +130,9 @@ class GrammarState:
         self.ready = False
         self._asked = time.monotonic()
         self._began: float | None = None
-        if self._cheap and token_id is not None:  # the first comes from a thread, while the prompt is computed
+        # The first comes from a thread, while the prompt is computed. So does one after a slow one: its request is held
+        # out of the batches, where nobody would ask for a mask that was put off.
+        if self._cheap and token_id is not None and not self.slow:
             self._deferred = token_id
             return
         (_slow if self.slow else _quick).submit(partial(self._compute, token_id))
