@@ -83,4 +83,4 @@ def limit_process(device: torch.device, deployment: DeploymentConfig) -> None:
         return
     _free, total = torch.cuda.mem_get_info(device)
     share = max(0, deployment.gpu_memory - CUDA_CONTEXT) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device.index or 0)  # it takes no device without one

@@ -154,7 +154,8 @@ class NeedsReader:
 
         from omnistage.engines.peak_memory import META
 
-        where = (name, str(device), str(dtype).removeprefix("torch."))
+        named = "cuda" if str(device) == "cuda:0" else str(device)  # one GPU, not two
+        where = (name, named, str(dtype).removeprefix("torch."))
         if not self._plans:
             weights = 0 if self._counted else weights_on_disk(self._model.folder, dtype.itemsize)
             self._counted = True  # which stage has which is unknown: all of them count once

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,8 +36,7 @@ from omnistage.core.types import (
     TokenChunk,
     TokenLogprobs,
 )
-from omnistage.engines.ar.attention import BatchLayout, PagedContext
-from omnistage.engines.ar.attention.triton_backend import TritonBackend
+from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import block_bytes
 from omnistage.engines.ar.merged import merge_linears
@@ -1207,15 +1205,3 @@ def test_a_warm_up_leaves_nothing_behind(model: CausalLM, budget: dict[str, obje
     assert all_free(stage)
     assert not stage.has_work()
     assert one(stage, (5, 17), max_tokens=3).tokens == expected
-
-
-def test_a_plan_of_one_sequence_is_padded_where_layers_are_compiled() -> None:
-    backend = TritonBackend()
-    layout = BatchLayout(np.array([5], np.int32), np.array([9], np.int32), [np.arange(16)], [np.array([3], np.int32)])
-    assert backend.plan(layout, torch.device("cpu")).seq_lens.tolist() == [9]
-    backend.min_sequences = 2
-    plan = backend.plan(layout, torch.device("cpu"))
-    assert plan.query_start_loc.tolist() == [0, 5, 5]
-    assert plan.seq_lens.tolist() == [9, 0]
-    assert plan.block_tables.tolist() == [[3], [0]]
-    assert (plan.max_query_len, plan.max_seq_len) == (5, 9)

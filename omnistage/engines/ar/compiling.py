@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import torch
-import torch.fx.experimental._config
 from torch import nn
 
 MIN_SIZE = 2
-"""Batches of one are padded to it: sizes 0 and 1 are compiled for themselves, which would double a start's time."""
+"""Captured batches of one are padded to it: one token is compiled for itself, which would double a start's time."""
 _VARIANTS = 64
 """Compiled variants that may lie side by side: all layers, of all stages, are compiled under one code object."""
 
@@ -35,8 +34,6 @@ def compile_layers(decoder: nn.Module) -> None:
     # torch's own default is in /tmp, which does not outlive a machine's or a container's start.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    # One variant for any number of tokens of any number of sequences: torch would make another where the two are equal.
-    torch.fx.experimental._config.use_duck_shape = False
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     for layer in decoder.layers:  # type: ignore[union-attr]

@@ -263,6 +263,7 @@ class Runner:
             [rows.table for rows in sequences],
         )
         paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
+        self.backend.begin(paged)
         hidden = component.forward(embeds, packed[2 * total :].view(-1, total), paged)
         emitted = None
         if self.emit_pool is not None and media is not None:

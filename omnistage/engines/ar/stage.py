@@ -92,7 +92,6 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         graph_sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
         if worth_compiling(component.decoder) if budget.compile == "auto" else budget.compile:
             compile_layers(component.decoder)
-            backend.min_sequences = MIN_SIZE
             graph_sizes = tuple(sorted({max(size, MIN_SIZE) for size in graph_sizes}))
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(

@@ -226,8 +226,8 @@ class CodecScheduler:
     def chunk_sizes(self) -> list[int]:
         """Blocks of the windows of an utterance until they grow no more."""
         sizes = [self.chunk_blocks(0)]
-        while (size := self.chunk_blocks(len(sizes))) != sizes[-1]:
-            sizes.append(size)
+        while sizes[-1] < self._limits.max_chunk_blocks:  # the first may be as large as the second
+            sizes.append(self.chunk_blocks(len(sizes)))
         return sizes
 
     def _needed(self, request: _Request) -> int:

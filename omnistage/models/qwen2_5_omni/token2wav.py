@@ -257,7 +257,9 @@ class Token2Wav(CodecComponent):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision != "float32"):
+        # Not for float16: the switch is one for the process, and layers that are compiled elsewhere are compiled again
+        # whenever it changes. What is left in float32 there is small.
+        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision == "tf32"):
             yield
 
     # ------------------------------------------------------------------------------------------------ solver

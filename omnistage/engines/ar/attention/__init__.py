@@ -87,8 +87,6 @@ class AttentionBackend(ABC):
     name: str
     supports_graphs = False
     """It has a `graph_plan`, so that a decode step can be captured in a CUDA graph."""
-    min_sequences = 1
-    """Plans of fewer sequences are padded with empty ones, by a backend whose layers are compiled."""
 
     @abstractmethod
     def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
@@ -97,6 +95,9 @@ class AttentionBackend(ABC):
     def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> GraphPlan:
         """The plan of a captured decode step for `size` sequences of at most `length` tokens."""
         raise StageError(f"attention backend {self.name!r} cannot be captured in a CUDA graph; set cuda_graphs: false")
+
+    def begin(self, paged: PagedContext) -> None:  # noqa: B027  (few need it)
+        """Called before a forward with the context that its layers will be given."""
 
     @abstractmethod
     def attend(

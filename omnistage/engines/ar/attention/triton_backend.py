@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,9 +70,6 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, layout: BatchLayout, device: torch.device) -> TritonPlan:
         queries, lengths = layout.query_lengths, layout.sequence_lengths
-        if len(queries) < self.min_sequences:
-            missing = np.zeros(self.min_sequences - len(queries), dtype=np.int32)
-            queries, lengths = np.concatenate((queries, missing)), np.concatenate((lengths, missing))
         count = len(queries)
         width = max(len(table) for table in layout.block_tables)
         # One host-to-device copy for all the metadata.
@@ -104,27 +102,24 @@ class TritonBackend(AttentionBackend):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        plan = paged.plan
-        if not isinstance(plan, TritonPlan):
-            raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        del paged  # see `begin`
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        _attend_op(
-            query,
-            key,
-            value,
-            cache[0],
-            cache[1],
-            out,
-            paged.slot_mapping,
-            plan.query_start_loc,
-            plan.seq_lens,
-            plan.block_tables,
-            scale,
-            plan.max_query_len,
-            plan.max_seq_len,
-            0 if window is None else window,
-        )
+        _attend_op(query, key, value, cache[0], cache[1], out, scale, 0 if window is None else window)
         return out
+
+    def begin(self, paged: PagedContext) -> None:
+        """Keep the step's layout where the operator finds it.
+
+        Were its tensors arguments of the layers, these would be compiled again for each kind of layout: other numbers
+        of sequences, other widths of tables, other offsets.
+        """
+        if not isinstance(paged.plan, TritonPlan):
+            raise TypeError(f"plan of another backend: {type(paged.plan).__name__}")
+        _current.step = (paged.slot_mapping, paged.plan)
+
+
+_current = threading.local()
+"""`step`: where this thread's forward writes keys and values, and its plan."""
 
 
 @torch.library.custom_op("omnistage::paged_attention", mutates_args=("k_cache", "v_cache", "out"))
@@ -135,30 +130,25 @@ def _attend_op(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
     scale: float,
-    max_query_len: int,
-    max_seq_len: int,
     window: int,
 ) -> None:
     """One opaque operator, so that `torch.compile` of a layer does not break or look inside."""
     from omnistage.engines.ar.attention import triton_paged
 
+    slot_mapping, plan = _current.step
     triton_paged.write_kv(key, value, k_cache, v_cache, slot_mapping)
     triton_paged.paged_attention(
         query,
         k_cache,
         v_cache,
         out,
-        query_start_loc,
-        seq_lens,
-        block_tables,
+        plan.query_start_loc,
+        plan.seq_lens,
+        plan.block_tables,
         scale=scale,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
+        max_query_len=plan.max_query_len,
+        max_seq_len=plan.max_seq_len,
         sliding_window=window or None,
     )
 
