@@ -175,6 +175,13 @@ class OutputBuffer:
         with self._arrived:
             return self._items.popleft() if self._items else None
 
+    def pop_all(self) -> list[OutputChunk]:
+        """All items that are there now."""
+        with self._arrived:
+            items = list(self._items)
+            self._items.clear()
+            return items
+
     def get(self, timeout: float | None = None) -> OutputChunk | None:
         """Wait for the next item; None once `timeout` seconds have passed."""
         with self._arrived:

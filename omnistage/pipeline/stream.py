@@ -34,11 +34,16 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self._done = item.final is not None
         return item
 
-    def pop(self) -> OutputChunk | None:
-        """The next item, if it is there already."""
-        item = None if self._done else self._buffer.pop()
-        self._done = self._done or (item is not None and item.final is not None)
-        return item
+    async def take(self) -> list[OutputChunk]:
+        """All items that have come since the last ones were taken, at least one; none at the end."""
+        items: list[OutputChunk] = []
+        while not self._done and not items:
+            items = self._buffer.pop_all()
+            if not items:
+                await self._ready.wait()
+                self._ready.clear()
+        self._done = self._done or items[-1].final is not None
+        return items
 
     def close(self) -> None:
         self._done = True

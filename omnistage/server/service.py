@@ -355,11 +355,11 @@ class ObservedStream(OutputStream):
         self._observe(chunk)
         return chunk
 
-    def pop(self) -> OutputChunk | None:
-        chunk = self._inner.pop()
-        if chunk is not None:
+    async def take(self) -> list[OutputChunk]:
+        items = await self._inner.take()
+        for chunk in items:
             self._observe(chunk)
-        return chunk
+        return items
 
     def close(self) -> None:
         self._inner.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.scheduler import ScheduledSequence
 
@@ -49,7 +49,7 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
         def step() -> tuple[torch.Tensor, torch.Tensor | None]:
-            runner.backend.begin(paged)
+            current.paged = paged
             # A token that nobody has read yet is where the last step left it; one that failed is never read.
             tokens = torch.where(sources < 0, ids, runner.last_ids[sources.clamp(min=0)]).clamp(min=0)
             embeds = component.embed(tokens)

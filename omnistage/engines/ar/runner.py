@@ -16,7 +16,7 @@ from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import stage_failure
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, SideRows
-from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches
+from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
@@ -159,7 +159,20 @@ class Runner:
             for key in output.preempted:
                 if key in self._rows:
                     self._rows[key].forget_blocks()
-            batch = self._open_batch(output, step.result)
+            batch = []
+            for item in output.batch:
+                rows = self._rows.get(item.key)
+                if rows is None:
+                    raise InternalError(f"sequence {item.key!r} was scheduled but never added")
+                if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
+                    try:
+                        rows.media_rows = self._encode_media(rows)
+                    except BaseException as error:  # the boundary of one request's media: it ends this sequence alone
+                        step.result.failed[item.key] = stage_failure(error, "the media encoder")
+                        continue
+                if len(item.blocks) > len(rows.table):
+                    rows.sync_blocks(item.blocks, self.block_size)
+                batch.append(item)
             if not batch:
                 return step
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
@@ -201,24 +214,6 @@ class Runner:
             if self.sampler.constrained:
                 result.slow = self.sampler.slow([key for key, _, _ in step.sampled])
         return result
-
-    def _open_batch(self, output: SchedulerOutput, result: RunnerOutput) -> list[ScheduledSequence]:
-        """Those of a plan that can run: their media are encoded, their blocks known."""
-        batch = []
-        for item in output.batch:
-            rows = self._rows.get(item.key)
-            if rows is None:
-                raise InternalError(f"sequence {item.key!r} was scheduled but never added")
-            if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
-                try:
-                    rows.media_rows = self._encode_media(rows)
-                except BaseException as error:  # the boundary of one request's media: it ends this sequence alone
-                    result.failed[item.key] = stage_failure(error, "the media encoder")
-                    continue
-            if len(item.blocks) > len(rows.table):
-                rows.sync_blocks(item.blocks, self.block_size)
-            batch.append(item)
-        return batch
 
     def _forward(
         self, batch: Sequence[ScheduledSequence]
@@ -263,7 +258,7 @@ class Runner:
             [rows.table for rows in sequences],
         )
         paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
-        self.backend.begin(paged)
+        current.paged = paged
         hidden = component.forward(embeds, packed[2 * total :].view(-1, total), paged)
         emitted = None
         if self.emit_pool is not None and media is not None:

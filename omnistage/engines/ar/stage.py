@@ -274,7 +274,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if plan.batch or plan.preempted:
                 try:
                     self._launched = self.runner.launch(plan)
-                    chunks += self._end_failed(self._launched.result)
+                    if self._launched.result.failed:
+                        chunks += self._end_failed(self._launched.result)
                 except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
                     if earlier is not None:  # some of them may have ended there
                         chunks += self._read(earlier)

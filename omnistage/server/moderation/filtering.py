@@ -174,8 +174,9 @@ class FilteredStream(OutputStream):
             self._samples_sent += len(chunk.audio.samples)
         return chunk
 
-    def pop(self) -> OutputChunk | None:
-        return None  # a filter may have to wait for its verdict
+    async def take(self) -> list[OutputChunk]:
+        chunk = await anext(self, None)  # one at a time: a filter may have to wait for its verdict
+        return [] if chunk is None else [chunk]
 
     def close(self) -> None:
         self._inner.close()

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from omnistage.core.errors import InvalidRequestError, OmniError, StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
-from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.pipeline.outputs import OmniRequestOutput
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.service import ServedModel
 
@@ -31,15 +31,6 @@ async def final_of(stream: OutputStream) -> OmniRequestOutput:
                 raise item.final.error
             return item.final
     raise StageError("the request ended without its last item")
-
-
-async def waiting_items(stream: OutputStream) -> AsyncIterator[list[OutputChunk]]:
-    """All items that have come since the last ones were taken: a loop that lags behind sends them at one go."""
-    async for item in stream:
-        items = [item]
-        while (more := stream.pop()) is not None:
-            items.append(more)
-        yield items
 
 
 def rename_param(error: OmniError, rename: Rename) -> OmniError:

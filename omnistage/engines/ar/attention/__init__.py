@@ -6,6 +6,7 @@ A backend turns a step's layout (host arrays) into a plan (device tensors) once 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ class PagedContext:
     """int64 [T]: where this step's keys and values go; -1 for padding."""
     plan: AttentionPlan
 
+
+current = threading.local()
+"""`paged`: the context of the forward that this thread runs, for operators that cannot be given it.
+
+Were its tensors arguments of compiled layers, these would be compiled again for each kind of layout: other numbers of
+sequences, other widths of tables, other offsets.
+"""
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, each `[num_blocks, block_size, kv_heads, head_dim]`."""
@@ -95,9 +103,6 @@ class AttentionBackend(ABC):
     def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> GraphPlan:
         """The plan of a captured decode step for `size` sequences of at most `length` tokens."""
         raise StageError(f"attention backend {self.name!r} cannot be captured in a CUDA graph; set cuda_graphs: false")
-
-    def begin(self, paged: PagedContext) -> None:  # noqa: B027  (few need it)
-        """Called before a forward with the context that its layers will be given."""
 
     @abstractmethod
     def attend(

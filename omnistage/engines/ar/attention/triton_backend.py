@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from omnistage.engines.ar.attention import (
     GraphPlan,
     KVCache,
     PagedContext,
+    current,
 )
 from omnistage.engines.streams import upload
 
@@ -102,24 +102,10 @@ class TritonBackend(AttentionBackend):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        del paged  # see `begin`
+        del paged  # the operator takes it from `current`
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         _attend_op(query, key, value, cache[0], cache[1], out, scale, 0 if window is None else window)
         return out
-
-    def begin(self, paged: PagedContext) -> None:
-        """Keep the step's layout where the operator finds it.
-
-        Were its tensors arguments of the layers, these would be compiled again for each kind of layout: other numbers
-        of sequences, other widths of tables, other offsets.
-        """
-        if not isinstance(paged.plan, TritonPlan):
-            raise TypeError(f"plan of another backend: {type(paged.plan).__name__}")
-        _current.step = (paged.slot_mapping, paged.plan)
-
-
-_current = threading.local()
-"""`step`: where this thread's forward writes keys and values, and its plan."""
 
 
 @torch.library.custom_op("omnistage::paged_attention", mutates_args=("k_cache", "v_cache", "out"))
@@ -136,8 +122,11 @@ def _attend_op(
     """One opaque operator, so that `torch.compile` of a layer does not break or look inside."""
     from omnistage.engines.ar.attention import triton_paged
 
-    slot_mapping, plan = _current.step
-    triton_paged.write_kv(key, value, k_cache, v_cache, slot_mapping)
+    paged: PagedContext = current.paged
+    plan = paged.plan
+    if not isinstance(plan, TritonPlan):
+        raise TypeError(f"plan of another backend: {type(plan).__name__}")
+    triton_paged.write_kv(key, value, k_cache, v_cache, paged.slot_mapping)
     triton_paged.paged_attention(
         query,
         k_cache,

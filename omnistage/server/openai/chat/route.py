@@ -16,7 +16,7 @@ from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import final_output, renaming, waiting_items
+from omnistage.server.openai.running import final_output, renaming
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -53,7 +53,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     async def events() -> AsyncGenerator[bytes]:
         async with running as stream:
             writer = StreamWriter(stream.request_id, body, keep)
-            async for items in waiting_items(stream):
+            while items := await stream.take():
                 if data := b"".join([event(chunk) for item in items for chunk in writer.events(item)]):
                     yield data
             yield DONE

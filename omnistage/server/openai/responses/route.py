@@ -16,7 +16,7 @@ from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
-from omnistage.server.openai.running import final_output, renaming, text_stage, waiting_items
+from omnistage.server.openai.running import final_output, renaming, text_stage
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -48,7 +48,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     async def events() -> AsyncGenerator[bytes]:
         async with running as stream:
             writer = ResponseWriter(stream.request_id, body)
-            async for items in waiting_items(stream):
+            while items := await stream.take():
                 pieces = [event(data, data["type"]) for item in items for data in writer.events(item)]
                 if pieces:
                     yield b"".join(pieces)
