@@ -155,34 +155,37 @@ def main() -> None:
 
 
 def trace(stage: ARStage, path: Path) -> None:
-    """What the device does in a decode step, by kernel."""
-    from torch.profiler import ProfilerActivity, profile
+    """What the device does in a decode step, by kernel, and in a step of prompts."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0)
+
+    def submit(count: int, length: int) -> None:
+        for index in range(count):
+            prompt = ARInput(tuple(range(100 + index, 100 + index + length)))
+            stage.submit(StageInput(RequestInfo(f"t{index}"), params, prompt))
 
     for batch in (1, 64, 256):
         if batch > stage._budget.max_running:
             continue
-        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0)
-        for index in range(batch):
-            stage.submit(StageInput(RequestInfo(f"t{index}"), params, ARInput(tuple(range(100 + index, 228 + index)))))
+        submit(batch, 128)
         for _ in range(12):  # past the prompts
             stage.step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            for _ in range(10):
-                stage.step()
-            synchronize()
-        table = seen.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70)
-        path.with_name(f"{path.stem}_{batch}.txt").write_text(table, encoding="utf-8")
+        profile_steps(stage, 10, path.with_name(f"{path.stem}_{batch}.txt"))
         for index in range(batch):
             stage.abort(f"t{index}")
         stage.drain()
-    for index in range(64):
-        stage.submit(StageInput(RequestInfo(f"p{index}"), params, ARInput(tuple(range(100 + index, 356 + index)))))
+    submit(64, 256)
+    profile_steps(stage, 3, path.with_name(f"{path.stem}_prefill.txt"))
+
+
+def profile_steps(stage: ARStage, steps: int, path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(3):
+        for _ in range(steps):
             stage.step()
         synchronize()
     table = seen.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70)
-    path.with_name(f"{path.stem}_prefill.txt").write_text(table, encoding="utf-8")
+    path.write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +10,13 @@ import torch
 from omnistage.core.errors import ConfigError
 from omnistage.models.qwen2_5_omni.fused_dit import use_triton
 from tests.dit_harness import check
+from tests.unit.interpreted import needs_triton, run_interpreted
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_the_layers_on_triton_are_those_on_torch() -> None:
     """At the edges of utterances, with short last blocks, kept rows and padding, guided or not."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.dit_harness"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    child = run_interpreted("-m", "tests.dit_harness")
     assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout.splitlines()[-1])
     assert len(found) == 6

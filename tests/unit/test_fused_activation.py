@@ -5,16 +5,11 @@ The interpreter is chosen when a kernel is defined and holds for the whole proce
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 from torch import nn
 
 from omnistage.compat import prepare_torchvision
+from tests.unit.interpreted import needs_triton, run_interpreted
 
 prepare_torchvision(required=False)
 
@@ -50,15 +45,9 @@ print("equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_the_kernel_equals_the_modules() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    child = run_interpreted("-c", CHILD)
     assert child.stdout.strip() == "equal", child.stdout + child.stderr
 
 

@@ -5,14 +5,9 @@ The interpreter is chosen when a kernel is defined and holds for the whole proce
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
+from tests.unit.interpreted import needs_triton, run_interpreted
 
-import pytest
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 CHILD = """
 import torch
@@ -50,11 +45,5 @@ print("equal")
 
 
 def test_the_kernel_gives_the_tokens_of_a_sort() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    child = run_interpreted("-c", CHILD)
     assert child.stdout.strip() == "equal", child.stdout + child.stderr

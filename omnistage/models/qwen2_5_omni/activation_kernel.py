@@ -7,14 +7,12 @@ exchanging it. Chunks of all rows are numbered through, so that short rows leave
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from omnistage.engines.triton_jit import HAS_TRITON, jit
 
 if HAS_TRITON:
     import triton
@@ -26,19 +24,11 @@ _CHUNK = 16
 _LANES, _WARPS = 128, 4
 
 
-def _jit(fn: Callable[..., Any]) -> Any:
-    return triton.jit(fn, do_not_specialize=["rows", "channels", "units"]) if HAS_TRITON else fn
-
-
-def _inline(fn: Callable[..., Any]) -> Any:
-    return triton.jit(fn) if HAS_TRITON else fn
-
-
 # Kernels: Triton reads their arguments' annotations itself, so only constexpr ones have any.
 # fmt: off
 
 
-@_inline
+@jit()
 def _load_four(x_ptr, base, first, length, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """Samples first .. first + 3 of each lane's row; 0 outside of it."""
     place = first[:, None] + tl.arange(0, 4)[None, :]
@@ -49,14 +39,14 @@ def _load_four(x_ptr, base, first, length, LANES: tl.constexpr):  # type: ignore
     return x0, x1, x2, x3
 
 
-@_inline
+@jit()
 def _store_four(out_ptr, base, first, length, y0, y1, y2, y3, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     place = first[:, None] + tl.arange(0, 4)[None, :]
     y = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [LANES, 4])
     tl.store(out_ptr + base[:, None] + place, y, mask=place < length[:, None])
 
 
-@_inline
+@jit()
 def _snake(x, alpha, scale):  # type: ignore[no-untyped-def]  # kernel
     """x + scale · sin²(alpha · x), to float32's precision for |alpha · x| below 10⁷.
 
@@ -74,7 +64,7 @@ def _snake(x, alpha, scale):  # type: ignore[no-untyped-def]  # kernel
     return tl.fma(sine * sine, scale, x)
 
 
-@_jit
+@jit(counts=("rows", "channels", "units"))
 @no_type_check  # its tuples grow while Triton unrolls the loops
 def _activation_kernel(
     x_ptr, out_ptr,  # [rows, length] float32

@@ -11,40 +11,25 @@ Triton compiles what it reads here, so a kernel calls only what this file define
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from omnistage.engines.ar.attention.triton_kernels import HAS_TRITON
+from omnistage.engines.triton_jit import HAS_TRITON, jit
 
 if HAS_TRITON:
-    import triton
     import triton.language as tl
 
 _LOG2_E = math.log2(math.e)
-_METADATA = ["before_ptr", "after_ptr", "valid_ptr"]
+_METADATA = ("before_ptr", "after_ptr", "valid_ptr")
 _MIN_TILE = 16  # the least that the matrix units take
-
-
-def _jit(fn: Callable[..., None]) -> Any:
-    """`triton.jit`, without recompiling (which a graph capture would not survive) for another batch size."""
-    if not HAS_TRITON:
-        return fn
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(
-        fn,
-        do_not_specialize=[name for name in names if name == "num_rows"],
-        do_not_specialize_on_alignment=[name for name in names if name in _METADATA],
-    )
 
 
 # Kernels: Triton reads their arguments' annotations itself, so only constexpr ones have any.
 # fmt: off
 
 
-@_jit
+@jit(counts=("num_rows",), metadata=_METADATA)
 def _add_norm_kernel(  # type: ignore[no-untyped-def]  # kernel
     rows_ptr, product_ptr, gate_ptr, shift_ptr, scale_ptr, norm_ptr, eps,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr,
@@ -68,7 +53,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]  # kernel
     tl.store(norm_ptr + start + place, (norm * scale + shift).to(norm_ptr.dtype.element_ty), mask=mask)
 
 
-@_jit
+@jit(counts=("num_rows",), metadata=_METADATA)
 def _block_attention_kernel(  # type: ignore[no-untyped-def]  # kernel
     qkv_ptr,  # [num_rows + kept, FRAMES, 3, WIDTH]
     out_ptr,  # [num_rows, FRAMES, WIDTH]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from omnistage.core.errors import CheckpointError
 from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
-from omnistage.models.qwen2_5_omni.activation_kernel import HAS_TRITON, TAPS, fused_activation
+from omnistage.engines.triton_jit import HAS_TRITON
+from omnistage.models.qwen2_5_omni.activation_kernel import TAPS, fused_activation
 from omnistage.models.qwen2_5_omni.dit import shared_copy
 
 if TYPE_CHECKING:

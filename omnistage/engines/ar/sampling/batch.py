@@ -132,14 +132,13 @@ class BatchPlan:
         self.constrained = any(s.grammar is not None for s in states)
         self.tops = min(max((s.params.logprobs or 0 for s in states), default=0), vocab_size)
         groups: tuple[RowGroup, ...] = (*self.host_groups, *self.device_groups)
-        self.recording = [group for group in groups if group.processors is not None and group.processors.records]
+        self.recording = [(g.index, g.processors) for g in groups if g.processors is not None and g.processors.records]
         self._logprob_index = upload(np.array(self.logprob_rows, dtype=np.int64), arrays.device)
 
     def record(self, ids: Tensor) -> None:
         """Count the sampled tokens for the penalties."""
-        for group in self.recording:
-            if group.processors is not None:
-                group.processors.record(ids if group.index is None else ids[group.index])
+        for index, processors in self.recording:
+            processors.record(ids if index is None else ids[index])
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """`[L, 1 + 2n]`: logprob of the chosen token, of the n likeliest, and their ids; raw logits."""

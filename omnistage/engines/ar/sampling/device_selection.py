@@ -14,6 +14,7 @@ from torch import Tensor
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampling.selection import FAILED, WEIGHT_SCALE, temperature_of
 from omnistage.engines.streams import upload
+from omnistage.engines.triton_jit import HAS_TRITON
 
 NOTHING = -3
 """In place of a token id: no token of the row may be sampled."""
@@ -47,11 +48,10 @@ class DeviceSelector:
 
         `u` has a number in [0, 1) for each row, float64.
         """
-        if x.is_cuda:
+        if x.is_cuda and HAS_TRITON:
             from omnistage.engines.ar.sampling import triton_select
 
-            if triton_select.HAS_TRITON:
-                return triton_select.select(x, self.temperature, self.top_k, self.top_p, self.min_p, u)
+            return triton_select.select(x, self.temperature, self.top_k, self.top_p, self.min_p, u)
         return self.select_sorted(x, u)
 
     def select_sorted(self, x: Tensor, u: Tensor) -> Tensor:

@@ -7,13 +7,9 @@ filters, and OpenAI's default is one, takes two passes over its logits.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from omnistage.engines.triton_jit import HAS_TRITON, jit
 
 if HAS_TRITON:
     import triton
@@ -23,21 +19,17 @@ _BLOCK, _WARPS = 8192, 32
 """One program reads a row alone, so it needs many loads in flight."""
 
 
-def _jit(fn: Callable[..., Any]) -> Any:
-    return triton.jit(fn) if HAS_TRITON else fn
-
-
 # Kernels: Triton reads their arguments' annotations itself, so only constexpr ones have any.
 # fmt: off
 
 
-@_jit
+@jit()
 def _load(x_ptr, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     place = start + tl.arange(0, BLOCK)
     return tl.load(x_ptr + place, mask=place < VOCAB, other=float("-inf")).to(tl.float32)
 
 
-@_jit
+@jit()
 def _ordered(x):  # type: ignore[no-untyped-def]  # kernel
     """Unsigned integers in the order of the numbers; 0.0 and -0.0 are one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
@@ -45,7 +37,7 @@ def _ordered(x):  # type: ignore[no-untyped-def]  # kernel
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@_jit
+@jit()
 def _number(ordered):  # type: ignore[no-untyped-def]  # kernel
     """The number that `_ordered` gave."""
     bits = (ordered ^ 0x80000000).to(tl.int32, bitcast=True)
@@ -53,7 +45,7 @@ def _number(ordered):  # type: ignore[no-untyped-def]  # kernel
     return bits.to(tl.float32, bitcast=True)
 
 
-@_jit
+@jit()
 def _weigh(x, temperature, best, kth):  # type: ignore[no-untyped-def]  # kernel
     """Each token's share of the likeliest one's probability, and its weight: 0 below the k-th."""
     scaled = tl.div_rn(x, temperature)
@@ -62,7 +54,7 @@ def _weigh(x, temperature, best, kth):  # type: ignore[no-untyped-def]  # kernel
     return shares, tl.where(scaled >= kth, weights, 0)
 
 
-@_jit
+@jit()
 def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """The largest bound, in order, that at least `k` tokens reach."""
     bound = (k * 0).to(tl.uint32)
@@ -81,7 +73,7 @@ def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: i
     return bound
 
 
-@_jit
+@jit()
 def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """The largest bound, in order, above and at which the weights sum to at least `needed`."""
     bound = (needed * 0).to(tl.uint32)
@@ -102,14 +94,14 @@ def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: 
     return bound
 
 
-@_jit
+@jit()
 def _kept(x, temperature, best, kth, min_p):  # type: ignore[no-untyped-def]  # kernel
     """The weights of what top-k and min-p keep."""
     shares, weights = _weigh(x, temperature, best, kth)
     return tl.where(shares >= min_p, weights, 0)
 
 
-@_jit
+@jit()
 def _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p):  # type: ignore[no-untyped-def]  # kernel
     """The same after top-p, which keeps the first `ties` tokens of those at its bound. And how many lie there."""
     weights = _kept(x, temperature, best, kth, min_p)
@@ -119,7 +111,7 @@ def _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p):  # 
     return tl.where(in_nucleus, weights, 0), tl.sum(at_bound)
 
 
-@_jit
+@jit()
 def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
     x_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, stride_x,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
