@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +82,8 @@ class _Front:
         self.processor = parts.processor
         self.memory = parts.memory
         self.media_limits = parts.limits.media
+        self.modalities: tuple[Modality, ...] = tuple(parts.graph.outputs)
+        """What this model gives."""
         self.orchestrator = Orchestrator(
             parts.graph,
             parts.stages,
@@ -103,21 +105,12 @@ class _Front:
         self._finalizer = weakref.finalize(self, self.orchestrator.shutdown, False)
 
     def _plan(
-        self,
-        prompt: Prompt,
-        params: ParamsLike,
-        options: RequestOptions,
-        request_id: str | None = None,
-        arrival: float | None = None,
+        self, prompt: Prompt, params: ParamsLike, options: RequestOptions, request_id: str | None = None
     ) -> RequestPlan:
-        with cancellation_scope() as cancellation:  # its deadline ends the preparation, too
-            arrival = self._requests.limit_time(cancellation, options.timeout) if arrival is None else arrival
+        arrival = time.monotonic()
+        with cancellation_scope() as cancellation:
+            cancellation.deadline = self._requests.deadline(arrival, options.timeout)
             return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
-
-    @property
-    def modalities(self) -> tuple[Modality, ...]:
-        """What this model gives."""
-        return tuple(self.orchestrator.graph.outputs)
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
@@ -192,27 +185,22 @@ class AsyncOmni(_Front):
         request_id = checked_request_id(request_id)
         options = options or RequestOptions()
         self.orchestrator.check_room(request_id)  # media are not decoded only to be turned away
-        with self._preparing_request(request_id) as cancellation:
-            arrival = self._requests.limit_time(cancellation, options.timeout)
-            plan = await prepare(
-                lambda: self._plan(prompt, sampling_params, options, request_id, arrival),
-                cancellation,
-                lane_of(prompt, options.tools),
-            )
-        # No await from here on: a cancellation finds either no request or a stream that its reader closes.
-        return OutputStream(self.orchestrator, plan, self._output_buffer)
-
-    @contextlib.contextmanager
-    def _preparing_request(self, request_id: str) -> Iterator[Cancellation]:
-        """The scope of a request's preparation, in which `abort` reaches it by its id."""
         if request_id in self._preparing:
             raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
+        requests, orchestrator, arrival = self._requests, self.orchestrator, time.monotonic()
         with cancellation_scope() as cancellation:
+            cancellation.deadline = requests.deadline(arrival, options.timeout)
             self._preparing[request_id] = cancellation
             try:
-                yield cancellation
+                plan = await prepare(
+                    lambda: orchestrator.plan(requests.build(prompt, sampling_params, options, request_id, arrival)),
+                    cancellation,
+                    lane_of(prompt, options.tools),
+                )
             finally:
                 del self._preparing[request_id]
+        # No await from here on: a cancellation finds either no request or a stream that its reader closes.
+        return OutputStream(orchestrator, plan, self._output_buffer)
 
     async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""

@@ -52,21 +52,12 @@ class StageHealth:
 
     @property
     def available(self) -> bool:
+        """Whether it takes requests: not where it has failed, nor while it is stuck in a step."""
         return self.state is StageState.UP and self.overdue is None
 
     @property
     def needs_restart(self) -> bool:
         return self.state is StageState.FAILED or self.hung
-
-    def check_up(self) -> None:
-        """Raise `StageUnavailableError` for a stage that has failed."""
-        if self.state is not StageState.UP:
-            raise self.error()
-
-    def check_available(self) -> None:
-        """Raise it for a stage that is stuck in a step as well: a new request would only wait there."""
-        if not self.available:
-            raise self.error()
 
     def error(self) -> StageUnavailableError:
         if self.state is StageState.FAILED:

@@ -7,9 +7,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -68,15 +68,16 @@ class RequestFactory:
         self._graph = graph
         self._params_types = params_types
         self._processor = processor
+        # Asked once: such an `isinstance` looks up every method of the protocol.
+        self._payload: Callable[[Prompt, RequestOptions, Mapping[str, StageParams]], StagePayloadIn] = (
+            partial(self._drawing, processor)
+            if isinstance(processor, DrawingProcessor)
+            else partial(self._input, processor)
+        )
+        self._audio_limits = processor if isinstance(processor, AudioLimits) else None
         self._limits = limits
         self._defaults = defaults or {}
         self._clock = clock
-
-    def limit_time(self, cancellation: Cancellation, timeout: float | None) -> float:
-        """Give a request's preparation its deadline; the time of its arrival. Raises what is wrong with `timeout`."""
-        arrival = self._clock()
-        cancellation.deadline = self._deadline(arrival, timeout)
-        return arrival
 
     def build(
         self,
@@ -92,7 +93,7 @@ class RequestFactory:
             checked_request_id(request_id),
             modalities=self._modalities(options.modalities),
             priority=_priority(options.priority),
-            deadline=self._deadline(arrival, options.timeout),
+            deadline=self.deadline(arrival, options.timeout),
             voice=self._voice(options.voice),
             arrival=arrival,
         )
@@ -128,7 +129,8 @@ class RequestFactory:
                 )
         return frozenset(map(Modality, requested))
 
-    def _deadline(self, arrival: float, timeout: float | None) -> float | None:
+    def deadline(self, arrival: float, timeout: float | None) -> float | None:
+        """When a request that arrived then has to end. Raises what is wrong with `timeout`."""
         if timeout is None:
             return None
         if not _is_number(timeout) or timeout <= 0:
@@ -177,10 +179,9 @@ class RequestFactory:
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, param=f"{path}.{error.param}" if error.param else path) from error
 
-    def _payload(self, prompt: Prompt, options: RequestOptions, params: Mapping[str, StageParams]) -> StagePayloadIn:
-        if isinstance(self._processor, DrawingProcessor):
-            return self._drawing(self._processor, prompt, params)
-        processor = self._processor
+    def _input(
+        self, processor: InputProcessor, prompt: Prompt, options: RequestOptions, _params: Mapping[str, StageParams]
+    ) -> StagePayloadIn:
         if isinstance(prompt, str):
             return self._text(processor, prompt)
         if isinstance(prompt, OmniTokensPrompt):
@@ -194,7 +195,7 @@ class RequestFactory:
                 prompt,
                 self._limits.media,
                 use_audio_in_video=options.use_audio_in_video,
-                max_clip_seconds=processor.clip_seconds()[1] if isinstance(processor, AudioLimits) else None,
+                max_clip_seconds=None if self._audio_limits is None else self._audio_limits.clip_seconds()[1],
                 check_kinds=self._check_media,
             )
             # Said only where there are some: a family may take none.
@@ -206,7 +207,7 @@ class RequestFactory:
         )
 
     def _drawing(
-        self, processor: DrawingProcessor, prompt: Prompt, params: Mapping[str, StageParams]
+        self, processor: DrawingProcessor, prompt: Prompt, _options: RequestOptions, params: Mapping[str, StageParams]
     ) -> StagePayloadIn:
         from omnistage.pipeline.messages.drawing import parse_drawing
 

@@ -78,7 +78,8 @@ class StageLoop(Generic[Owner]):
         self.stopping = False
         """Whether it was told to stop."""
         self._drain = True
-        self._resting = False
+        self.resting = False
+        """Nothing is runnable, and the loop waits; set with `changed` held."""
         self._stats = StageStats()
         self._last_stats: StageStats | None = None
         """Once the loop has ended."""
@@ -88,7 +89,8 @@ class StageLoop(Generic[Owner]):
         self._recent: deque[str] = deque(maxlen=_RECENT_REQUESTS)
         self._live: dict[str, _Live[Owner]] = {}  # touched by the loop only
         self._busy = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """The `LoopThread` that makes the turns."""
         self._ended = threading.Event()
 
     # ------------------------------------------------------------------------------------- from any thread
@@ -96,7 +98,8 @@ class StageLoop(Generic[Owner]):
     def submit(self, stage_input: StageInput, owner: Owner) -> None:
         """Queue a request. Raises `ShutdownError` once the loop is stopping, `StageUnavailableError` if it failed."""
         with self.changed:
-            self.health.check_up()
+            if self.health.state is not StageState.UP:
+                raise self.health.error()
             if self.stopping:
                 raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
             self._inbox.append(Submit(owner, stage_input))
@@ -131,20 +134,16 @@ class StageLoop(Generic[Owner]):
             self.stopping = True
             self._drain = self._drain and drain
             self.changed.notify_all()
-        if self._thread is None:
+        if self.thread is None:
             while self._drain and self.run_pending():
                 pass
             self.close_out()
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for a stopped loop to end; whether it has. Its own thread cannot wait for it."""
-        if self._thread is threading.current_thread():
+        if self.thread is threading.current_thread():
             return self._ended.is_set()
-        return self._thread is None or self._ended.wait(timeout)
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        return self._thread
+        return self.thread is None or self._ended.wait(timeout)
 
     @property
     def ended(self) -> bool:
@@ -153,9 +152,9 @@ class StageLoop(Generic[Owner]):
     def wait_resting(self, timeout: float | None = None) -> bool:
         """Wait until every command has been applied and nothing is runnable; whether that came about in time."""
         with self.changed:
-            if self._thread is None or self.stopping or self._ended.is_set():
+            if self.thread is None or self.stopping or self._ended.is_set():
                 return not self._inbox
-            return self.changed.wait_for(lambda: self._resting and not self._inbox, timeout)
+            return self.changed.wait_for(lambda: self.resting and not self._inbox, timeout)
 
     def stats(self) -> StageStats:
         """The stage's counters, read now; exact while the loop rests, and the last ones once it has ended."""
@@ -214,10 +213,6 @@ class StageLoop(Generic[Owner]):
         self._busy = busy
         return busy
 
-    def give_to(self, thread: threading.Thread) -> None:
-        """From now on a `LoopThread` makes the turns."""
-        self._thread = thread
-
     def enter_thread(self) -> None:
         if self.stage.enter_thread is None:
             return
@@ -248,13 +243,6 @@ class StageLoop(Generic[Owner]):
         except BaseException as error:  # the boundary of a stage, as in `run_pending`; the next rest asks again
             log_defect(f"wait_limit of stage {self.stage.name!r}", error)
             return _RETRY_SECONDS
-
-    def rest(self) -> None:
-        """Nothing is runnable, and the loop will wait; called with `changed` held."""
-        self._resting = True
-
-    def wake(self) -> None:
-        self._resting = False
 
     def _apply(self, command: Command[Owner]) -> None:
         """Make a call on behalf of one request; if it raises, only that request ends."""

@@ -37,7 +37,7 @@ class LoopThread(Generic[Owner]):
     def start(self) -> None:
         """Returns once every stage has entered the thread."""
         for loop in self._loops:
-            loop.give_to(self._thread)
+            loop.thread = self._thread
         self._thread.start()
         self._entered.wait()
 
@@ -96,12 +96,12 @@ class LoopThread(Generic[Owner]):
         limit = min((limit for limit in limits if limit is not None), default=None)
         with self._changed:
             for loop in loops:
-                loop.rest()
+                loop.resting = True
             self._changed.notify_all()
             while not any(loop.has_command for loop in loops) and self._changed.wait(limit):
                 pass
             for loop in loops:
-                loop.wake()
+                loop.resting = False
 
 
 def sharing(stages: Iterable[Stage]) -> frozenset[str]:

@@ -81,6 +81,8 @@ class Orchestrator:
         self.model = model
         self._bridges = bridges
         self._planner = RequestPlanner(graph, self.stages, defaults)
+        self.default_params = self._planner.defaults
+        """By stage, what it uses where a request says nothing."""
         self._clock = clock
         self._threads = threads
         self._room = threading.Condition()  # its lock guards everything from here to the loops
@@ -141,10 +143,6 @@ class Orchestrator:
         self._planner.check(plan)
         return plan
 
-    def default_params(self, stage: str) -> StageParams:
-        """What a stage uses where a request says nothing."""
-        return self._planner.defaults[stage]
-
     def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
         info, now = plan.request.info, self._clock()
@@ -152,10 +150,10 @@ class Orchestrator:
             raise DeadlineExceededError(
                 "the deadline passed before the request could be admitted; allow more time", param="timeout"
             )
-        run = RequestRun(plan, self.graph, sink, self.model)
+        run = RequestRun(plan, sink, self.model)
         self._check_stages(plan)
         with self._room:
-            self._check_room(info.request_id, plan.answers)
+            self.check_room(info.request_id, plan.answers)
             self._runs[info.request_id] = run
             self._inflight += plan.answers
             self._admitted += 1
@@ -170,26 +168,24 @@ class Orchestrator:
         return run
 
     def _check_stages(self, plan: RequestPlan) -> None:
-        for name in plan.stages:
-            self._loops[name].health.check_available()
+        for name in plan.route.stages:
+            if not (health := self._loops[name].health).available:
+                raise health.error()
 
-    def check_room(self, request_id: str) -> None:
+    def check_room(self, request_id: str, answers: int = 1) -> None:
         """Raise what `start` would raise now for want of room: worth a look before costly preparation."""
         with self._room:
-            self._check_room(request_id)
-
-    def _check_room(self, request_id: str, answers: int = 1) -> None:
-        if self._closing:
-            raise ShutdownError("the engine is shutting down and takes no more requests")
-        if request_id in self._runs:
-            raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
-        if self._inflight + answers > self.max_inflight:
-            self._rejected += 1
-            wait = self._retry_after()
-            raise QueueFullError(
-                f"{self._inflight} requests of {self.max_inflight} are in flight; try again in {wait:.1f} s",
-                retry_after=wait,
-            )
+            if self._closing:
+                raise ShutdownError("the engine is shutting down and takes no more requests")
+            if request_id in self._runs:
+                raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
+            if self._inflight + answers > self.max_inflight:
+                self._rejected += 1
+                wait = self._retry_after()
+                raise QueueFullError(
+                    f"{self._inflight} requests of {self.max_inflight} are in flight; try again in {wait:.1f} s",
+                    retry_after=wait,
+                )
 
     def _retry_after(self) -> float:
         """When a place should come free: the mean time between recent finishes."""

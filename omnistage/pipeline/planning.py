@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
@@ -12,7 +13,7 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import StageInput
 from omnistage.pipeline.commands import answers
-from omnistage.pipeline.request import OmniRequest, RequestPlan, spread
+from omnistage.pipeline.request import OmniRequest, RequestPlan, Route, spread
 from omnistage.pipeline.routing import internal_error
 
 
@@ -22,6 +23,7 @@ class RequestPlanner:
     def __init__(self, graph: PipelineGraph, stages: Mapping[str, Stage], defaults: Mapping[str, StageParams]) -> None:
         self._graph = graph
         self._stages = stages
+        self._route = functools.cache(functools.partial(Route.over, graph))
         self._types = {name: stages[name].params_type for name in graph.order}
         params = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
         self.defaults = spread(params, self._types)
@@ -29,24 +31,22 @@ class RequestPlanner:
 
     def plan(self, request: OmniRequest) -> RequestPlan:
         """Which stages a request runs, and with which parameters. Raises what is wrong with it."""
-        needed = self._graph.needed(request.info.modalities)
+        route = self._route(request.info.modalities)
         params = self._merged(request.params)
-        lead = self._graph.lead if self._graph.lead in needed else self._graph.entry
-        count = answers(params[lead])
-        if count > 1 and needed != self._graph.ancestors([lead]):
+        count = answers(params[route.lead])
+        if count > 1 and not route.ends_with_lead:
             raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
-        order = tuple(name for name in self._graph.order if name in needed)
-        for name in order:
-            if name != lead and answers(params[name]) > 1:
+        for name in route.stages:
+            if name != route.lead and answers(params[name]) > 1:
                 raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
-        return RequestPlan(request, order, params, lead, count)
+        return RequestPlan(request, route, params, count)
 
     def check(self, plan: RequestPlan) -> None:
         """Ask the stages. Raises what they say; what else one raises is its defect."""
-        entry, params, request = self._graph.entry, plan.params, plan.request
-        reads_hidden = any(target in plan.stages for target in self._graph.targets(entry))
+        route, params, request = plan.route, plan.params, plan.request
+        entry, reads_hidden = route.entry, bool(route.targets[route.entry])
         try:
-            for name in plan.stages:
+            for name in route.stages:
                 self._stages[name].check_params(params[name])
             stage_input = StageInput(request.info, params[entry], request.payload, emit_hidden=reads_hidden)
             self._stages[entry].check(stage_input)

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
+from typing import Self
 
-from omnistage.core.errors import (
-    BridgeError,
-    OmniError,
-)
+from omnistage.core.errors import BridgeError, OmniError
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import (
@@ -81,14 +79,44 @@ def media_bytes(payload: StagePayloadIn) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """The part of the graph that requests for certain modalities run over."""
+
+    stages: tuple[str, ...]
+    """In graph order."""
+    entry: str
+    lead: str
+    """The graph's lead stage, or its entry where these requests do not reach it."""
+    ends_with_lead: bool
+    """Whether every stage is on the way to the lead, the only one that may give several answers."""
+    sources: Mapping[str, frozenset[str]]
+    targets: Mapping[str, tuple[str, ...]]
+    outputs: Mapping[str, Modality]
+    """What was asked for, by the stages that give it."""
+
+    @classmethod
+    def over(cls, graph: PipelineGraph, modalities: frozenset[Modality]) -> Self:
+        needed = graph.needed(modalities)
+        lead = graph.lead if graph.lead in needed else graph.entry
+        order = tuple(name for name in graph.order if name in needed)
+        return cls(
+            order,
+            graph.entry,
+            lead,
+            needed == graph.ancestors([lead]),
+            {name: needed.intersection(graph.sources(name)) for name in order},
+            {name: tuple(target for target in graph.targets(name) if target in needed) for name in order},
+            {stage: modality for modality, stage in graph.outputs.items() if modality in modalities},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A checked request: which stages run, in graph order, and with which parameters."""
+    """A checked request: where it runs, and with which parameters."""
 
     request: OmniRequest
-    stages: tuple[str, ...]
+    route: Route
     params: Mapping[str, StageParams]
-    lead: str
-    """The graph's lead stage, or its entry where this request does not reach it."""
     answers: int = 1
 
 
@@ -120,13 +148,6 @@ _FEED_FOR: dict[type, type[StageFeed]] = {
 """What may follow a first input; the others are complete by themselves."""
 
 
-def _is_open(payload: StagePayloadIn) -> bool:
-    """Whether a first input says that more will follow."""
-    if isinstance(payload, ARInput):
-        return payload.streaming
-    return not payload.final if isinstance(payload, CodecInput | Latents | ModuleInput) else False
-
-
 @dataclass(slots=True)
 class StageRun:
     """A request in one stage. Guarded by the request's lock, but for `state`, which `fold_lock` guards."""
@@ -151,7 +172,10 @@ class StageRun:
         self.phase = Phase.RUNNING
         self.trace.submitted = now
         self.feed_type = _FEED_FOR.get(type(payload))
-        self.awaiting_final_input = _is_open(payload)
+        if isinstance(payload, ARInput):
+            self.awaiting_final_input = payload.streaming
+        elif isinstance(payload, CodecInput | Latents | ModuleInput):
+            self.awaiting_final_input = not payload.final
 
     def accept(self, feed: StageFeed) -> None:
         if self.feed_type is None or not isinstance(feed, self.feed_type):
@@ -169,7 +193,8 @@ class RequestRun:
     through `end`, is the one that ends the request.
     """
 
-    def __init__(self, plan: RequestPlan, graph: PipelineGraph, sink: Sink, model: str = "") -> None:
+    def __init__(self, plan: RequestPlan, sink: Sink, model: str = "") -> None:
+        route = plan.route
         self.plan = plan
         self.info = plan.request.info
         self.sink = sink
@@ -184,28 +209,24 @@ class RequestRun:
         self.steps = 0
         """Denoising steps done."""
         self.cached_tokens = 0
-        self.trace = Trace(plan.request.info.request_id, plan.request.info.arrival)
-        self.lead = plan.lead
+        self.trace = Trace(self.info.request_id, self.info.arrival)
+        self.lead = route.lead
         self.prompt_tokens = 0
         self.prompt_media: dict[Modality, int] = {}
-        if plan.lead == graph.entry:
+        if route.lead == route.entry:
             self.note_prompt(plan.request.payload)
-        self.stages = {name: self._stage_run(name, graph) for name in plan.stages}
-        self.trace.stages = {name: stage.trace for name, stage in self.stages.items()}
-        requested = {
-            stage: modality for modality, stage in graph.outputs.items() if modality in plan.request.info.modalities
+        self.stages = {
+            name: StageRun(
+                name,
+                route.targets[name],
+                open_sources=set(route.sources[name]),
+                open_answers=set(range(plan.answers if name == route.lead else 1)),
+                trace=StageTrace(name),
+            )
+            for name in route.stages
         }
-        self.output = OutputAssembler(plan.request.info.request_id, requested, plan.answers, _metadata(plan, model))
-
-    def _stage_run(self, name: str, graph: PipelineGraph) -> StageRun:
-        needed = set(self.plan.stages)
-        return StageRun(
-            name,
-            targets=tuple(target for target in graph.targets(name) if target in needed),
-            open_sources={source for source in graph.sources(name) if source in needed},
-            open_answers=set(range(self.plan.answers if name == self.lead else 1)),
-            trace=StageTrace(name),
-        )
+        self.trace.stages = {name: stage.trace for name, stage in self.stages.items()}
+        self.output = OutputAssembler(self.info.request_id, route.outputs, plan.answers, _metadata(plan, model))
 
     def note_prompt(self, payload: StagePayloadIn) -> None:
         """Count the prompt: the lead stage's own first input."""

@@ -24,6 +24,8 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self._buffer = OutputBuffer(limit, wake)
         self._orchestrator = orchestrator
         self._run = orchestrator.start(plan, self._buffer.put)
+        self.trace = self._run.trace
+        """What ran when; the stages still change it."""
 
     async def __anext__(self) -> OutputChunk:
         if self._done:

@@ -42,9 +42,8 @@ class WatchedLoop(Protocol):
 
     health: StageHealth
     turn_started: float | None
+    thread: threading.Thread | None
 
-    @property
-    def thread(self) -> threading.Thread | None: ...
     @property
     def ended(self) -> bool: ...
     def step_seconds(self) -> StepSeconds: ...

@@ -63,10 +63,6 @@ class ServedModel:
     omni: AsyncOmni
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def modalities(self) -> tuple[Modality, ...]:
-        return self.omni.modalities
-
     def stage_for_params(self, kind: type[StageParams]) -> str | None:
         """The first stage that takes parameters of this kind."""
         stages = self.omni.orchestrator.stages
@@ -77,7 +73,7 @@ class ServedModel:
         given = params if isinstance(params, Mapping) else {}
         orchestrator, most = self.omni.orchestrator, 1
         for name in orchestrator.graph.order:
-            for each in (given.get(name), orchestrator.default_params(name)):
+            for each in (given.get(name), orchestrator.default_params[name]):
                 if isinstance(each, SamplingParams | DiffusionParams) and "n" in each.model_fields_set:
                     most = max(most, each.n)
                     break
@@ -230,16 +226,12 @@ class Service:
         preparation = Cancellation()
         answers = prompts * model.answers(params)
         with self._admitted(holder, model, preparation, answers) as record:
-            if record.tag is not None and not _TAG.fullmatch(record.tag):
-                raise InvalidRequestError(
-                    "the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _"
-                )
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
             with (
-                self._tagging(holder, record.tag, request_id),
+                contextlib.nullcontext() if record.tag is None else self._tagging(holder, record.tag, request_id),
                 cancellation_scope(preparation),
-                self.decoding(holder),
+                decode_for(self.owner_of(holder)),
             ):
                 if self._content_filter is None:
                     stream = await model.omni.start(prompt, params, options, request_id)
@@ -251,18 +243,15 @@ class Service:
                 yield ObservedStream(stream, record, self, model.name)
             finally:
                 stream.close()
-                trace = model.omni.trace(stream.request_id)
-                if trace is not None:
-                    self.metrics.observe_trace(model.name, trace)
-                    if self.tracing is not None:
-                        self.tracing.stages(model.name, trace)
+                self.metrics.observe_trace(model.name, stream.trace)
+                if self.tracing is not None:
+                    self.tracing.stages(model.name, stream.trace)
 
     @contextlib.contextmanager
-    def _tagging(self, holder: Holder, tag: str | None, request_id: str) -> Iterator[None]:
+    def _tagging(self, holder: Holder, tag: str, request_id: str) -> Iterator[None]:
         """The client's own id leads to this request from its preparation on; one that is refused does not keep it."""
-        if tag is None:
-            yield
-            return
+        if not _TAG.fullmatch(tag):
+            raise InvalidRequestError("the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _")
         earlier = self._tagged.get((holder.name, tag))
         _remember(self._tagged, (holder.name, tag), request_id)
         try:
@@ -271,10 +260,6 @@ class Service:
             if earlier is not None and self._tagged.get((holder.name, tag)) == request_id:
                 self._tagged[holder.name, tag] = earlier
             raise
-
-    def decoding(self, holder: Holder) -> contextlib.AbstractContextManager[None]:
-        """Media that are decoded in the block are the holder's."""
-        return decode_for(self.owner_of(holder))
 
     def owner_of(self, holder: Holder) -> str | None:
         """Whose work it is, for threads, processes and memory that leave room to others: a key's, or an address's."""
@@ -342,7 +327,7 @@ class ObservedStream(OutputStream):
     """A request's stream that counts what passes, for metrics and audit log."""
 
     def __init__(self, inner: OutputStream, record: AuditRecord, service: Service, model: str) -> None:
-        self.request_id = inner.request_id
+        self.request_id, self.trace = inner.request_id, inner.trace
         self._inner = inner
         self._record = record
         self._service = service
@@ -366,21 +351,14 @@ class ObservedStream(OutputStream):
 
     def _observe(self, chunk: OutputChunk) -> None:
         self._record.count(chunk)
-        if chunk.modality not in self._timed:
-            self._observe_first(chunk)
+        if chunk.modality not in self._timed and (chunk.token_ids or chunk.audio is not None):
+            self._timed.add(chunk.modality)
+            metrics = self._service.metrics
+            histogram = metrics.first_token if chunk.token_ids else metrics.first_audio
+            histogram.labels(self._model).observe(time.monotonic() - self._record.started)
         if chunk.final is not None:
             self._finish(chunk.final)
         self._started = True
-
-    def _observe_first(self, chunk: OutputChunk) -> None:
-        histogram = None
-        if chunk.token_ids:
-            histogram = self._service.metrics.first_token
-        elif chunk.audio is not None:
-            histogram = self._service.metrics.first_audio
-        if histogram is not None:
-            self._timed.add(chunk.modality)
-            histogram.labels(self._model).observe(time.monotonic() - self._record.started)
 
     def _finish(self, final: OmniRequestOutput) -> None:
         self._service.metrics.observe_output(self._model, final, time.monotonic() - self._record.started)

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
 def ending(models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch) -> AsyncOmni:
     """The model "omni", whose text ends after 8 tokens: one of random weights never ends by itself."""
     orchestrator = models["omni"].orchestrator
-    stage, default = orchestrator.stages["thinker"], orchestrator.default_params("thinker")
+    stage, default = orchestrator.stages["thinker"], orchestrator.default_params["thinker"]
     assert isinstance(stage, ARStage)
     assert isinstance(default, SamplingParams)
     end = SamplingParams(min_tokens=8, logit_bias={min(stage.component.eos_token_ids): 100.0})

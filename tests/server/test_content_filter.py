@@ -29,7 +29,7 @@ from omnistage.core.types import AudioChunk, FinishReason, Modality, OmniTokensP
 from omnistage.media.audio_output import AudioOutput
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import ContentFilterError
 from omnistage.server.moderation import filters
@@ -715,7 +715,7 @@ class Played(OutputStream):
     """A request's items as a test gives them; its engine is itself."""
 
     def __init__(self, items: list[OutputChunk]) -> None:
-        self.request_id = "req-1"
+        self.request_id, self.trace = "req-1", Trace("req-1", 0.0)
         self.items = iter(items)
         self.aborted: FinishReason | None = None
 

@@ -21,7 +21,7 @@ from omnistage.core.validation import Problem
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
-from omnistage.server.http.limits import HeldBytes
+from omnistage.server.http.limits import HeldBytes, Hold
 from omnistage.server.realtime import base, events, input_audio, items, preview, session
 from omnistage.server.realtime import config as settings
 from omnistage.server.realtime.config import AudioInputLimits, ServerVad, SessionConfig, for_response, updated
@@ -76,7 +76,7 @@ class Talk:
     def __init__(self, service: Service, model: str | None, limits: Limits | None = None) -> None:
         self.told: list[dict[str, Any]] = []
         served = None if model is None else service.model(model)
-        hold = HeldBytes(2**30).hold()
+        hold = Hold(HeldBytes(2**30))
         self.session = Session(service, Holder("ann", b""), served, self._send, hold, limits=limits)
 
     async def _send(self, event: dict[str, Any]) -> None:

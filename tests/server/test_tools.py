@@ -324,7 +324,7 @@ def test_other_spellings_of_a_call_are_read(text: str) -> None:
 
 def test_the_constraint_follows_the_choice() -> None:
     def tag(**given: Any) -> Any:
-        box = ToolFields(tools=TOOLS, **given).toolbox()
+        box = ToolFields(tools=TOOLS, **given).toolbox
         made = box.structured() if box is not None else None
         return made.structural_tag if made is not None else None
 
@@ -336,7 +336,7 @@ def test_the_constraint_follows_the_choice() -> None:
     named = tag(tool_choice={"type": "function", "function": {"name": "count"}})
     assert [t["content"]["json_schema"] for t in named["tags"]] == [DIGITS]
     strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
-    box = ToolFields(tools=[strict, TOOLS[1]]).toolbox()
+    box = ToolFields(tools=[strict, TOOLS[1]]).toolbox
     assert box is not None
     schemas = [t["content"]["json_schema"] for t in box.structured().structural_tag["tags"]]
     assert schemas == [DIGITS, {"type": "object"}]  # what is not strict is the model's own affair

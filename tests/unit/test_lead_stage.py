@@ -328,7 +328,7 @@ def test_a_picture_says_what_the_user_asked_for_last(chat: ChatInput, words: str
     starter.stages["speak"].params_type = DiffusionParams  # only the parameters matter here
     orchestrator = Orchestrator(GRAPH, starter.stages, starter.bridges, {}, model="starter", threads=False)
     plan = orchestrator.plan(OmniRequest(RequestInfo("r", frozenset({AUDIO})), chat))
-    run = RequestRun(plan, GRAPH, Recorder(), "starter")
+    run = RequestRun(plan, Recorder(), "starter")
     assert (run.output.metadata["model"], run.output.metadata["prompt"]) == ("starter", words)
 
 

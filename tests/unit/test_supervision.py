@@ -292,7 +292,7 @@ def test_stages_that_share_a_thread_are_stuck_together(monkeypatch: pytest.Monke
     loops = pipeline.orchestrator._loops
     shared, own = threading.Thread(), threading.Thread()
     for name, loop in loops.items():
-        loop.give_to(own if name == "thinker" else shared)
+        loop.thread = own if name == "thinker" else shared
     monkeypatch.setattr(supervision.time, "perf_counter", lambda: 5000.0)
     loops["talker"].turn_started = 0.0
     pipeline.orchestrator._supervisor.tick()
@@ -309,7 +309,7 @@ def test_a_stage_whose_thread_is_gone_is_given_up() -> None:
     gone = threading.Thread(target=lambda: None)
     gone.start()
     gone.join()
-    pipeline.orchestrator._loops["talker"].give_to(gone)
+    pipeline.orchestrator._loops["talker"].thread = gone
     pipeline.orchestrator.run_once()
     assert isinstance(sink.final.error, StageUnavailableError)
     assert state(pipeline) is StageState.FAILED

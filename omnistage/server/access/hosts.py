@@ -7,11 +7,12 @@ the loopback network.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Awaitable, Iterable, Sequence
 from urllib.parse import urlsplit
 
-from starlette.requests import HTTPConnection
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omnistage.core.validation import short_repr
@@ -21,6 +22,7 @@ from omnistage.server.http.errors import PermissionDeniedError
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     try:
@@ -42,7 +44,7 @@ class HostMiddleware:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] not in ("http", "websocket"):
             return self._app(scope, receive, send)
-        header = HTTPConnection(scope).headers.get("host", "").lower()
+        header = Headers(scope=scope).get("host", "").lower()
         # `name:8000` and `[::1]:8000` without the port.
         name, colon, port = header.rpartition(":")
         host = name if colon and port.isdecimal() and not name.endswith(":") else header

@@ -46,36 +46,41 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state = scope.setdefault("state", {})
+        holder = state.get("holder")
+        hold = state[BODY_HOLD] = Hold(self._held, holder)
+        seen, waited, complete = 0, 0.0, False
+
+        async def counted() -> Message:
+            """Raises where a limit is exceeded. Only waiting counts: the time in which we process a piece does not."""
+            nonlocal seen, waited, complete
+            if complete:
+                return await receive()
+            began, left = self._clock(), self._stall_seconds + seen / MIN_RATE - waited
+            try:
+                async with asyncio.timeout(min(left, self._stall_seconds)):
+                    message = await receive()
+            except TimeoutError:
+                silent = f"no more of the body arrived for {self._stall_seconds:g} s"
+                slow = f"the body arrived at less than {MIN_RATE // 1024} KiB a second"
+                raise BodyTimeoutError(f"{slow if left < self._stall_seconds else silent}; send it again") from None
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise self._too_large(str(seen))
+            hold.resize(seen)
+            waited += self._clock() - began
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            if complete:
+                sending.close()
+            return message
+
         try:
-            await self._run(scope, receive, send)
+            with contextlib.ExitStack() as holding, contextlib.ExitStack() as sending:
+                holding.callback(hold.set, 0)
+                self._admit(scope, sending, hold, holder)
+                await self._app(scope, counted, send)
         except OmniError as error:
             await response_of(error)(scope, receive, send)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application with its request's body counted. `receive` raises where a limit is exceeded."""
-        holder = scope.get("state", {}).get("holder")
-        with contextlib.ExitStack() as sending, self._held.hold(holder) as hold:
-            self._admit(scope, sending, hold, holder)
-            scope.setdefault("state", {})[BODY_HOLD] = hold
-            seen, waited, complete = 0, 0.0, False
-
-            async def counted() -> Message:
-                nonlocal seen, waited, complete
-                if complete:
-                    return await receive()
-                began = self._clock()
-                message = await self._next(receive, seen, waited)
-                seen += len(message.get("body", b""))
-                if seen > self._max_bytes:
-                    raise self._too_large(str(seen))
-                hold.resize(seen)
-                waited += self._clock() - began
-                complete = message["type"] != "http.request" or not message.get("more_body", False)
-                if complete:
-                    sending.close()
-                return message
-
-            await self._app(scope, counted, send)
 
     def _admit(self, scope: Scope, sending: contextlib.ExitStack, hold: Hold, holder: Holder | None) -> None:
         """Check a request by its headers alone. Raises what is answered instead of reading its body."""
@@ -88,17 +93,6 @@ class BodyLimit:
         hold.check(int(length))
         if holder is not None and (int(length) or b"transfer-encoding" in headers):
             sending.enter_context(holder.count("uploads"))
-
-    async def _next(self, receive: Receive, seen: int, waited: float) -> Message:
-        """The body's next piece. Only waiting counts: the time in which we process a piece is not the client's."""
-        left = self._stall_seconds + seen / MIN_RATE - waited
-        try:
-            async with asyncio.timeout(min(left, self._stall_seconds)):
-                return await receive()
-        except TimeoutError:
-            silent = f"no more of the body arrived for {self._stall_seconds:g} s"
-            slow = f"the body arrived at less than {MIN_RATE // 1024} KiB a second"
-            raise BodyTimeoutError(f"{slow if left < self._stall_seconds else silent}; send it again") from None
 
     def _too_large(self, size: str) -> LimitExceededError:
         return LimitExceededError(f"the body has {size} bytes or more, over the limit of {self._max_bytes}; send less")

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
 
@@ -188,12 +187,57 @@ class StalledError(OSError):
     """The client has not read for too long."""
 
 
-@dataclass(slots=True)
-class _State:
-    started: bool = False
-    complete: bool = False
-    gone: bool = False
-    """The client left before its response was complete; nobody reads what is sent after that."""
+class _Transfer:
+    """A request's messages, counted; the client has `stall_seconds` to take each piece of the response."""
+
+    def __init__(self, receive: Receive, send: Send, record: AuditRecord, stall_seconds: float) -> None:
+        self._receive, self._send = receive, send
+        self._record = record
+        self._stall_seconds = stall_seconds
+        self._body_read = asyncio.Event()
+        self.started = self.complete = False
+        """Of the response."""
+        self.gone = False
+        """The client left before its response was complete; nobody reads what is sent after that."""
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._record.bytes_in += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self.gone = message["type"] == "http.disconnect" and not self.complete
+            self._body_read.set()
+        return message
+
+    async def watch(self) -> None:
+        """Return once the client has left. The body's messages are the application's: wait until it has them."""
+        await self._body_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        record, is_body = self._record, message["type"] == "http.response.body"
+        pieces: tuple[Message, ...] = (message,)
+        if is_body:
+            body = message.get("body", b"")
+            record.bytes_out += len(body)
+            if len(body) > _WRITE_BYTES:
+                pieces = _split(message, body)
+        else:
+            self.started = True
+            record.status = message["status"]
+            if record.requests:  # OpenAI's clients show it; here it also names the request's trace
+                request_id = (b"x-request-id", record.requests[-1].encode("ascii"))
+                pieces = ({**message, "headers": [*message.get("headers", ()), request_id]},)
+        try:
+            for piece in pieces:
+                self.complete = is_body and not piece.get("more_body", False)
+                async with asyncio.timeout(self._stall_seconds):
+                    await self._send(piece)
+        except TimeoutError:
+            record.ended, record.status = SLOW_READER, CLIENT_CLOSED
+            await cut()
+            raise StalledError("the client does not read") from None
 
 
 class Exchange:
@@ -218,12 +262,17 @@ class Exchange:
         record.tag = None if tag is None else tag.decode("latin-1")
         token = CURRENT_RECORD.set(record)
         # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
-        two_lengths = b"content-length" in headers and b"transfer-encoding" in headers
-        app = _refuse_two_lengths if two_lengths else self._app
+        refused: OmniError | None = None
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            refused = InvalidRequestError("send Content-Length or Transfer-Encoding, not both")
         if scope.get("http_version", "1.1") not in HTTP_VERSIONS:
-            app = _refuse_version
+            refused = InvalidRequestError("this version of HTTP is not supported; use HTTP/1.1")
         if CROWDED in scope.get("state", ()) and scope["path"] not in _PROBE_PATHS:
-            app = _refuse_crowded
+            refused = crowded()
+        app = self._app
+        if refused is not None:
+            app = response_of(refused)
+            app.headers["Connection"] = "close"
         try:
             await self._run(scope, receive, send, record, app)
         finally:
@@ -235,37 +284,21 @@ class Exchange:
                 self._metrics.observe_response(record, record.close())
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, record: AuditRecord, app: ASGIApp) -> None:
-        state = _State()
-        body_read = asyncio.Event()
-
-        async def counted() -> Message:
-            message = await receive()
-            if message["type"] == "http.request":
-                record.bytes_in += len(message.get("body", b""))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                state.gone = message["type"] == "http.disconnect" and not state.complete
-                body_read.set()
-            return message
+        transfer = _Transfer(receive, send, record, self._stall_seconds)
 
         async def work() -> None:
-            await app(scope, counted, guarded)
+            await app(scope, transfer.receive, transfer.send)
 
-        async def watch() -> None:
-            """Return once the client has left. The body's messages are the application's: wait until it has them."""
-            await body_read.wait()
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        guarded = self._guarded(send, record, state)
-        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(watch())
+        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(transfer.watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done() and not state.complete:
-                state.gone = True
-                working.cancel()
-            await asyncio.wait({working})
+            if not working.done():
+                if not transfer.complete:
+                    transfer.gone = True
+                    working.cancel()
+                await asyncio.wait({working})
         except asyncio.CancelledError:  # the process ends without waiting for this request
-            state.gone = True
+            transfer.gone = True
             await cut()
         finally:
             working.cancel()
@@ -273,51 +306,14 @@ class Exchange:
         if scope.get("state", {}).get(_MALFORMED):
             record.ended, record.status = "refused", 400
             return
-        if state.gone and record.ended != SLOW_READER:
+        if transfer.gone and record.ended != SLOW_READER:
             record.ended, record.status = DISCONNECTED, CLIENT_CLOSED
         error = None if not working.done() or working.cancelled() else working.exception()
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
-            await self._failed(error, scope, receive, guarded, record, state)
-
-    def _guarded(self, send: Send, record: AuditRecord, state: _State) -> Send:
-        """`send`, counted; the client has `stall_seconds` to take each piece."""
-
-        async def guarded(message: Message) -> None:
-            is_body = message["type"] == "http.response.body"
-            pieces: tuple[Message, ...] = (message,)
-            if is_body:
-                body = message.get("body", b"")
-                record.bytes_out += len(body)
-                if len(body) > _WRITE_BYTES:
-                    pieces = _split(message, body)
-            else:
-                state.started = True
-                record.status = message["status"]
-                if record.requests:  # OpenAI's clients show it; here it also names the request's trace
-                    request_id = (b"x-request-id", record.requests[-1].encode("ascii"))
-                    pieces = ({**message, "headers": [*message.get("headers", ()), request_id]},)
-            try:
-                for piece in pieces:
-                    state.complete = is_body and not piece.get("more_body", False)
-                    async with asyncio.timeout(self._stall_seconds):
-                        await send(piece)
-            except TimeoutError:
-                record.ended, record.status = SLOW_READER, CLIENT_CLOSED
-                await cut()
-                raise StalledError("the client does not read") from None
-
-        return guarded
-
-    async def _failed(
-        self, error: BaseException, scope: Scope, receive: Receive, send: Send, record: AuditRecord, state: _State
-    ) -> None:
-        """Respond to an error that no handler has; a response that has begun can only be broken off."""
-        record.ended = "error"
-        shown = error_for_client(error)
-        if state.started:
-            await cut()
-            return
-        await response_of(shown)(scope, receive, send)
+            # No handler has this error; a response that has begun can only be broken off.
+            record.ended = "error"
+            shown = error_for_client(error)
+            await (cut() if transfer.started else response_of(shown)(scope, receive, transfer.send))
 
 
 def crowded() -> CrowdedError:
@@ -343,25 +339,6 @@ def _split(message: Message, body: bytes) -> tuple[Message, ...]:
     pieces = tuple({**message, "body": body[start : start + _WRITE_BYTES], "more_body": True} for start in starts)
     pieces[-1]["more_body"] = message.get("more_body", False)
     return pieces
-
-
-async def _refuse_crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    await _refuse(crowded(), scope, receive, send)
-
-
-async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    await _refuse(InvalidRequestError("send Content-Length or Transfer-Encoding, not both"), scope, receive, send)
-
-
-async def _refuse_version(scope: Scope, receive: Receive, send: Send) -> None:
-    error = InvalidRequestError("this version of HTTP is not supported; use HTTP/1.1")
-    await _refuse(error, scope, receive, send)
-
-
-async def _refuse(error: OmniError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = response_of(error)
-    response.headers["Connection"] = "close"
-    await response(scope, receive, send)
 
 
 def address_of(scope: Scope) -> str | None:

@@ -213,7 +213,7 @@ def _invalid_request(error: RequestValidationError, content_type: str | None) ->
     if isinstance(body, FormData) and not body and body_kind(content_type) != "form":
         return InvalidRequestError("the body is not sent as a form; send Content-Type: multipart/form-data")
     if place == "body" and not steps and kind not in _ABOUT_FIELDS:
-        return InvalidRequestError(_whole_body(body, content_type))
+        return InvalidRequestError(whole_body_problem(body, content_type))
     problem = first_problem(problems, {"body": body} if place == "body" else None, words=FIELD_WORDS)
     message = problem.message
     if message.startswith("Expected UploadFile"):  # FastAPI's, with the names of our classes
@@ -221,7 +221,7 @@ def _invalid_request(error: RequestValidationError, content_type: str | None) ->
     return Problem(kind, problem.path[1:], message).error()
 
 
-def _whole_body(body: object, content_type: str | None) -> str:
+def whole_body_problem(body: object, content_type: str | None) -> str:
     """What is wrong with a body that has no fields at all. Nothing of it is repeated: it may be anything."""
     if body is None or body == b"":
         return "the body is missing; send a JSON object, with Content-Type: application/json"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from omnistage.core.errors import QueueFullError
-from omnistage.server.access.keys import Holder, HolderUsage
+from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import RateLimitError
 
 MAX_HELD_BYTES = 2**30
@@ -29,45 +27,39 @@ class HeldBytes:
     def __init__(self, max_bytes: int, *, max_item: int = 0, shared: bool = False) -> None:
         """One item of `max_item` bytes always fits into an empty one, and into a key's share."""
         self.max_bytes = max(max_bytes, max_item)
-        self._max_share = max(self.max_bytes // _MAX_SHARE, max_item) if shared else None
+        self.max_share = max(self.max_bytes // _MAX_SHARE, max_item) if shared else None
         self.total = 0
-
-    def hold(self, holder: Holder | None = None) -> Hold:
-        return Hold(self, None if holder is None else holder.use)
-
-    def check(self, size: int, usage: HolderUsage | None) -> None:
-        """Raise the client's error if this many more do not fit."""
-        if self.total + size > self.max_bytes:
-            raise QueueFullError(
-                f"requests and sessions hold as many bytes as allowed ({self.max_bytes}); send it again later"
-            )
-        if usage is not None and self._max_share is not None and usage.held_bytes + size > self._max_share:
-            raise RateLimitError(
-                f"this key's requests and sessions hold as many bytes as it may ({self._max_share}); "
-                "send it again once some have ended",
-                retry_after=1.0,
-            )
 
 
 class Hold:
-    """The bytes of one body, connection or session. It begins with none, and gives them back at its end."""
+    """The bytes of one body, connection or session. It begins with none; `set(0)` gives them back at its end."""
 
     __slots__ = ("_all", "_usage", "size")
 
-    def __init__(self, held: HeldBytes, usage: HolderUsage | None) -> None:
+    def __init__(self, held: HeldBytes, holder: Holder | None = None) -> None:
         self._all = held
-        self._usage = usage
+        self._usage = None if holder is None else holder.use
         self.size = 0
 
     def resize(self, size: int) -> None:
         """Hold this many from now on. Raises, and changes nothing, where they do not fit."""
         if size > self.size:
-            self._all.check(size - self.size, self._usage)
+            self.check(size)
         self.set(size)
 
     def check(self, size: int) -> None:
-        """Raise if it could not hold this many."""
-        self._all.check(size - self.size, self._usage)
+        """Raise the client's error if it could not hold this many."""
+        held, usage, more = self._all, self._usage, size - self.size
+        if held.total + more > held.max_bytes:
+            raise QueueFullError(
+                f"requests and sessions hold as many bytes as allowed ({held.max_bytes}); send it again later"
+            )
+        if usage is not None and held.max_share is not None and usage.held_bytes + more > held.max_share:
+            raise RateLimitError(
+                f"this key's requests and sessions hold as many bytes as it may ({held.max_share}); "
+                "send it again once some have ended",
+                retry_after=1.0,
+            )
 
     def set(self, size: int) -> None:
         """Hold this many, which are there already."""
@@ -82,12 +74,6 @@ class Hold:
         self.set(0)
         self._usage = holder.use
         self.set(size)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.set(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
+from starlette.requests import ClientDisconnect
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http.body_limits import BODY_HOLD
-from omnistage.server.http.errors import invalid_body
+from omnistage.server.http.errors import body_kind, invalid_body, whole_body_problem
 from omnistage.server.http.json_body import MAX_SMALL_DIGITS, JsonLimits, PartialBody, is_small, parse_json, run_json
 from omnistage.server.http.limits import Hold
 
@@ -39,19 +40,18 @@ _CHARSETS = (b"utf-8", b"utf8", b"us-ascii", b"iso-8859-1")
 
 
 class BodyRequest(Request):
-    """A request whose `json()` is bounded by `app.state.json_limits`, and an instance of `model` where there is one.
-
-    FastAPI validates what `json()` returns: an instance of the model passes as it is.
-    """
+    """A request whose `json()` is bounded by `app.state.json_limits`, and an instance of `model` where there is one."""
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
 
     async def json(self) -> Any:
-        """Raises `InvalidRequestError`, which FastAPI passes on as the cause of its own."""
+        """Raises `InvalidRequestError`."""
         if not hasattr(self, "_json"):
             body = await self.body()
+            if self._model is not None and (not body or body_kind(self.headers.get("content-type")) != "json"):
+                raise InvalidRequestError(whole_body_problem(body, self.headers.get("content-type")))
             if is_small(body):
                 self._json, _ = self._parsed(body)
             else:
@@ -65,9 +65,12 @@ class BodyRequest(Request):
             return self._body
         if self._model is not None and not self._is_short():
             body = PartialBody(self.app.state.json_limits)
-            async for chunk in self.stream():
-                if body.add(chunk):
-                    await run_json(body.check, small=False, owner=self._owner())
+            try:
+                async for chunk in self.stream():
+                    if body.add(chunk):
+                        await run_json(body.check, small=False, owner=self._owner())
+            except ClientDisconnect:
+                raise InvalidRequestError("the body is incomplete; send it again") from None
             self._body = body.join()  # where Starlette keeps it
         return await super().body()
 
@@ -120,19 +123,28 @@ class BodyRequest(Request):
 
 
 class BodyRoute(APIRoute):
+    """An endpoint `(body: Model, request: Request)` is called as soon as its JSON is validated.
+
+    For forms and parameters in path and query FastAPI does that.
+    """
+
     def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
-        field = self.body_field
+        handler, endpoint, field = super().get_route_handler(), self.endpoint, self.body_field
         annotation = None if field is None or isinstance(field.field_info, Form) else field.field_info.annotation
         model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
-        async def handle(request: Request) -> Response:
+        async def handle_json(request: Request) -> Response:
             bounded = BodyRequest(request, model)
-            if model is None and request.method == "POST":
+            response: Response = await endpoint(body=await bounded.json(), request=bounded)
+            return response
+
+        async def handle(request: Request) -> Response:
+            bounded = BodyRequest(request, None)
+            if request.method == "POST":
                 await bounded.check_form()
             return await handler(bounded)
 
-        return handle
+        return handle if model is None else handle_json
 
 
 async def json_response(build: Callable[[], Mapping[str, object]], *, small: bool, owner: str | None) -> Response:

@@ -188,6 +188,6 @@ def _announce(service: Service, listening: socket.socket, notify: Notify) -> Non
     notify(f"ready: http://{shown}:{port}/v1", "bold green")
     for model in service.models.values():
         inputs = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
-        notify(f"  {model.name}: {inputs} in; {', '.join(model.modalities)} out", "")
+        notify(f"  {model.name}: {inputs} in; {', '.join(model.omni.modalities)} out", "")
     if not service.keyring.required:
         notify("  no API key is required; set one with --api-key", "yellow")

@@ -15,7 +15,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from omnistage.core.errors import QueueFullError
-from omnistage.server.http.limits import FEED_BYTES, MIN_RATE, PieceCount, TransportLimits
+from omnistage.server.http.limits import FEED_BYTES, MIN_RATE, Hold, PieceCount, TransportLimits
 
 HOLD = "omnistage.hold"
 """Where a connection's scope has its `Hold`: the application tells whose it is."""
@@ -44,7 +44,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         limits: TransportLimits = config.app.state.transport  # type: ignore[union-attr]
-        self._hold = limits.held.hold()
+        self._hold = Hold(limits.held)
         self._stall_seconds = limits.stall_seconds
         self._queued: deque[int] = deque()
         """Sizes of messages that the application has not taken yet."""
@@ -95,12 +95,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._stall_timer = self._abort_timer = None
 
     async def run_asgi(self) -> None:
-        with self._hold:
-            try:
-                await super().run_asgi()
-            finally:  # messages that it has not taken, or was working on, count no longer
-                self._queued.clear()
-                self._delivered = self._handled = 0
+        try:
+            await super().run_asgi()
+        finally:  # messages that it has not taken, or was working on, count no longer
+            self._queued.clear()
+            self._delivered = self._handled = 0
+            self._hold.set(0)
 
     async def receive(self) -> ASGIReceiveEvent:
         self._delivered -= self._handled

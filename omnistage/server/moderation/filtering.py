@@ -155,7 +155,7 @@ class FilteredStream(OutputStream):
     def __init__(
         self, inner: OutputStream, request_filter: RequestFilter, omni: AsyncOmni, *, returns_text: bool
     ) -> None:
-        self.request_id = inner.request_id
+        self.request_id, self.trace = inner.request_id, inner.trace
         self._inner = inner
         self._filter = request_filter
         self._omni = omni

@@ -67,6 +67,8 @@ class AuditRecord:
         if self.closed:
             return seconds
         self.closed = True
+        if not _log.isEnabledFor(logging.INFO):
+            return seconds
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "who": self.who,

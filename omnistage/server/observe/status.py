@@ -93,11 +93,11 @@ def _card(model: ServedModel) -> ModelCard:
         object="model",
         created=model.created,
         owned_by="omnistage",
-        modalities={"input": sorted(omni.processor.input_modalities | {"text"}), "output": list(model.modalities)},
+        modalities={"input": sorted(omni.processor.input_modalities | {"text"}), "output": list(model.omni.modalities)},
         voices=list(omni.processor.voices()),
         stages=list(omni.orchestrator.graph.order),
         defaults={
-            name: omni.orchestrator.default_params(stage).model_dump(mode="json", exclude_none=True)
+            name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)
             for name, stage in stages.items()
         },
     )

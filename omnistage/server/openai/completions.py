@@ -180,7 +180,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 def _choices_each(body: CompletionRequest, model: ServedModel) -> int:
     """The number of choices for each prompt: as the request says, or else the model's configuration."""
-    default = model.omni.orchestrator.default_params(text_stage(model))
+    default = model.omni.orchestrator.default_params[text_stage(model)]
     return body.n or (default.n if isinstance(default, SamplingParams) else 1)
 
 

@@ -201,7 +201,7 @@ async def get_file(name: str, request: Request) -> Response:
 
 def _drawing_model(body: ImageRequest, request: Request) -> ServedModel:
     model = service_of(request).model(body.model)
-    if Modality.IMAGE not in model.modalities:
+    if Modality.IMAGE not in model.omni.modalities:
         raise UnsupportedModalityError("this model has no image output; use one that has", param="model")
     return model
 
@@ -242,7 +242,7 @@ def _params(body: ImageRequest, model: ServedModel) -> dict[str, StageParams]:
         raise UnsupportedModalityError("this model draws in conversations only; use chat completions", param="model")
     params = diffusion_params(body, body.size)
     if body.stream and body.partial_images:
-        default = model.omni.orchestrator.default_params(stage)
+        default = model.omni.orchestrator.default_params[stage]
         default_steps = default.steps if isinstance(default, DiffusionParams) else None
         steps = params.steps or default_steps or _FEW_STEPS
         every = max(1, int(steps * (params.strength or 1.0)) // (body.partial_images + 1))

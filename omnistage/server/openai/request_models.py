@@ -69,7 +69,7 @@ class SamplesText(WireModel):
 
     def sampling_params(self, max_tokens_field: str, **derived: object) -> SamplingParams | None:
         """The sampling parameters that the request sets; None: it sets none."""
-        values = {name: getattr(self, name) for name in SamplingParams.model_fields if name in type(self).model_fields}
+        values = {name: getattr(self, name) for name in self.model_fields_set & SamplingParams.model_fields.keys()}
         values |= {"max_tokens": getattr(self, max_tokens_field), **derived}
         if values.get("seed") is not None:
             values["seed"] %= 2**63  # OpenAI's may be negative

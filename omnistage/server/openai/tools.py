@@ -14,6 +14,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from annotated_types import Len, MaxLen
@@ -128,29 +129,23 @@ class ToolRules(WireModel):
     @abstractmethod
     def tool_functions(self) -> tuple[Function, ...]: ...
 
+    @cached_property
     def toolbox(self) -> Toolbox | None:
         """The tools that the model may use. Raises `InvalidRequestError` for fields that do not fit together."""
-        self.check_tools()
         functions, choice, parallel = self.tool_functions, self.tool_choice, self.parallel_tool_calls is not False
-        if not functions or choice == "none":
-            return None
-        if isinstance(choice, ToolChoice):
-            return Toolbox(functions, choice.forced, frozenset(choice.names), parallel and not choice.single)
-        return Toolbox(functions, choice == "required", parallel=parallel)
-
-    def check_tools(self) -> None:
-        """Raise `InvalidRequestError` for fields that do not fit together."""
-        names = [function.name for function in self.tool_functions]
+        names = [function.name for function in functions]
         if len(set(names)) != len(names):
             raise InvalidRequestError("two have the same name; rename one", param="tools")
-        choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:
             raise InvalidRequestError("needs tools; send some, or leave it out", param="tool_choice")
-        for name in choice.names if isinstance(choice, ToolChoice) else ():
-            if name not in names:
-                raise InvalidRequestError(
-                    f"there is no tool {short_repr(name)}; tools: {', '.join(names)[:200]}", param="tool_choice"
-                )
+        if isinstance(choice, ToolChoice):
+            for name in choice.names:
+                if name not in names:
+                    raise InvalidRequestError(
+                        f"there is no tool {short_repr(name)}; tools: {', '.join(names)[:200]}", param="tool_choice"
+                    )
+            return Toolbox(functions, choice.forced, frozenset(choice.names), parallel and not choice.single)
+        return Toolbox(functions, choice == "required", parallel=parallel) if names and choice != "none" else None
 
 
 class ToolFields(ToolRules):

@@ -162,7 +162,7 @@ class ResponseConfig(ClientModel):
         return ToolFields(tools=tools, tool_choice=tool_choice, parallel_tool_calls=self.parallel_tool_calls)
 
     def toolbox(self) -> Toolbox | None:
-        return self.tool_fields().toolbox() if self.tools else None
+        return self.tool_fields().toolbox if self.tools else None
 
 
 class SessionConfig(ResponseConfig):
@@ -219,7 +219,7 @@ def default_config(model: ServedModel) -> SessionConfig:
     detection = ServerVad(type="server_vad") if detects_turns else None
     return SessionConfig(
         model=model.name,
-        output_modalities=("audio",) if Modality.AUDIO in model.modalities else ("text",),
+        output_modalities=("audio",) if Modality.AUDIO in model.omni.modalities else ("text",),
         audio=AudioConfig(input=InputAudioConfig(turn_detection=detection)),
     )
 
@@ -228,7 +228,7 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
     """Raise if this model does not support these settings."""
     voices = model.omni.processor.voices()
     voice = config.audio.output.voice
-    if config.speaks and Modality.AUDIO not in model.modalities:
+    if config.speaks and Modality.AUDIO not in model.omni.modalities:
         raise UnsupportedModalityError(
             'this model has no audio output; use ["text"]', param=f"{prefix}.output_modalities"
         )
@@ -238,11 +238,11 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
             f"there is no voice {short_repr(voice)}; {known}", param=f"{prefix}.audio.output.voice"
         )
     try:
-        config.tool_fields().check_tools()
+        toolbox = config.tool_fields().toolbox
     except InvalidRequestError as error:
         error.param = f"{prefix}.{error.param}"
         raise
-    if config.speaks and config.toolbox() is not None:
+    if config.speaks and toolbox is not None:
         raise InvalidRequestError(
             'function calls would be spoken aloud; use output_modalities ["text"]', param=f"{prefix}.tools"
         )

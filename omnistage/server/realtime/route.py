@@ -74,7 +74,8 @@ async def realtime(websocket: WebSocket) -> None:
         held: HeldBytes = websocket.app.state.transport.held
         messages: Hold = websocket.scope["state"][HOLD]
         messages.assign(holder)
-        memory = stack.enter_context(held.hold(holder))
+        memory = Hold(held, holder)
+        stack.callback(memory.set, 0)
         session = Session(service, holder, model, socket.send, memory, limits=options.limits, client=record.client)
         await _Connection(socket, session, service, options).run()
 

@@ -19,6 +19,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.failures import log_defect
 from omnistage.core.types import Modality
+from omnistage.media.context import decode_for
 from omnistage.media.image import decode_image
 from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
@@ -88,7 +89,7 @@ def model_for_session(service: Service, holder: Holder, name: str, param: str = 
         raise
     if holder.models is not None and name not in holder.models:
         raise PermissionDeniedError(f"this key may not use {name!r}", param=param)
-    if Modality.TEXT not in model.modalities:
+    if Modality.TEXT not in model.omni.modalities:
         raise UnsupportedModalityError("this model has no text output; use one that has", param=param)
     return model
 
@@ -356,7 +357,7 @@ class Session:
 
     async def _check_image(self, part: Image) -> None:
         """Decode an image as a response would; a client that leaves ends it."""
-        with cancellation_scope(Cancellation()) as cancellation, self._service.decoding(self._holder):
+        with cancellation_scope(Cancellation()) as cancellation, decode_for(self._service.owner_of(self._holder)):
             await prepare(lambda: decode_image(part.url, self.model.omni.media_limits), cancellation, Lane.MEDIA)
 
     async def _retrieve_item(self, event: events.ItemEvent) -> None:

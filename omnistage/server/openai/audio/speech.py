@@ -80,7 +80,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.model(body.model)
     holder = caller(request)
-    if Modality.AUDIO not in model.modalities:
+    if Modality.AUDIO not in model.omni.modalities:
         raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
     options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)

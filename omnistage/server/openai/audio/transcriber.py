@@ -13,7 +13,7 @@ from omnistage.core.errors import DeadlineExceededError, InvalidRequestError
 from omnistage.core.family import AudioLimits, Transcriber
 from omnistage.media.audio import decode_audio
 from omnistage.media.budget import MediaHold, media_hold
-from omnistage.media.context import inspect_media, notify_inspector
+from omnistage.media.context import decode_for, inspect_media, notify_inspector
 from omnistage.media.limits import MediaLimits
 from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
@@ -62,7 +62,7 @@ async def transcribe(
             return clip, media
 
         try:
-            with cancellation_scope(preparation), service.decoding(holder):
+            with cancellation_scope(preparation), decode_for(service.owner_of(holder)):
                 clip, media = await prepare(decode, preparation, Lane.MEDIA)
             resources.callback(media.close)
             async with asyncio.timeout(preparation.remaining()):

@@ -23,6 +23,7 @@ from omnistage.core.family import Transcriber
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import FinishReason
 from omnistage.media.audio import decode_audio
+from omnistage.media.context import decode_for
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.preparation import Lane, prepare
@@ -193,7 +194,7 @@ async def transcriptions(
         if (failure := _failure(final)) is not None:
             raise failure
         if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
-            with cancellation_scope(Cancellation()) as cancellation, service.decoding(holder):
+            with cancellation_scope(Cancellation()) as cancellation, decode_for(service.owner_of(holder)):
                 clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, Lane.MEDIA)
             seconds = clip.seconds
     # The language is what the client said: it is not recognised.

@@ -104,7 +104,7 @@ class ChatRequest(SamplingFields, ToolFields):
 
     def sampling(self) -> SamplingParams | None:
         structured = self.response_format.structured() if self.response_format is not None else None
-        toolbox = self.toolbox()
+        toolbox = self.toolbox
         return self.sampling_params(
             "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -113,7 +113,7 @@ class ChatRequest(SamplingFields, ToolFields):
 
     def check(self) -> None:
         """Raise `InvalidRequestError` where fields do not fit together."""
-        toolbox = self.toolbox()
+        toolbox = self.toolbox
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("needs logprobs: true", param="top_logprobs")
         if self.audio is not None and not self.speaks:

@@ -200,7 +200,7 @@ def _choice(
         message["content"] = output.text
     if final.images:
         message["images"] = [_image(image) for image in final.images]
-    if (toolbox := body.toolbox()) is not None:
+    if (toolbox := body.toolbox) is not None:
         message["content"], calls = read_whole(output.text, toolbox)
         if calls:
             message["tool_calls"] = calls
@@ -235,7 +235,7 @@ class StreamWriter:
         self._keep = keep
         self._started: set[int] = set()
         self._speaks = body.speaks
-        self._toolbox = body.toolbox()
+        self._toolbox = body.toolbox
         self._readers: dict[int, CallReader] = {}
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage

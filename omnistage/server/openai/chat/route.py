@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 
 from fastapi import Request, Response
 
@@ -28,7 +29,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
     body.check()
-    toolbox = body.toolbox()
+    toolbox = body.toolbox
     options = RequestOptions(
         _modalities(body, model),
         voice_name(body.audio.voice) if body.audio is not None else None,
@@ -39,10 +40,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
     messages = service.spoken.recalled(holder.name, body.messages)
     running = renaming(service.run_request(holder, model, messages, _params(body, model), options), body.error_paths())
-
-    def keep(audio_id: str, transcript: str) -> int:
-        return service.spoken.keep(holder.name, audio_id, transcript)
-
+    keep = partial(service.spoken.keep, holder.name)
     if not body.stream:
         final = await final_output(running)
         small = not (body.logprobs or final.audio or final.images)
@@ -64,13 +62,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:
     """What to request of the model: speech comes with its transcript, and a model without text draws without it."""
     if body.modalities is None:
-        if "text" not in model.modalities and "video" in model.modalities:
+        if "text" not in model.omni.modalities and "video" in model.omni.modalities:
             raise UnsupportedModalityError(NO_VIDEOS, param="model")
         return None
     modalities: list[str] = list(body.modalities)
-    if "audio" in modalities and "text" not in modalities and "text" in model.modalities:
+    if "audio" in modalities and "text" not in modalities and "text" in model.omni.modalities:
         return ["text", *modalities]
-    if "text" in modalities and len(modalities) > 1 and "text" not in model.modalities:
+    if "text" in modalities and len(modalities) > 1 and "text" not in model.omni.modalities:
         return [modality for modality in modalities if modality != "text"]
     return modalities
 
@@ -93,6 +91,6 @@ def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
         if stage is None:
             raise InvalidRequestError("is not supported by a model without image output; leave it out", param="drawing")
         params[stage] = body.drawing
-    if body.tools and "text" not in model.modalities:
+    if body.tools and "text" not in model.omni.modalities:
         raise InvalidRequestError("this model has no text output and calls no tools; leave them out", param="tools")
     return model.with_seed(body.seed, params)

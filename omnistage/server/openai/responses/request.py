@@ -253,7 +253,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         return f"input[{as_messages(self.input)[1][index]}]{match[2]}"
 
     def sampling(self) -> SamplingParams | None:
-        structured, toolbox = self.text.format.structured(), self.toolbox()
+        structured, toolbox = self.text.format.structured(), self.toolbox
         if toolbox is not None:
             structured = toolbox.structured(structured)
         return self.sampling_params("max_output_tokens", structured=structured)

@@ -159,7 +159,7 @@ class ResponseWriter:
         self._suffix = request_id.removeprefix("req-")
         self._body = body
         self._created = int(time.time())
-        toolbox = body.toolbox()
+        toolbox = body.toolbox
         self._reader = CallReader(toolbox) if toolbox is not None else None
         self._items: list[Item] = []
         self._open: Item | None = None

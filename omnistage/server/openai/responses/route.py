@@ -28,7 +28,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     holder = caller(request)
     model = service.model(body.model)
-    toolbox = body.toolbox()
+    toolbox = body.toolbox
     if toolbox is not None and "audio" in (body.modalities or ()):
         raise InvalidRequestError("a call would be spoken; leave audio out of modalities", param="tools")
     options = RequestOptions(

@@ -154,7 +154,7 @@ async def create_video(request: Request) -> Response:
     body, image = await _parsed(request)
     model = service.model(body.model)
     stage = model.stage_for_params(DiffusionParams)
-    if Modality.VIDEO not in model.modalities or stage is None:
+    if Modality.VIDEO not in model.omni.modalities or stage is None:
         raise UnsupportedModalityError("this model has no video output; use one that has", param="model")
     prompt: dict[str, object] = {"prompt": body.prompt}
     if image is not None:
