@@ -104,7 +104,7 @@ def test_colours_beyond_the_range_are_clamped() -> None:
 
 def test_verify_compares_everything(folder: Path) -> None:
     rows = verify.run(OmniRunner(folder), cases=2)
-    assert [row.quantity for row in rows] == ["tokens", "hidden states", "latents"] * 2
+    assert [row.quantity for row in rows] == ["tokens", "hidden states", "latents", "pixels, all at once"] * 2
     assert all(row.ok for row in rows), rows
     with pytest.raises(ConfigError):
         verify.run(OmniRunner(folder), cases=0)

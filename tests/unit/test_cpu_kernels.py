@@ -116,3 +116,11 @@ def test_a_norm_is_taken_as_a_whole_where_that_gives_the_same_numbers() -> None:
     assert [isinstance(norm, FusedRMSNorm) for norm in norms] == [True, False, False]
     assert isinstance(norms[0], PlainRMSNorm)
     assert all(torch.equal(norm(rows), expected) for norm, expected in zip(norms, before, strict=True))
+
+
+def test_applied_twice_the_kernels_are_those_of_the_first_time() -> None:
+    model = nn.ModuleList([PlainRMSNorm(8), nn.Linear(8, 8)])
+    apply_cpu_kernels(model)
+    kinds = [type(module) for module in model]
+    apply_cpu_kernels(model)
+    assert [type(module) for module in model] == kinds

@@ -40,7 +40,8 @@ class FusedRMSNorm:
 def apply_cpu_kernels(model: nn.Module) -> None:
     """Exchange a model's float32 linear layers and norms on the CPU for faster ones over the same weights.
 
-    Modules on other devices and of other classes stay: quantised layers, norms that give other numbers.
+    Modules on other devices and of other classes stay: quantised layers, norms that give other numbers, and those
+    that were exchanged before.
     """
     mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     fused: dict[type, type] = {}
@@ -51,7 +52,7 @@ def apply_cpu_kernels(model: nn.Module) -> None:
         kind = type(module)
         if kind is nn.Linear and mkl:
             module.__class__ = WeightFirstLinear
-        elif _is_plain_norm(module):
+        elif not isinstance(module, FusedRMSNorm) and _is_plain_norm(module):
             fused.setdefault(kind, type(kind.__name__, (FusedRMSNorm, kind), {}))
             module.__class__ = fused[kind]
 

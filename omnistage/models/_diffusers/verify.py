@@ -175,7 +175,7 @@ def rows_of(case: Case, ours: DiffusionResult, reference: DiffusionResult) -> li
     if ours.latents.shape != reference.latents.shape or ours.pixels.shape != reference.pixels.shape:
         return [VerifyRow.judge(case.name, "shape", float("inf"), 0.0)]
     latents = float((ours.latents.float() - reference.latents.float()).abs().max())
-    pixels = _pixel_difference(ours.pixels, reference.pixels)
+    pixels = pixel_difference(ours.pixels, reference.pixels)
     return [
         VerifyRow.judge(case.name, "latents", latents, LATENT_TOLERANCE),
         VerifyRow.judge(case.name, "pixels", pixels, PIXEL_TOLERANCE),
@@ -201,12 +201,13 @@ def compare(
     del parts
     together = runner.draw([(case.payload, case.params) for case in cases])
     for case, pixels, reference_drawn in zip(cases, together, expected, strict=True):
-        difference = _pixel_difference(pixels, reference_drawn.pixels)
+        difference = pixel_difference(pixels, reference_drawn.pixels)
         rows.append(VerifyRow.judge(case.name, "pixels, all at once", difference, PIXEL_TOLERANCE))
     return rows
 
 
-def _pixel_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+def pixel_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of `uint8` pixels, in 0..1; infinite where the shapes differ."""
     if ours.shape != theirs.shape:
         return float("inf")
     return float(np.abs(ours.astype(np.int16) - theirs.astype(np.int16)).max()) / 255
