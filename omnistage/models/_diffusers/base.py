@@ -22,6 +22,7 @@ from omnistage.core.errors import (
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
 from omnistage.engines.peak_memory import META, peak_bytes
@@ -45,6 +46,8 @@ class DiffusersEncoder(PromptEncoder):
     """`max_sequence_length` where a request does not say."""
     max_text_tokens: ClassVar[int | None] = None
     """The largest `max_sequence_length`; None: any."""
+    no_strength: ClassVar[str | None] = None
+    """Why a request may set no `strength`; None: it may."""
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, multiple: int, default_size: int) -> None:
         self.pipe = pipe
@@ -90,6 +93,8 @@ class DiffusersEncoder(PromptEncoder):
         if length is not None and limit is not None and length > limit:
             raise LimitExceededError(f"must be at most {limit}, got {length}", param="max_sequence_length")
         self._refuse_unused(payload, params)
+        if params.strength is not None and self.no_strength is not None:
+            raise InvalidRequestError(f"not supported by this model, {self.no_strength}; omit it", param="strength")
 
     def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         """Refuse parameters that would have no effect."""
@@ -195,17 +200,7 @@ class DiffusersDenoiser(Denoiser):
 
     def scheduler(self, name: str | None) -> SchedulerMixin:
         """A scheduler for one lane: the checkpoint's, or another class that can take its place."""
-        stock = self.pipe.scheduler
-        if name is None or name == type(stock).__name__:
-            return copy.deepcopy(stock)
-        known = {cls.__name__: cls for cls in stock.compatibles}
-        if name not in known:
-            raise InvalidRequestError(
-                f"there is no scheduler {name!r} for this model; known: "
-                + ", ".join(sorted({type(stock).__name__, *known})),
-                param="scheduler",
-            )
-        return known[name].from_config(stock.config)
+        return other_scheduler(self.pipe.scheduler, name) or copy.deepcopy(self.pipe.scheduler)
 
     def check(self, params: DiffusionParams) -> None:
         scheduler = self.scheduler(params.scheduler)
@@ -253,6 +248,26 @@ class DiffusersDenoiser(Denoiser):
         config = self.pipe.vae.config
         scaled: Tensor = (latents - config.shift_factor) * config.scaling_factor
         return scaled
+
+
+def other_scheduler(stock: SchedulerMixin | None, name: str | None) -> SchedulerMixin | None:
+    """The scheduler called `name`, which can take the place of `stock`; None where that is `stock` itself."""
+    if name is None or type(stock).__name__ == name:
+        return None
+    known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
+    if stock is None or name not in known:
+        names = sorted({type(stock).__name__, *known}) if stock is not None else ["none"]
+        raise InvalidRequestError(
+            f"there is no scheduler {short_repr(name)} for this model; known: {', '.join(names)}", param="scheduler"
+        )
+    return known[name].from_config(stock.config)
+
+
+def latent_statistics(config: ConfigMixin, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of a VAE's latents by channel, for a batch of latents like these."""
+    shape = (1, -1, *(1 for _ in like.shape[2:]))
+    mean, std = (torch.tensor(values).view(shape).to(like) for values in (config.latents_mean, config.latents_std))
+    return mean, std
 
 
 def takes_frames(vae: nn.Module) -> bool:

@@ -45,6 +45,11 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
+def diffusers_model(cls: str, **settings: object) -> nn.Module:
+    """A network of diffusers, on no device."""
+    return on_meta(lambda: getattr(diffusers(), cls)(**settings))
+
+
 def write_model(
     folder: Path,
     model: PreTrainedModel | ModelMixin,
@@ -332,19 +337,18 @@ def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> 
     narrow = between(scale, (16, 128), 32 if scale else 16)
     wide = between(scale, (32, 512), 32)
     blocks = 4
-    return on_meta(
-        lambda: diffusers().AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * blocks,
-            up_block_types=("UpDecoderBlock2D",) * blocks,
-            block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
-            layers_per_block=2 if scale else 1,
-            norm_num_groups=32 if scale else 8,
-            latent_channels=16,
-            sample_size=1024,
-            scaling_factor=scaling_factor,
-            shift_factor=shift_factor,
-            force_upcast=True,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+    return diffusers_model(
+        "AutoencoderKL",
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
+        layers_per_block=2 if scale else 1,
+        norm_num_groups=32 if scale else 8,
+        latent_channels=16,
+        sample_size=1024,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        force_upcast=True,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
     )

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from omnistage.core.family import Family, InputProcessor, LoadContext
-
-if TYPE_CHECKING:
-    from omnistage.core.checkpoint import Checkpoint
-    from omnistage.core.verification import ModelRunner
-
-
-def _thinker(context: LoadContext) -> object:
-    from omnistage.models.causal_lm.component import load
-
-    return load(context)
-
-
-def _processor(model: Checkpoint) -> InputProcessor:
-    from omnistage.models.causal_lm.processor import CausalLMProcessor
-
-    return CausalLMProcessor.load(model.folder)
-
-
-def _tiny(folder: Path, **options: object) -> None:
-    from omnistage.models.causal_lm import tiny
-
-    tiny.write(folder, **options)  # type: ignore[arg-type]
-
-
-def _verify(runner: ModelRunner, **options: object) -> object:
-    from omnistage.models.causal_lm import verify
-
-    return verify.run(runner, **options)  # type: ignore[arg-type]
-
+from omnistage.core.family import Family
+from omnistage.models.lazy import lazy, lazy_factory
 
 FAMILY = Family(
     name="causal_lm",
     architectures=("*",),
     pipeline=Path(__file__).with_name("pipeline.yaml"),
-    components={"causal_lm.thinker": _thinker},
+    components={"causal_lm.thinker": lazy_factory("causal_lm.component", "load")},
     bridges={},
-    processor=_processor,
-    tiny=_tiny,
-    verify=_verify,
+    processor=lambda model: lazy("causal_lm.processor", "CausalLMProcessor.load")(model.folder),
+    tiny=lazy("causal_lm.tiny", "write"),
+    verify=lazy("causal_lm.verify", "run"),
     plans_memory=True,
 )

@@ -28,10 +28,11 @@ from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.whole import OnStep, WholePipeline
 from omnistage.models._diffusers import private_api
+from omnistage.models._diffusers.base import other_scheduler
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 _Tensors = dict[str, torch.Tensor]
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -72,7 +73,7 @@ class Pipeline(WholePipeline):
                 raise InvalidRequestError(
                     "not supported by this model, whose denoising loop is diffusers'; omit it", param=field
                 )
-        self._scheduler(params.scheduler)
+        other_scheduler(getattr(self.pipe, "scheduler", None), params.scheduler)
 
     def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
         arguments = self._arguments(payload, params)
@@ -91,8 +92,8 @@ class Pipeline(WholePipeline):
         if "callback_on_step_end" in self.takes:
             arguments["callback_on_step_end"] = on_step_end
         stock = getattr(self.pipe, "scheduler", None)
-        if params.scheduler is not None:
-            self.pipe.scheduler = self._scheduler(params.scheduler)
+        if (other := other_scheduler(stock, params.scheduler)) is not None:
+            self.pipe.scheduler = other
         try:
             with torch.no_grad():
                 output = self.pipe(**arguments)
@@ -149,20 +150,6 @@ class Pipeline(WholePipeline):
         raise InvalidRequestError(
             f"{short_repr(text)} is not a class of this model; send a class's number or name", param="prompt"
         )
-
-    def _scheduler(self, name: str | None) -> SchedulerMixin:
-        """The pipeline's scheduler, or another class that can take its place."""
-        stock: SchedulerMixin = getattr(self.pipe, "scheduler", None)
-        if name is None or type(stock).__name__ == name:
-            return stock
-        known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
-        if name not in known:
-            raise InvalidRequestError(
-                f"there is no scheduler {short_repr(name)} for this model; known: "
-                + (", ".join(sorted({type(stock).__name__, *known})) if stock is not None else "none"),
-                param="scheduler",
-            )
-        return known[name].from_config(stock.config)
 
 
 def _signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[str]]:

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omnistage.config.checkpoint import ANY_PIPELINE
-from omnistage.core.family import AnyProcessor, Family, LoadContext
-
-if TYPE_CHECKING:
-    from omnistage.core.checkpoint import Checkpoint
-
-
-def _draw(context: LoadContext) -> object:
-    from omnistage.models.diffusers_pipeline.component import load
-
-    return load(context)
-
-
-def _processor(model: Checkpoint) -> AnyProcessor:
-    from omnistage.models._diffusers.processor import DrawingProcessor
-
-    return DrawingProcessor(takes_images=True)  # the component refuses them where its pipeline takes none
-
+from omnistage.core.family import Family
+from omnistage.models.lazy import lazy, lazy_factory
 
 FAMILY = Family(
     name="diffusers_pipeline",
     architectures=(ANY_PIPELINE,),
     pipeline=Path(__file__).with_name("pipeline.yaml"),
-    components={"diffusers_pipeline.draw": _draw},
+    components={"diffusers_pipeline.draw": lazy_factory("diffusers_pipeline.component", "load")},
     bridges={},
-    processor=_processor,
+    # The component refuses pictures where its pipeline takes none.
+    processor=lambda model: lazy("_diffusers.processor", "DrawingProcessor")(takes_images=True),
 )

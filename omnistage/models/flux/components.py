@@ -66,12 +66,7 @@ class Encoder(DiffusersEncoder):
 class KontextEncoder(Encoder):
     """Kontext looks at the picture beside its own latents, and starts from noise alone."""
 
-    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
-        super().check(payload, params)
-        if params.strength is not None:
-            raise InvalidRequestError(
-                "not supported by this model, which edits a picture as the prompt says; omit it", param="strength"
-            )
+    no_strength = "which edits a picture as the prompt says"
 
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         if payload.images and params.width is None and params.height is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import TinyModel
 from omnistage.models._tiny_common import between
 
@@ -24,19 +23,18 @@ VARIANTS = {"dev": "FluxPipeline", "schnell": "FluxPipeline", "kontext": "FluxKo
 def transformer(scale: float, *, pooled: int, guided: bool) -> FluxTransformer2DModel:
     """FLUX's transformer at `scale`, on no device; `guided` is dev's, which takes its guidance as an input."""
     head = 32 if scale < 0.5 else 128
-    return parts.on_meta(
-        lambda: diffusers().FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=64,
-            num_layers=between(scale, (2, 19)),
-            num_single_layers=between(scale, (2, 38)),
-            attention_head_dim=head,
-            num_attention_heads=between(scale, (2, 24)),
-            joint_attention_dim=parts.t5_width(scale),
-            pooled_projection_dim=pooled,
-            guidance_embeds=guided,
-            axes_dims_rope=(head // 8, head * 7 // 16, head * 7 // 16),
-        )
+    return parts.diffusers_model(
+        "FluxTransformer2DModel",
+        patch_size=1,
+        in_channels=64,
+        num_layers=between(scale, (2, 19)),
+        num_single_layers=between(scale, (2, 38)),
+        attention_head_dim=head,
+        num_attention_heads=between(scale, (2, 24)),
+        joint_attention_dim=parts.t5_width(scale),
+        pooled_projection_dim=pooled,
+        guidance_embeds=guided,
+        axes_dims_rope=(head // 8, head * 7 // 16, head * 7 // 16),
     )
 
 

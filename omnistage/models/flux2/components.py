@@ -40,13 +40,10 @@ class Encoder(DiffusersEncoder):
     """A language model's hidden states for the text; the VAE for pictures to refer to."""
 
     max_images = 10
+    no_strength = "which always starts from noise"
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.strength is not None:
-            raise InvalidRequestError(
-                "not supported by this model, which always starts from noise; omit it", param="strength"
-            )
         if params.negative_prompt is not None and self.pipe.config.is_distilled:
             raise InvalidRequestError(
                 "not supported by this model, which is distilled; omit it", param="negative_prompt"

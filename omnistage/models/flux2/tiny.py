@@ -16,7 +16,6 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import TinyModel
 from omnistage.models._tiny_common import Init, between
 
@@ -59,31 +58,29 @@ def text_encoder(scale: float) -> Qwen3ForCausalLM:
 def transformer(scale: float, *, text: int) -> nn.Module:
     """FLUX.2's transformer at `scale`, on no device."""
     head = between(scale, (32, 128), 32)
-    return parts.on_meta(
-        lambda: diffusers().Flux2Transformer2DModel(
-            patch_size=1,
-            in_channels=128,
-            num_layers=between(scale, (2, 5)),
-            num_single_layers=between(scale, (2, 20)),
-            attention_head_dim=head,
-            num_attention_heads=between(scale, (2, 24)),
-            joint_attention_dim=text * 3,
-            guidance_embeds=False,
-            axes_dims_rope=(head // 4,) * 4,
-        )
+    return parts.diffusers_model(
+        "Flux2Transformer2DModel",
+        patch_size=1,
+        in_channels=128,
+        num_layers=between(scale, (2, 5)),
+        num_single_layers=between(scale, (2, 20)),
+        attention_head_dim=head,
+        num_attention_heads=between(scale, (2, 24)),
+        joint_attention_dim=text * 3,
+        guidance_embeds=False,
+        axes_dims_rope=(head // 4,) * 4,
     )
 
 
 def autoencoder(scale: float) -> nn.Module:
     """The 32-channel VAE, eight pixels a latent at every scale, on no device."""
     narrow, wide = between(scale, (16, 128), 32 if scale else 16), between(scale, (32, 512), 32)
-    return parts.on_meta(
-        lambda: diffusers().AutoencoderKLFlux2(
-            block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
-            layers_per_block=2 if scale else 1,
-            norm_num_groups=32 if scale else 8,
-            latent_channels=32,
-        )
+    return parts.diffusers_model(
+        "AutoencoderKLFlux2",
+        block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
+        layers_per_block=2 if scale else 1,
+        norm_num_groups=32 if scale else 8,
+        latent_channels=32,
     )
 
 

@@ -22,6 +22,7 @@ from omnistage.models._diffusers.base import (
     DiffusersEncoder,
     VaeDecoder,
     default_to,
+    latent_statistics,
     noise,
     set_timesteps,
 )
@@ -29,7 +30,7 @@ from omnistage.models._diffusers.loading import load_encoder_pipeline
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, MAX_IMAGES, check_params, upsampled
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, GlmImageTransformer2DModel, ModelMixin
+    from diffusers import DiffusionPipeline, GlmImageTransformer2DModel
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
 _STEPS, _GUIDANCE = 50, 1.5
@@ -96,7 +97,6 @@ class Encoder(DiffusersEncoder):
         sources: dict[str, Tensor] = {}
         grids = [(int(rows), int(columns)) for rows, columns in payload.context["source_grids"].tolist()]
         tokens = payload.context["source_tokens"].to(self.device)
-        mean, std = _moments(self.pipe.vae, self.device, self.pipe.vae.dtype)
         split = torch.split(tokens, [rows * columns for rows, columns in grids])
         for number, (image, grid, codes) in enumerate(zip(payload.images, grids, split, strict=True)):
             rows, columns = grid
@@ -109,6 +109,7 @@ class Encoder(DiffusersEncoder):
             picture, (height, width) = Image.fromarray(image), image.shape[:2]
             pixels = self.pipe.image_processor.preprocess(picture, height=height, width=width)
             latents = self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)).latent_dist.mode()
+            mean, std = latent_statistics(self.pipe.vae.config, latents)
             sources[f"source_latents_{number}"] = ((latents - mean) / std)[0]
             sources[f"source_tokens_{number}"] = upsampled(codes, grid)
         return sources
@@ -208,7 +209,7 @@ class Denoiser(DiffusersDenoiser):
 
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
-        mean, std = _moments(self.vae, self.device, self.vae.dtype)
+        mean, std = latent_statistics(self.vae.config, latents)
         return latents * std + mean
 
 
@@ -241,12 +242,3 @@ def _check_pipeline(pipe: DiffusionPipeline, context: LoadContext) -> None:
     for moment in (config.latents_mean, config.latents_std):
         if not isinstance(moment, list | tuple) or len(moment) != config.latent_channels:
             raise CheckpointError(f"the VAE's config in {folder} has no latents_mean and latents_std for its channels")
-
-
-def _moments(vae: ModelMixin, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the VAE's latents, `[1, channels, 1, 1]`."""
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1).to(device, dtype)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, std

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from omnistage.core.family import AnyProcessor, LoadContext
 from omnistage.models._diffusers.family import drawing_family
 from omnistage.models.glm_image.bridges import BRIDGES
-
-if TYPE_CHECKING:
-    from omnistage.core.checkpoint import Checkpoint
-
-
-def _prior(context: LoadContext) -> object:
-    from omnistage.models.glm_image import prior
-
-    return prior.load_prior(context)
-
-
-def _processor(model: Checkpoint) -> AnyProcessor:
-    from omnistage.models.glm_image.processor import GlmImageInputProcessor
-
-    return GlmImageInputProcessor.load(model.folder)
-
+from omnistage.models.lazy import lazy, lazy_factory
 
 FAMILY = drawing_family(
     "glm_image",
     ("GlmImagePipeline",),
-    processor=_processor,
-    components={"glm_image.prior": _prior},
+    processor=lambda model: lazy("glm_image.processor", "GlmImageInputProcessor.load")(model.folder),
+    components={"glm_image.prior": lazy_factory("glm_image.prior", "load_prior")},
     bridges=BRIDGES,
 )

@@ -26,22 +26,9 @@ _REAL_VOCAB, _REAL_CODES, _CONTROLS = 168064, 16384, 128
 _FIRST_SPECIAL = 167841
 # In the order of the real vocabulary, from `_FIRST_SPECIAL` on.
 _SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "<sop>",
-    "<eop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
-    "<|image|>",
-    "<|video|>",
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>"),
+    *("<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>"),
+    *("<|end_of_video|>", "<|image|>", "<|video|>"),
 )
 _INDEX = {
     "processor": ("transformers", "GlmImageProcessor"),

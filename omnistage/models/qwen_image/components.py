@@ -23,13 +23,13 @@ from omnistage.models._diffusers.base import (
     VaeDecoder,
     calculate_shift,
     distribution,
+    latent_statistics,
     noise,
     set_timesteps,
 )
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 if TYPE_CHECKING:
-    from diffusers import ConfigMixin
     from diffusers.models.autoencoders.vae import AutoencoderKLOutput
 
 _STEPS, _GUIDANCE = 50, 4.0
@@ -70,6 +70,7 @@ class EditEncoder(Encoder):
     """Qwen2.5-VL sees the picture with the instruction, and the denoiser sees its latents."""
 
     needs_image = True
+    no_strength = "which edits a picture"
     picture_area = 1024 * 1024
     """Input pictures are brought to this many pixels, whatever the size of the result."""
     seen_area = picture_area
@@ -77,8 +78,6 @@ class EditEncoder(Encoder):
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.strength is not None:
-            raise InvalidRequestError("not supported by this model, which edits a picture; omit it", param="strength")
         for image in payload.images:
             for area in (self.picture_area, self.seen_area):
                 low, high = sorted(_fit(image, area))
@@ -118,9 +117,9 @@ class EditEncoder(Encoder):
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         latents = []
-        mean, std = _statistics(self.pipe.vae.config, self.device, self.pipe.vae.dtype)
         for image in payload.images:
             picture = self.encoded_picture(image, *_fit(image, self.picture_area)).latent_dist.mode()
+            mean, std = latent_statistics(self.pipe.vae.config, picture)
             latents.append(((picture - mean) / std)[0])
         return {
             "image_latents": torch.cat([_pack(each) for each in latents]),
@@ -183,7 +182,7 @@ class Denoiser(DiffusersDenoiser):
         return Lane(_pack(latents[0]), scheduler, timesteps, condition, params, tokens, context=context)
 
     def scaled(self, latents: Tensor) -> Tensor:
-        mean, std = _statistics(self.pipe.vae.config, self.device, latents.dtype)
+        mean, std = latent_statistics(self.pipe.vae.config, latents)
         return ((latents - mean) * (1.0 / std)).transpose(1, 2)
 
     def group(self, row: Row) -> Hashable:
@@ -224,7 +223,7 @@ class Denoiser(DiffusersDenoiser):
 
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
-        mean, std = _statistics(self.vae.config, self.device, self.vae.dtype)
+        mean, std = latent_statistics(self.vae.config, latents)
         return latents / (1.0 / std) + mean
 
     def pixels(self, images: Tensor) -> list[np.ndarray]:
@@ -275,15 +274,6 @@ def _fit(image: np.ndarray, area: int) -> tuple[int, int]:
     ratio = image.shape[1] / image.shape[0]
     width = math.sqrt(area * ratio)
     return round(width / 32) * 32, round(width / ratio / 32) * 32
-
-
-def _statistics(config: ConfigMixin, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The latents' mean and deviation by channel, for `[1, channels, 1, h, w]`."""
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1).to(device, dtype)
-        for values in (config.latents_mean, config.latents_std)
-    )
-    return mean, std
 
 
 def _pack(latents: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import TinyModel, TinyPart
 from omnistage.models._tiny_common import Init, between
 
@@ -23,20 +22,9 @@ VARIANTS = {
 REAL_VOCAB, FIRST_SPECIAL = 152064, 151643
 # In the order of the real vocabulary.
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 _MIN_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
 
@@ -110,18 +98,17 @@ def text_encoder(scale: float) -> nn.Module:
 def transformer(scale: float, *, plus: bool = False) -> nn.Module:
     """The MMDiT; the newest editing checkpoints take their input pictures as free of noise (`zero_cond_t`)."""
     head_dim = between(scale, (32, 128), 32)
-    return parts.on_meta(
-        lambda: diffusers().QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=64,
-            out_channels=16,
-            num_layers=between(scale, (2, 60)),
-            attention_head_dim=head_dim,
-            num_attention_heads=between(scale, (2, 24)),
-            joint_attention_dim=between(scale, (4, 28), 4) * between(scale, (16, 128), 16),
-            axes_dims_rope=(head_dim // 8, 7 * head_dim // 16, 7 * head_dim // 16),
-            zero_cond_t=plus,
-        )
+    return parts.diffusers_model(
+        "QwenImageTransformer2DModel",
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=between(scale, (2, 60)),
+        attention_head_dim=head_dim,
+        num_attention_heads=between(scale, (2, 24)),
+        joint_attention_dim=between(scale, (4, 28), 4) * between(scale, (16, 128), 16),
+        axes_dims_rope=(head_dim // 8, 7 * head_dim // 16, 7 * head_dim // 16),
+        zero_cond_t=plus,
     )
 
 
@@ -132,14 +119,13 @@ def vae(scale: float, *, editing: bool = False) -> nn.Module:
     time would go into the attention inside the VAE.
     """
     deeper = editing and scale == 0.0
-    return parts.on_meta(
-        lambda: diffusers().AutoencoderKLQwenImage(
-            base_dim=between(scale, (4, 96), 4),
-            z_dim=16,
-            dim_mult=[1, 2, 4, 4, *([4] * deeper)],
-            num_res_blocks=between(scale, (1, 2)),
-            temperal_downsample=[*([False] * deeper), False, True, True],
-        )
+    return parts.diffusers_model(
+        "AutoencoderKLQwenImage",
+        base_dim=between(scale, (4, 96), 4),
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4, *([4] * deeper)],
+        num_res_blocks=between(scale, (1, 2)),
+        temperal_downsample=[*([False] * deeper), False, True, True],
     )
 
 

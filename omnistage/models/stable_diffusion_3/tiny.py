@@ -14,7 +14,6 @@ from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import TinyModel
 from omnistage.models._tiny_common import between
 
@@ -27,22 +26,21 @@ def transformer(scale: float, *, pooled: int) -> SD3Transformer2DModel:
     head = 16 if scale < 0.5 else 64
     heads = between(scale, (4, 24))
     layers = between(scale, (3, 24))
-    return parts.on_meta(
-        lambda: diffusers().SD3Transformer2DModel(
-            sample_size=between(scale, (8, 128), 2),
-            pos_embed_max_size=between(scale, (24, 384)),
-            patch_size=2,
-            in_channels=16,
-            out_channels=16,
-            num_layers=layers,
-            attention_head_dim=head,
-            num_attention_heads=heads,
-            joint_attention_dim=parts.t5_width(scale),
-            caption_projection_dim=heads * head,
-            pooled_projection_dim=pooled,
-            dual_attention_layers=tuple(range(layers // 2 + 1)),
-            qk_norm="rms_norm",
-        )
+    return parts.diffusers_model(
+        "SD3Transformer2DModel",
+        sample_size=between(scale, (8, 128), 2),
+        pos_embed_max_size=between(scale, (24, 384)),
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=layers,
+        attention_head_dim=head,
+        num_attention_heads=heads,
+        joint_attention_dim=parts.t5_width(scale),
+        caption_projection_dim=heads * head,
+        pooled_projection_dim=pooled,
+        dual_attention_layers=tuple(range(layers // 2 + 1)),
+        qk_norm="rms_norm",
     )
 
 

@@ -28,6 +28,7 @@ from omnistage.models._diffusers.base import (
     VaeDecoder,
     default_to,
     latent_channels,
+    latent_statistics,
     noise,
     set_timesteps,
 )
@@ -52,6 +53,8 @@ _SOLVERS = (_FLOW_EULER, "UniPCMultistepScheduler", "DPMSolverMultistepScheduler
 class Encoder(DiffusersEncoder):
     """UMT5 for the text; the VAE, and CLIP in Wan 2.1, for pictures that a video starts from or ends with."""
 
+    no_strength = "whose videos always start from noise"
+
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, pictures: tuple[int, int]) -> None:
         self.default = _EXPANDED_SIZE if pipe.config.expand_timesteps else _SIZE
         # diffusers asks for multiples of 16 first and then cuts down to whole patches.
@@ -72,10 +75,6 @@ class Encoder(DiffusersEncoder):
             )
             raise InvalidRequestError(f"this model needs {needed}, got {len(payload.images)}", param="image")
         super().check(payload, params)
-        if params.strength is not None:
-            raise InvalidRequestError(
-                "not supported by this model, whose videos always start from noise; omit it", param="strength"
-            )
         frames, factor = self.num_frames(params), self.pipe.vae_scale_factor_temporal
         if (frames - 1) % factor:
             low = (frames - 1) // factor * factor + 1
@@ -284,10 +283,7 @@ class Decoder(VaeDecoder):
 
     def _decode(self, latents: Tensor) -> np.ndarray:
         scaled = latents[None].to(self.device, self.vae.dtype)
-        mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(scaled)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
-        )
+        mean, std = latent_statistics(self.vae.config, scaled)
         # Divided by the inverse, as diffusers does, for the same rounding.
         frames = self.vae.decode(scaled / (1.0 / std) + mean, return_dict=False)[0][0]
         return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))

@@ -45,21 +45,20 @@ def transformer(scale: float, variant: Variant, *, clip: CLIPVisionModel | None)
     latent = 48 if variant == "ti2v" else 16
     tokens = (clip.config.image_size // clip.config.patch_size) ** 2 + 1 if clip is not None else 0
     width = between(scale, (2, heads)) * _head(scale)
-    return parts.on_meta(
-        lambda: diffusers().WanTransformer3DModel(
-            num_attention_heads=width // _head(scale),
-            attention_head_dim=_head(scale),
-            # The picture's latents and a mask of four channels come with the noise.
-            in_channels=latent * 2 + 4 if variant in _CHANNEL_VARIANTS else latent,
-            out_channels=latent,
-            text_dim=parts.t5_width(scale),
-            freq_dim=between(scale, (32, 256), 2),
-            ffn_dim=between(scale, (64, ffn), 32),
-            num_layers=between(scale, (2, layers)),
-            image_dim=clip.config.hidden_size if clip is not None else None,
-            added_kv_proj_dim=width if clip is not None else None,
-            pos_embed_seq_len=2 * tokens if variant == "flf2v" else None,
-        )
+    return parts.diffusers_model(
+        "WanTransformer3DModel",
+        num_attention_heads=width // _head(scale),
+        attention_head_dim=_head(scale),
+        # The picture's latents and a mask of four channels come with the noise.
+        in_channels=latent * 2 + 4 if variant in _CHANNEL_VARIANTS else latent,
+        out_channels=latent,
+        text_dim=parts.t5_width(scale),
+        freq_dim=between(scale, (32, 256), 2),
+        ffn_dim=between(scale, (64, ffn), 32),
+        num_layers=between(scale, (2, layers)),
+        image_dim=clip.config.hidden_size if clip is not None else None,
+        added_kv_proj_dim=width if clip is not None else None,
+        pos_embed_seq_len=2 * tokens if variant == "flf2v" else None,
     )
 
 
@@ -89,22 +88,21 @@ def autoencoder(scale: float, *, residual: bool) -> nn.Module:
     blocks = 1 if scale == 0 else 2
     if not residual:
         base = between(scale, (8, 96), 8)
-        return parts.on_meta(lambda: diffusers().AutoencoderKLWan(base_dim=base, num_res_blocks=blocks))
+        return parts.diffusers_model("AutoencoderKLWan", base_dim=base, num_res_blocks=blocks)
     channels = range(48)
-    return parts.on_meta(
-        lambda: diffusers().AutoencoderKLWan(
-            base_dim=between(scale, (8, 160), 8),
-            decoder_base_dim=between(scale, (8, 256), 8),
-            num_res_blocks=blocks,
-            z_dim=len(channels),
-            latents_mean=[round(0.3 * math.sin(c), 4) for c in channels],
-            latents_std=[round(1.0 + 0.4 * math.cos(c), 4) for c in channels],
-            is_residual=True,
-            in_channels=12,
-            out_channels=12,
-            patch_size=2,
-            scale_factor_spatial=16,
-        )
+    return parts.diffusers_model(
+        "AutoencoderKLWan",
+        base_dim=between(scale, (8, 160), 8),
+        decoder_base_dim=between(scale, (8, 256), 8),
+        num_res_blocks=blocks,
+        z_dim=len(channels),
+        latents_mean=[round(0.3 * math.sin(c), 4) for c in channels],
+        latents_std=[round(1.0 + 0.4 * math.cos(c), 4) for c in channels],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
+from omnistage.models._diffusers.base import latent_statistics
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, call_arguments, to_uint8
@@ -50,8 +51,7 @@ class Reference(DiffusersReference):
     @torch.inference_mode()
     def __call__(self, case: Case) -> DiffusionResult:
         latents = self.generate(case, "latent")
-        config = self.pipe.vae.config
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+        mean, std = latent_statistics(self.pipe.vae.config, latents[None])
         decoded = self.pipe.vae.decode(latents[None] / (1.0 / std) + mean, return_dict=False)[0]
         return DiffusionResult(
             latents, to_uint8(self.pipe.video_processor.postprocess_video(decoded, output_type="np")[0])

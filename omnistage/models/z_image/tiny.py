@@ -11,7 +11,6 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import TinyModel
 from omnistage.models._tiny_common import Init, between
 
@@ -80,18 +79,17 @@ def text_encoder(scale: float) -> nn.Module:
 def transformer(scale: float) -> nn.Module:
     """The single-stream transformer, on no device."""
     heads, head_dim = between(scale, (2, 30)), between(scale, (32, 128), 32)
-    return parts.on_meta(
-        lambda: diffusers().ZImageTransformer2DModel(
-            in_channels=16,
-            dim=heads * head_dim,
-            n_layers=between(scale, (2, 30)),
-            n_refiner_layers=between(scale, (1, 2)),
-            n_heads=heads,
-            n_kv_heads=heads,
-            cap_feat_dim=_text_width(scale),
-            axes_dims=[head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8],
-            axes_lens=[1536, 512, 512],
-        )
+    return parts.diffusers_model(
+        "ZImageTransformer2DModel",
+        in_channels=16,
+        dim=heads * head_dim,
+        n_layers=between(scale, (2, 30)),
+        n_refiner_layers=between(scale, (1, 2)),
+        n_heads=heads,
+        n_kv_heads=heads,
+        cap_feat_dim=_text_width(scale),
+        axes_dims=[head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8],
+        axes_lens=[1536, 512, 512],
     )
 
 
