@@ -28,13 +28,14 @@ from omnistage.pipeline.intake import (
     RequestFactory,
     RequestOptions,
     checked_request_id,
+    is_constrained,
     is_conversation,
     known_request_id,
 )
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
-from omnistage.pipeline.preparation import lane_of, prepare
+from omnistage.pipeline.preparation import Lane, lane_of, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
 from omnistage.pipeline.stream import OutputStream
 
@@ -192,8 +193,11 @@ class AsyncOmni(_Front):
             cancellation.deadline = requests.deadline(arrival, options.timeout)
             self._preparing[request_id] = cancellation
             try:
+                params = requests.stage_params(sampling_params)
+                if is_constrained(params):  # compiled first, in threads that others' prompts do not need
+                    await prepare(lambda: orchestrator.check_params(params), cancellation, Lane.CONSTRAINT)
                 plan = await prepare(
-                    lambda: orchestrator.plan(requests.build(prompt, sampling_params, options, request_id, arrival)),
+                    lambda: orchestrator.plan(requests.build(prompt, params, options, request_id, arrival)),
                     cancellation,
                     lane_of(prompt, options.tools),
                 )

@@ -55,9 +55,9 @@ class _Account:
 class MediaBudget:
     """Bytes for the media of all requests. Thread-safe.
 
-    One request may hold half of them, and all others in preparation together the other half: the one that came first
-    always gets what it needs, so that requests which hold some and wait for more cannot wait for each other. An owner,
-    set by `decode_for`, starts no further request once it holds a quarter.
+    All requests in preparation together may hold half of them. Once that is short, the one of those waiting that came
+    first may use the other half too, until it is prepared: so requests which hold some and wait for more cannot wait
+    for each other. An owner, set by `decode_for`, starts no further request once it holds a quarter.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -123,14 +123,14 @@ class MediaBudget:
                 self._changed.notify_all()
 
     def _fits(self, account: _Account, nbytes: int) -> bool:
+        starts = account.size > 0 or not self._owns_enough(account)
+        if starts and self._held + nbytes <= self.max_bytes - self.max_request_bytes:
+            return True
+        # Only where memory is short does one get the rest: a request that took little would keep it from the others.
         if self._first is None:
             able = [waiting for waiting, _ in self._waiting if waiting.size or not self._owns_enough(waiting)]
             self._first = min(able, key=lambda waiting: waiting.number, default=None)
-        if account is self._first:
-            return self._held + nbytes <= self.max_bytes
-        if not account.size and self._owns_enough(account):
-            return False
-        return self._held + nbytes <= self.max_bytes - self.max_request_bytes
+        return account is self._first and self._held + nbytes <= self.max_bytes
 
     def _owns_enough(self, account: _Account) -> bool:
         return self._owned[account.owner] >= self._max_owned

@@ -18,7 +18,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import AnyProcessor, AudioLimits, DrawingProcessor, InputProcessor, OptionalInputs
 from omnistage.core.graph import PipelineGraph
-from omnistage.core.params import DiffusionParams, StageParams
+from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
 from omnistage.media.budget import media_hold
@@ -97,7 +97,7 @@ class RequestFactory:
             voice=self._voice(options.voice),
             arrival=arrival,
         )
-        stage_params = self._params(params)  # before the prompt: all that is cheap to check comes first
+        stage_params = self.stage_params(params)  # before the prompt: all that is cheap to check comes first
         max_tokens = self._limits.max_prompt_tokens
         with media_hold() as media:
             payload = self._payload(prompt, options, stage_params)
@@ -151,7 +151,8 @@ class RequestFactory:
         known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
         raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
 
-    def _params(self, params: ParamsLike) -> dict[str, StageParams]:
+    def stage_params(self, params: ParamsLike) -> dict[str, StageParams]:
+        """By stage. Raises what is wrong with them."""
         if params is None:
             return {}
         if isinstance(params, StageParams):
@@ -277,6 +278,11 @@ def known_request_id(value: object) -> str:
     if not isinstance(value, str):
         raise InvalidRequestError(f"must be text, got {type(value).__name__}", param="request_id")
     return value
+
+
+def is_constrained(params: Mapping[str, StageParams]) -> bool:
+    """Whether a stage's output must follow a schema, an expression or a grammar."""
+    return any(isinstance(one, SamplingParams) and one.structured is not None for one in params.values())
 
 
 def is_conversation(value: object) -> bool:

@@ -143,6 +143,10 @@ class Orchestrator:
         self._planner.check(plan)
         return plan
 
+    def check_params(self, overrides: Mapping[str, StageParams]) -> None:
+        """Raise what stages find wrong with their parameters. Constraints are compiled, which may take a while."""
+        self._planner.check_params(overrides)
+
     def start(self, plan: RequestPlan, sink: Sink) -> RequestRun:
         """Admit a planned request and set it going. The result may be given to `cancel`."""
         info, now = plan.request.info, self._clock()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
 from omnistage.core.failures import log_defect
@@ -45,16 +46,18 @@ class RequestPlanner:
         """Ask the stages. Raises what they say; what else one raises is its defect."""
         route, params, request = plan.route, plan.params, plan.request
         entry, reads_hidden = route.entry, bool(route.targets[route.entry])
-        try:
+        with _checking():
             for name in route.stages:
                 self._stages[name].check_params(params[name])
             stage_input = StageInput(request.info, params[entry], request.payload, emit_hidden=reads_hidden)
             self._stages[entry].check(stage_input)
-        except OmniError:
-            raise
-        except BaseException as error:
-            log_defect("checking a request", error)
-            raise internal_error("checking the request", error) from error
+
+    def check_params(self, overrides: Mapping[str, StageParams]) -> None:
+        """Ask the stages about the parameters alone that a request gives them. Raises as `check` does."""
+        params = self._merged(overrides)
+        with _checking():
+            for name in overrides:
+                self._stages[name].check_params(params[name])
 
     def _merged(self, overrides: Mapping[str, StageParams]) -> dict[str, StageParams]:
         if unknown := sorted(overrides.keys() - self.defaults.keys()):
@@ -70,6 +73,17 @@ class RequestPlanner:
                 )
         params = spread(overrides, self._types)
         return {name: default.merged(params.get(name)) for name, default in self.defaults.items()}
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    try:
+        yield
+    except OmniError:
+        raise
+    except BaseException as error:  # the boundary to a stage's code
+        log_defect("checking a request", error)
+        raise internal_error("checking the request", error) from error
 
 
 def check_parts(graph: PipelineGraph, stages: Mapping[str, Stage], bridges: Mapping[str, Bridge]) -> None:

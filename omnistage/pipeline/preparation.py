@@ -1,8 +1,9 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
-Three groups of threads. Short prompts never wait for others. Media have threads of their own, half of them for one
-owner, which mostly wait for the processes that decode. Long texts, and large bodies before them, have one thread, which
-rests between them: they need the interpreter, which one thread at a time can use, and others need it too.
+Four groups of threads. Short prompts never wait for others. Media and constraints have threads of their own, half of
+them for one owner, which mostly wait for the processes that decode and the threads that compile. Long texts, and large
+bodies before them, have one thread, which rests between them: they need the interpreter, which one thread at a time can
+use, and others need it too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeVar
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
 from omnistage.core.threads import DaemonThreads
+from omnistage.core.types import OmniTokensPrompt
 from omnistage.media.context import current_owner
 
 _Result = TypeVar("_Result")
@@ -33,15 +35,20 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
 _short = DaemonThreads(_cores + 4, "omnistage-prepare")
 _media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
+_constraints = DaemonThreads(_cores + 4, "omnistage-prepare-constraint")
 _long = DaemonThreads(1, "omnistage-long", max_share=1 / 3)
 
 
 class Lane(Enum):
-    """What preparing a request may take: hardly anything, decoding, or time of the interpreter."""
+    """What preparing a request may take: hardly anything, decoding, compiling, or time of the interpreter."""
 
     SHORT = "short"
     MEDIA = "media"
+    CONSTRAINT = "constraint"
     LONG = "long"
+
+
+_THREADS = {Lane.MEDIA: _media, Lane.CONSTRAINT: _constraints, Lane.LONG: _long}
 
 
 def submit_long(owner: str | None, work: Callable[[], _Result]) -> Future[_Result]:
@@ -64,7 +71,7 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     if lane is Lane.SHORT:
         job = _short.submit(run)
     else:
-        job = (_media if lane is Lane.MEDIA else _long).submit_for(current_owner(), run)
+        job = _THREADS[lane].submit_for(current_owner(), run)
     cancellation.begin_work()  # only now: where no thread can be started, nothing would ever end it
     job.add_done_callback(lambda _: cancellation.end_work())
     waiting = asyncio.wrap_future(job)
@@ -87,33 +94,37 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
 def lane_of(prompt: object, tools: object = ()) -> Lane:
     """Where a prompt is prepared: by its media, or else by its text, messages and tools.
 
-    What is no prompt is refused at once. Looks at no more than tells.
+    What is no prompt is refused at once.
     """
-    if isinstance(prompt, str):
-        return Lane.LONG if len(prompt) > SHORT_CHARS else Lane.SHORT
     if isinstance(prompt, Mapping):  # of a drawing with images, or text
         if any(key not in _TEXT_KEYS for key in prompt):
             return Lane.MEDIA
-        return Lane.LONG if any(lane_of(value) is not Lane.SHORT for value in prompt.values()) else Lane.SHORT
+        return Lane.LONG if any(map(_is_long, prompt.values())) else Lane.SHORT
+    if isinstance(prompt, OmniTokensPrompt):
+        return Lane.LONG if _is_long(prompt.prompt_token_ids) else Lane.SHORT
     if not isinstance(prompt, list | tuple):
-        return Lane.SHORT
+        return Lane.LONG if _is_long(prompt) else Lane.SHORT
     chars = 0
-    for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
+    for message in prompt:  # all of them: media may come last, and a slow host must not keep the thread of long texts
+        chars += _VALUE_CHARS  # what is left of a message, which templates render piece by piece
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
         for part in content if isinstance(content, list | tuple) else (content,):
             if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
                 return Lane.MEDIA
             text = part.get("text") or part.get("refusal") if isinstance(part, Mapping) else part
             chars += len(text) if isinstance(text, str) else 0
-        if isinstance(message, Mapping):  # what is left of a message, which templates render piece by piece
-            chars += _VALUE_CHARS
-            calls = message.get("tool_calls")
-            chars += _weight(calls, SHORT_CHARS - chars) if calls else 0
-        if chars > SHORT_CHARS:
-            return Lane.LONG
-    if tools and chars + _weight(tools, SHORT_CHARS - chars) > SHORT_CHARS:
-        return Lane.LONG
-    return Lane.SHORT
+        calls = message.get("tool_calls")
+        chars += _weight(calls, SHORT_CHARS - chars) if calls else 0
+    if tools and chars <= SHORT_CHARS:
+        chars += _weight(tools, SHORT_CHARS - chars)
+    return Lane.LONG if chars > SHORT_CHARS else Lane.SHORT
+
+
+def _is_long(value: object) -> bool:
+    """Whether a text, or a prompt's token ids, are many."""
+    return isinstance(value, str | list | tuple) and len(value) > SHORT_CHARS
 
 
 def _weight(value: object, enough: int) -> int:

@@ -19,6 +19,7 @@ import pytest
 from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
 from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, InternalError, InvalidRequestError
 from omnistage.core.threads import DaemonThreads, interpreter_released
+from omnistage.core.types import OmniTokensPrompt
 from omnistage.pipeline.preparation import SHORT_CHARS, Lane, lane_of, prepare
 
 
@@ -377,12 +378,30 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
         ({"prompt": "a cat", "images": [b"..."]}, Lane.MEDIA),
         ({"prompt": "a cat", "mask": "data:image/png;base64,AA"}, Lane.MEDIA),
         ({"prompt_token_ids": [1, 2, 3]}, Lane.SHORT),
+        ({"prompt_token_ids": [1] * (SHORT_CHARS + 1)}, Lane.LONG),
+        (OmniTokensPrompt((1, 2, 3)), Lane.SHORT),
+        (OmniTokensPrompt((1,) * (SHORT_CHARS + 1)), Lane.LONG),
+        (
+            [
+                {"role": "user", "content": "a" * (SHORT_CHARS + 1)},
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]},
+            ],
+            Lane.MEDIA,
+        ),
         (None, Lane.SHORT),
         ([None, 3, {"content": 4}], Lane.SHORT),
     ],
 )
 def test_media_and_long_texts_have_threads_of_their_own(prompt: object, lane: Lane) -> None:
     assert lane_of(prompt) is lane
+
+
+def test_token_ids_are_not_looked_at_one_by_one() -> None:
+    class Ids(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError
+
+    assert lane_of({"prompt_token_ids": Ids([1])}) is Lane.SHORT
 
 
 @pytest.mark.parametrize(

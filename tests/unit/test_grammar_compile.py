@@ -21,8 +21,10 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
+from omnistage.core.threads import DaemonThreads
 from omnistage.engines.ar.sampling import grammar, grammar_state
 from omnistage.engines.ar.sampling.masks import SLOW_SECONDS, GrammarThreads
+from omnistage.media.context import decode_for
 
 PATIENCE = 30.0
 CHEAP, OTHER = StructuredOutput(regex="a"), StructuredOutput(regex="b")
@@ -59,7 +61,7 @@ class GatedCompiler(grammar.GrammarCompiler):
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedCompiler]:
     monkeypatch.setattr(grammar, "_compile_threads", GrammarThreads("test", threads=1, max_threads=1))
-    monkeypatch.setattr(grammar, "_slow_compile_threads", GrammarThreads("test-slow", threads=1, max_threads=1))
+    monkeypatch.setattr(grammar, "_slow_compile_threads", DaemonThreads(2, "test-slow"))
     compiler = GatedCompiler()
     yield compiler
     compiler.opened.set()
@@ -145,6 +147,23 @@ def test_a_small_constraint_does_not_wait_behind_large_ones(
     compiler.opened.set()
     assert small.result(PATIENCE) is not None
     assert large.result(PATIENCE) is not None
+
+
+def test_the_large_constraints_of_one_client_do_not_keep_those_of_another_waiting(
+    compiler: GatedCompiler, clients: ThreadPoolExecutor
+) -> None:
+    def request(owner: str, count: int) -> None:
+        with decode_for(owner):
+            compiler.compile(StructuredOutput(regex=f".{{1,{count}}}"))
+
+    first = [clients.submit(request, "a", 100 + i) for i in range(3)]
+    assert compiler.began.acquire(timeout=PATIENCE)
+    other = clients.submit(request, "b", 90)
+    assert compiler.began.acquire(timeout=PATIENCE)
+    assert ".{1,90}" in compiler.texts
+    compiler.opened.set()
+    for future in (*first, other):
+        future.result(PATIENCE)
 
 
 def test_a_constraint_that_takes_long_against_expectation_gives_its_thread_s_place_to_others(

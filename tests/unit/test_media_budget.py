@@ -70,15 +70,23 @@ class TestBudget:
         limits = MediaBudget(100)
         first, second, third = (MediaHold(limits, None) for _ in range(3))
         first.reserve(50)
-        second_reserve, third_reserve = 40, 20
-        with started(second.reserve, second_reserve) as waiting:
+        second.reserve(40)  # of the other half, which one may use alone
+        with started(third.reserve, 10) as waiting:
             waits(limits)
-            assert limits.held == 50
+            assert limits.held == 90
             first.close()
             waiting.result(30)
-        assert limits.held == 40
-        third.reserve(third_reserve - 10)  # of the other half, beside the one that came first
         assert limits.held == 50
+
+    def test_a_request_that_holds_little_does_not_keep_a_large_one_waiting(self) -> None:
+        """It may be waiting for its next picture, from a slow host."""
+        limits = MediaBudget(100)
+        small, large = MediaHold(limits, None), MediaHold(limits, None)
+        small.reserve(1)
+        cancellation = Cancellation(time.monotonic() + 5)
+        with cancellation_scope(cancellation):
+            large.reserve(50)
+        assert limits.held == 51
 
     def test_what_alone_is_over_the_limit_is_refused_at_once(self) -> None:
         limits = MediaBudget(100)
@@ -102,10 +110,10 @@ class TestBudget:
         first, second = MediaHold(limits, None), MediaHold(limits, None)
         first.reserve(25)
         second.reserve(25)
-        with started(second.reserve, 25) as waiting:
+        second.reserve(25)  # it needed more first: it has all that is left
+        with started(first.reserve, 25) as waiting:
             waits(limits)
-            first.reserve(25)  # it came first: it has all that is left
-            first.settle(10)
+            second.settle(10)
             waiting.result(30)
         assert limits.held == 60
 
@@ -124,8 +132,9 @@ class TestBudget:
 
     def test_waiting_ends_with_the_request(self) -> None:
         limits = MediaBudget(100)
-        first = MediaHold(limits, None)
+        first, second = MediaHold(limits, None), MediaHold(limits, None)
         first.reserve(50)
+        second.reserve(40)
 
         def prepare(cancellation: Cancellation) -> None:
             with cancellation_scope(cancellation):
@@ -139,19 +148,20 @@ class TestBudget:
                 waiting.result(30)
         with pytest.raises(DeadlineExceededError):
             prepare(Cancellation(time.monotonic() + 0.05))
-        assert limits.held == 50
+        assert limits.held == 90
         assert limits.waiting == 0
 
     def test_nobody_waits_for_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(budget, "MAX_WAIT_SECONDS", 0.02)
         limits = MediaBudget(100)
-        first, second = MediaHold(limits, None), MediaHold(limits, None)
+        first, second, third = (MediaHold(limits, None) for _ in range(3))
         first.reserve(50)
+        second.reserve(40)
         with pytest.raises(QueueFullError, match="other requests hold the memory for media"):
-            second.reserve(1)
+            third.reserve(1)
         assert limits.waiting == 0
         first.close()
-        second.reserve(1)
+        third.reserve(1)
 
     def test_many_threads_never_hold_more_and_all_of_them_end(self) -> None:
         limits, lock = MediaBudget(1000), threading.Lock()
@@ -211,8 +221,10 @@ class TestDecoding:
     def test_a_picture_waits_for_memory_without_a_process(self, pool: DecodePool) -> None:
         """The pool's only process goes on with what is small."""
         with media_budget(240 * MIB) as limits:
-            running = MediaHold(limits, None)
-            running.reserve(20 * MIB)
+            other, running = MediaHold(limits, None), MediaHold(limits, None)
+            other.reserve(110 * MIB)
+            running.reserve(20 * MIB)  # it may use the other half, until it is prepared
+            other.close()
             with started(decode_image, png(3000, 3000), LIMITS) as large:  # 108 MB while it is decoded
                 waits(limits)
                 assert decode_image(png(20, 20), LIMITS).size == (20, 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from omnistage.core.errors import (
     UnsupportedModalityError,
 )
 from omnistage.core.graph import PipelineGraph
-from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
 from omnistage.core.types import ARInput, FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
@@ -380,6 +381,33 @@ def test_chat_messages_stream_too(rig: Rig) -> None:
         assert {item.request_id for item in items} == {"mine"}
         assert omni.trace("mine") is not None
         assert not omni.abort("mine")
+
+    run(go, rig)
+
+
+def test_constraints_that_take_long_to_compile_do_not_keep_other_prompts_waiting(rig: Rig) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def check(params: object) -> None:
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            entered.set()
+            release.wait(30)
+
+    rig.stages["thinker"].__dict__["check_params"] = check
+    constrained = SamplingParams(structured=StructuredOutput(regex="a"))
+
+    async def go(omni: AsyncOmni) -> None:
+        many = (os.cpu_count() or 1) + 8
+        tasks = [asyncio.create_task(collect(omni.generate(text, constrained))) for text in ("w", "w" * 20_000) * many]
+        await asyncio.to_thread(entered.wait, 30)
+        try:
+            async with asyncio.timeout(20):
+                for text in ("w", "w" * 20_000):
+                    assert (await collect(omni.generate(text)))[-1].final is not None
+            assert not any(task.done() for task in tasks)
+        finally:
+            release.set()
+        await asyncio.gather(*tasks)
 
     run(go, rig)
 

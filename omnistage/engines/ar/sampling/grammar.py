@@ -25,9 +25,11 @@ from omnistage.core.errors import (
     QueueFullError,
 )
 from omnistage.core.params import StructuredOutput
-from omnistage.engines.ar.sampling.grammar_bounds import GrammarCost, cost_of
+from omnistage.core.threads import DaemonThreads
+from omnistage.engines.ar.sampling.grammar_bounds import HOW_TO_SIMPLIFY, GrammarCost, cost_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
 from omnistage.engines.ar.sampling.masks import GrammarThreads, lower_priority
+from omnistage.media.context import current_owner
 
 if TYPE_CHECKING:
     import xgrammar
@@ -42,10 +44,11 @@ MAX_GRAMMAR_BYTES = 64 * 1024**2
 CACHED_BYTES = 256 * 1024**2
 """Of compiled grammars in one cache."""
 
-# Compiling cannot be ended from outside, only kept from piling up. What will take long has threads of its own, and what
-# takes long against expectation gives its place to another: nobody's small schema waits behind them.
+# Compiling cannot be ended from outside, only kept from piling up. What will take long has threads of its own, half of
+# them for one owner, and what takes long against expectation gives its place to another: nobody's small schema waits
+# behind them.
 _compile_threads = GrammarThreads("omnistage-compile", threads=4, max_threads=16, slow_seconds=1.0)
-_slow_compile_threads = GrammarThreads("omnistage-compile-slow", threads=2, max_threads=6, slow_seconds=COMPILE_SECONDS)
+_slow_compile_threads = DaemonThreads(4, "omnistage-compile-slow")
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -157,6 +160,7 @@ class GrammarCompiler:
             info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"xgrammar cannot use this tokenizer: {_readable(error)}") from error
+        # xgrammar's cache shares masks between grammars, and gives wrong ones: to [\s\S], after some other expressions.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
@@ -194,13 +198,16 @@ class GrammarCompiler:
 
     def _in_time(self, kind: str, text: str, cost: GrammarCost) -> _Entry:
         """Compile in a thread, once for all who wait for the same."""
-        threads = _compile_threads if cost.cheap else _slow_compile_threads
         cancellation = current_cancellation()
         with self._lock:
             job = self._jobs.get((kind, text))
             if job is None:
                 job = self._jobs[kind, text] = _Job()
-                threads.submit(partial(self._run, job, kind, text, cost))
+                work = partial(self._run, job, kind, text, cost)
+                if cost.cheap:
+                    _compile_threads.submit(work)
+                else:
+                    _slow_compile_threads.submit_for(current_owner(), work)
             job.waiting += 1
         cancellation.begin_work()  # it may go on when the request has ended
         job.future.add_done_callback(lambda _: cancellation.end_work())
@@ -209,7 +216,7 @@ class GrammarCompiler:
         except TimeoutError as error:
             if job.future.running():
                 raise InvalidRequestError(
-                    f"took longer than {COMPILE_SECONDS:g} s to compile; simplify it", param=f"structured.{kind}"
+                    f"took longer than {COMPILE_SECONDS:g} s to compile; {HOW_TO_SIMPLIFY}", param=f"structured.{kind}"
                 ) from error
             raise QueueFullError(
                 "too many grammars are being compiled; try again later", retry_after=COMPILE_SECONDS

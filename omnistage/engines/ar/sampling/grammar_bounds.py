@@ -16,8 +16,15 @@ from graphlib import CycleError, TopologicalSorter
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 
-MAX_STATES = 2048
-"""The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens."""
+MAX_STATES = 640
+"""The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens.
+
+Two threads need about two seconds for the limit. It allows two large values of `maxLength`, or more if they are small.
+"""
+HOW_TO_SIMPLIFY = (
+    "use fewer or shorter repetitions of character classes, few different values of maxLength, and fewer optional "
+    "properties"
+)
 MAX_NESTED_COUNT = 100_000
 MAX_GROUP_DEPTH = 64
 MAX_CHEAP_ALTERNATIVES = 16
@@ -29,7 +36,7 @@ _UNROLLED = 256
 _NARROW_STATE = 0.3
 _WIDE_PAIR = 0.45
 _NARROW_PAIR = 0.02
-_PROPERTY_PAIR = 1 / 3500
+_PROPERTY_PAIR = 1 / 1300
 _OPTIONAL_PAIR = 1 / 1250
 _ADDITIONAL_STATE = 1.0
 """Of each property beside which others are allowed: their names must be told apart."""
@@ -98,8 +105,7 @@ def cost_of(kind: str, text: str) -> GrammarCost:
     states = round(sum(sources))
     if states > MAX_STATES:
         raise LimitExceededError(
-            f"{states} states would have to be compiled, and {MAX_STATES} is the limit: use fewer or shorter "
-            "repetitions of character classes, and few different values of maxLength",
+            f"{states} states would have to be compiled, and {MAX_STATES} is the limit; {HOW_TO_SIMPLIFY}",
             param=param,
         )
     return GrammarCost(states, cheap_masks, recursive=kind == "grammar" or (kind == "structural_tag" and "::=" in text))
