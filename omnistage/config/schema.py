@@ -40,6 +40,7 @@ _MAX_SIZE = 2**63 - 1
 _MAX_SIZE_CHARS = 64
 _SIZE_HELP = "use bytes or a number with a unit, like 2GiB or 512MiB"
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+_PICTURE_SIZE = re.compile(r"([1-9]\d{1,4})x([1-9]\d{1,4})(?:x([1-9]\d{0,3}))?")
 _BINARY_UNITS = ("TiB", "GiB", "MiB", "KiB")
 
 
@@ -98,6 +99,22 @@ def _check_device(value: str) -> str:
     return value
 
 
+def picture_size(value: str) -> tuple[int, int, int]:
+    """(width, height, frames) of `512x512` or `832x480x81`. Raises ValueError with the accepted forms."""
+    match = _PICTURE_SIZE.fullmatch(value)
+    width, height, frames = (int(number or 1) for number in match.groups()) if match is not None else (1, 1, 1)
+    if width % 16 or height % 16:
+        raise ValueError(
+            f"{short_repr(value)} is not a picture's size; use multiples of 16 like 512x512, with frames 832x480x81"
+        )
+    return width, height, frames
+
+
+def _check_picture_size(value: str) -> str:
+    picture_size(value)
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, return_type=str, when_used="json")]
 """Bytes, written as `2GiB`."""
 SizeOrAuto = Annotated[
@@ -108,6 +125,8 @@ SizeOrAuto = Annotated[
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 """A whole number of at least one."""
 CountOrZero = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
+PictureSize = Annotated[str, AfterValidator(_check_picture_size)]
+"""`512x512`, or `832x480x81` with the frames of a video."""
 Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 DeviceName = Annotated[str, AfterValidator(_check_device)]
 
@@ -214,7 +233,18 @@ class DiffusionBudget(ConfigModel):
         default=2_000_000, description="Decode pictures with more pixels than this in tiles; 0: never."
     )
     cache: str | None = Field(default=None, max_length=100, description="A DiT cache, like first_block:0.1.")
-    compile: bool = Field(default=False, description="Compile the transformer's blocks: slower start, faster steps.")
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Compile the transformer's blocks: slower start, faster steps; auto: large models on CUDA.",
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="Replay steps over few patches as CUDA graphs; only used on CUDA, without a cache."
+    )
+    warm_sizes: tuple[PictureSize, ...] = Field(
+        default=(),
+        max_length=8,
+        description="Sizes like 512x512 that a start on CUDA prepares for; empty: the default size.",
+    )
 
 
 # --------------------------------------------------------------------------------------------------- stages

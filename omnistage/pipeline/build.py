@@ -271,7 +271,7 @@ def _diffusion_stage(name: str, stage_cfg: DiffusionStageConfig, component: obje
     if isinstance(component, PromptEncoder):
         return EncodeStage(name, component, stage_cfg.budget)
     if isinstance(component, Denoiser):
-        return DenoiseStage(name, component, stage_cfg.budget)
+        return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params)
     if isinstance(component, LatentDecoder):
         return DecodeStage(name, component, stage_cfg.budget)
     from omnistage.engines.diffusion.whole import WholePipeline, WholeStage

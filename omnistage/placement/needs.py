@@ -18,7 +18,7 @@ from omnistage.config import (
     ARStageConfig,
     CodecBudget,
     CodecStageConfig,
-    DiffusionBudget,
+    DiffusionStageConfig,
     OmniModelConfig,
     StageConfig,
 )
@@ -167,7 +167,7 @@ class NeedsReader:
             return self._autoregressive(where, component, stage, device)
         if isinstance(stage, CodecStageConfig):
             return self._codec(where, component, stage.budget, device)
-        return self._diffusion(where, component, stage.budget)
+        return self._diffusion(where, component, stage, device)
 
     def _autoregressive(
         self, where: tuple[str, str, str], component: object, stage: ARStageConfig, device: torch.device
@@ -202,11 +202,15 @@ class NeedsReader:
         rows = min(budget.max_batch, max(1, budget.max_batch_blocks // blocks))
         return _Batched(*where, sizes[0], sizes[1], 1, rows)
 
-    def _diffusion(self, where: tuple[str, str, str], component: object, budget: DiffusionBudget) -> StageNeeds:
+    def _diffusion(
+        self, where: tuple[str, str, str], component: object, stage: DiffusionStageConfig, device: torch.device
+    ) -> StageNeeds:
         from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+        from omnistage.engines.diffusion.graphs import graph_bytes
         from omnistage.engines.peak_memory import weight_bytes
 
-        rows_each, limit, caches = 2, budget.max_batch, 0
+        budget = stage.budget
+        rows_each, limit, caches, graphs = 2, budget.max_batch, 0, 0
         if isinstance(component, PromptEncoder):
             self._size = component.planned_size()
             modules, caches, peak = component.modules, budget.prompt_cache, component.encode_bytes
@@ -221,10 +225,12 @@ class NeedsReader:
         weights, estimated = weight_bytes(modules), False
         try:
             peaks = [peak(1), peak(2)]
+            if isinstance(component, Denoiser) and device.type == "cuda":
+                graphs = graph_bytes(component, budget, stage.params)
         except Exception as error:  # a boundary: a network without data may fail anywhere, and loads all the same
             log_defect(f"planning the memory of stage {where[0]!r}", error)
             peaks, estimated = [int(weights * _ESTIMATED_ACTIVATIONS)] * 2, True
-        sizes = [StageMemory(weights, activations=each, caches=caches) for each in peaks]
+        sizes = [StageMemory(weights, activations=each, graphs=graphs, caches=caches) for each in peaks]
         return _Batched(*where, sizes[0], sizes[1], rows_each, limit, estimated)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from omnistage.core.types import Modality
 from omnistage.engines.diffusion.component import Lane, LatentDecoder, Row
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models.flux2.components import Denoiser
-from omnistage_starter.bridges import SIZE
+from omnistage_starter.bridges import SIZE, TEXT_ROWS
 
 PATCH = 6
 """Pixels: side of the square that one token of the transformer stands for."""
@@ -57,6 +57,12 @@ class PixelDenoiser(Denoiser):
             raise InvalidRequestError(
                 "must be 1: this model gives images, not videos; leave it out", param="num_frames"
             )
+
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"embeds": (TEXT_ROWS, self.pipe.transformer.config.joint_attention_dim)}
+
+    def planned_size(self) -> tuple[int, int, int]:
+        return SIZE, SIZE, 1
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         return height // PATCH, width // PATCH

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from omnistage.engines.codec.graphs import GraphCache, allow_tf32
+from omnistage.engines.graphs import GraphCache, allow_tf32
 from tests.dit_harness import LARGE, SMALL, UTTERANCES, build, check, distance, errors, inputs, velocities
 
 pytestmark = [

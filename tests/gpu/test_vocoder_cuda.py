@@ -14,7 +14,7 @@ prepare_torchvision(required=False)
 
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling  # noqa: E402
 
-from omnistage.engines.codec.graphs import GraphCache  # noqa: E402
+from omnistage.engines.graphs import GraphCache  # noqa: E402
 from omnistage.models import _tiny_common as common  # noqa: E402
 from omnistage.models.qwen2_5_omni import tiny  # noqa: E402
 from omnistage.models.qwen2_5_omni.vocoder import FusedActivation, bigvgan, fuse_activations  # noqa: E402

@@ -31,7 +31,6 @@ from omnistage.core.types import (
 )
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.compiling import MIN_SIZE, compile_layers, worth_compiling
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import max_length_of, plan_blocks
@@ -40,6 +39,7 @@ from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
+from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compiling
 from omnistage.engines.stage import BatchedStage
 
 MAX_LOGPROBS = 2**19
@@ -90,8 +90,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             merge_linears(component.decoder)
         backend = make_backend(budget.attention, component.device)
         graph_sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
-        if worth_compiling(component.decoder) if budget.compile == "auto" else budget.compile:
-            compile_layers(component.decoder)
+        if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
+            compile_layers(component.decoder.layers)  # type: ignore[arg-type]
             graph_sizes = tuple(sorted({max(size, MIN_SIZE) for size in graph_sizes}))
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(

@@ -143,12 +143,19 @@ class Denoiser(ABC):
 
     def step_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
         """Peak memory of a forward over this many rows; asked on the meta device."""
-        lane = self.open(self.planned_condition(width, height, num_frames), DiffusionParams(), torch.Generator())
+        condition = self.planned_condition(width, height, num_frames)
+        if condition is None:
+            raise InternalError(f"{type(self).__name__} has no planned_condition")
+        lane = self.open(condition, DiffusionParams(), torch.Generator())
         return peak_bytes(lambda: self.forward([Row(lane, "positive")] * rows))
 
-    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition:
-        """A condition of the usual shapes without data, for the memory plan."""
-        raise InternalError(f"{type(self).__name__} has no planned_condition")
+    def planned_size(self) -> tuple[int, int, int]:
+        """(width, height, frames) that a start prepares for: the model's default."""
+        return 1024, 1024, 1
+
+    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition | None:
+        """A condition of the usual shapes, all zeros, for the memory plan and the start; None: nothing is prepared."""
+        return None
 
     def check(self, params: DiffusionParams) -> None:  # noqa: B027  (most parameters check themselves)
         """Raise an `OmniError` for parameters that this denoiser can never run with. Thread-safe and cheap."""
@@ -179,9 +186,31 @@ class Denoiser(ABC):
         shared = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(row.lane.condition.shared.items()))
         return tuple(row.lane.latents.shape), shapes, shared
 
-    @abstractmethod
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        """One forward of the transformer over rows of one group; a prediction for each, without batch dimension."""
+        """One forward of the transformer over rows of one group; a prediction for each, without batch dimension.
+
+        A family implements this, or `stacked` where all that its transformer reads is tensors: then the forward can be
+        captured in a CUDA graph.
+        """
+        return self.unstacked(rows, self.predict(self.stacked(rows)))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it has `stacked`."""
+        return type(self).forward is Denoiser.forward
+
+    def stacked(self, rows: Sequence[Row]) -> Tensors:
+        """The transformer's arguments for rows of one group."""
+        raise InternalError(f"{type(self).__name__} has neither forward nor stacked")
+
+    def predict(self, inputs: Tensors) -> Tensor:
+        """The transformer over `stacked` rows. It copies nothing from or to the host."""
+        predicted: Tensor = self.transformer(**inputs, return_dict=False)[0]
+        return predicted
+
+    def unstacked(self, rows: Sequence[Row], predicted: Tensor) -> list[Tensor]:
+        """A prediction for each row; what stands for input pictures behind a row's own patches is dropped."""
+        return list(predicted[:, : len(rows[0].lane.latents)])
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         """Classifier-free guidance."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from omnistage.core.errors import OmniError, StageError
 from omnistage.core.failures import isolate, stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, Latents
+from omnistage.engines.compiling import distinct_sizes
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
+from omnistage.engines.diffusion.graphs import StepGraphs, captured_rows
 from omnistage.engines.diffusion.scheduler import LaneKey
 from omnistage.engines.streams import DeviceStream
 
@@ -61,11 +63,13 @@ class DiffusionRunner:
         max_batch: int,
         stream: DeviceStream,
         cache: StepCache | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self.denoiser = denoiser
         self._max_tokens = max_batch_tokens
         self._max_rows = max_batch
         self._cache = cache
+        self._graphs = StepGraphs(denoiser, enabled=cuda_graphs and stream.cuda is not None and cache is None)
         self._jobs: dict[str, _Job] = {}
         self._lanes: dict[LaneKey, _Running] = {}
         self._stream = stream
@@ -73,6 +77,30 @@ class DiffusionRunner:
         """Behind the last step on the device."""
         self.forwards = 0
         self.rows = 0
+
+    def warm_up(self, width: int, height: int, num_frames: int) -> None:
+        """Run what requests of this size will, so that blocks are compiled for it, and capture the graphs."""
+        condition = self.denoiser.planned_condition(width, height, num_frames)
+        if condition is None:
+            return
+        with self._stream.use(), _fast_attention(self._stream.cuda is not None), distinct_sizes():
+            rows = [
+                Row(self.denoiser.open(each, DiffusionParams(), torch.Generator()), "positive")
+                for each in (condition, _shortened(condition, 0.99), _shortened(condition, 0.5))
+            ]
+            row = rows[0]
+            most = max(1, min(self._max_rows, self._max_tokens // max(row.lane.tokens, 1)))
+            # Compiled for one row and for several; again with texts of other lengths, where they share a forward.
+            for other in rows:
+                if self.denoiser.group(other) == self.denoiser.group(row):
+                    for batch in ([other], [row, other])[: min(most, 2)]:
+                        self.denoiser.forward(batch)
+            for count in range(captured_rows(row.lane.tokens, most), 0, -1):  # the largest first: others fit into it
+                self._graphs.capture([row] * count)
+
+    def close(self) -> None:
+        """Give the graphs' memory back."""
+        self._graphs.close()
 
     def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
         seed = secrets.randbits(31) if params.seed is None else params.seed
@@ -181,7 +209,7 @@ class DiffusionRunner:
         with _fast_attention(self._stream.cuda is not None):
             if self._cache is not None:
                 return self._cache.forward(self.denoiser, rows)
-            return self.denoiser.forward(rows)
+            return self._graphs.forward(rows)
 
     def _forwards(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Rows by group, split where they exceed the budget; a cache runs each lane and branch by itself."""
@@ -212,6 +240,12 @@ class DiffusionRunner:
         running = self._lanes.pop(key, None)
         if running is not None and self._cache is not None:
             self._cache.forget(self.denoiser, running.lane)
+
+
+def _shortened(condition: Condition, share: float) -> Condition:
+    """The same with a share of its text's tokens."""
+    texts = condition.positive.items()
+    return replace(condition, positive={name: t[: int(len(t) * share)] if t.ndim > 1 else t for name, t in texts})
 
 
 @contextmanager

@@ -6,14 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from omnistage.config.schema import DiffusionBudget
 from omnistage.core.errors import CapacityError, StageError
 from omnistage.core.failures import stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import Condition, Progress, RequestInfo, StageChunk, StageInput
+from omnistage.engines.compiling import compile_layers, worth_compiling
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser
+from omnistage.engines.diffusion.graphs import warm_sizes
 from omnistage.engines.diffusion.runner import DiffusionRunner, RunnerOutput
 from omnistage.engines.diffusion.scheduler import DiffusionScheduler, LaneKey
 from omnistage.engines.stage import BatchedStage
@@ -45,13 +49,18 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
     params_type = DiffusionParams
     payload_type = Condition
 
-    def __init__(self, name: str, denoiser: Denoiser, budget: DiffusionBudget) -> None:
+    def __init__(
+        self, name: str, denoiser: Denoiser, budget: DiffusionBudget, params: DiffusionParams | None = None
+    ) -> None:
+        """`params` are those of requests that name none; a start prepares for their size."""
         super().__init__(name, next(denoiser.transformer.parameters()).device)
         self.denoiser = denoiser
         self._budget = budget
-        if budget.compile:
-            for transformer in denoiser.transformers:
-                _compile(transformer)
+        self._default_params = params or DiffusionParams()
+        # Hooks of a cache change what a block does from step to step, and it would be compiled for each.
+        worth = budget.cache is None and worth_compiling(denoiser.transformers)
+        if worth if budget.compile == "auto" else budget.compile:
+            compile_layers(_blocks(denoiser, required=budget.compile is True))
         self._cache = StepCache.open(budget.cache, denoiser) if budget.cache is not None else None
         self._scheduler = DiffusionScheduler(budget)
         self._runner = DiffusionRunner(
@@ -60,9 +69,16 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             max_batch=budget.max_batch,
             stream=self.stream,
             cache=self._cache,
+            cuda_graphs=budget.cuda_graphs,
         )
         self._requests: dict[str, _Request] = {}
         self._moved = 0
+
+    def warm_up(self) -> None:
+        if self._cache is not None:
+            return  # its hooks belong to a request
+        for size in warm_sizes(self.denoiser, self._budget, self._default_params):
+            self._runner.warm_up(*size)
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -112,6 +128,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
+        self._runner.close()
         self.denoiser.close()
 
     # --------------------------------------------------------------------------------------------- pieces
@@ -213,9 +230,12 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         return None
 
 
-def _compile(transformer: object) -> None:
-    """Compile the blocks that repeat, as diffusers recommends: minutes less than compiling the whole."""
-    compile_blocks = getattr(transformer, "compile_repeated_blocks", None)
-    if compile_blocks is None:
-        raise StageError(f"{type(transformer).__name__} cannot be compiled; set compile: false")
-    compile_blocks(fullgraph=False)
+def _blocks(denoiser: Denoiser, *, required: bool) -> list[nn.Module]:
+    """What the transformers repeat. Compiling these takes minutes less than compiling the whole."""
+    blocks: list[nn.Module] = []
+    for transformer in denoiser.transformers:
+        lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+        if not lists and required:
+            raise StageError(f"{type(transformer).__name__} cannot be compiled; set compile: false")
+        blocks += [block for blocks in lists for block in blocks]
+    return blocks

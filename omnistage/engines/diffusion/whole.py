@@ -131,8 +131,8 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     uses_torch = False  # not in its own thread: a pipeline runs in one for each picture
 
     def __init__(self, name: str, component: WholePipeline, budget: DiffusionBudget) -> None:
-        for field, default in (("cache", None), ("compile", False)):
-            if getattr(budget, field) != default:
+        for field, set_ in (("cache", budget.cache is not None), ("compile", budget.compile is True)):
+            if set_:
                 raise ConfigError(
                     f"stage {name!r} runs a pipeline whole, which takes no {field}", param=f"{name}.{field}"
                 )

@@ -191,7 +191,7 @@ class DiffusersDenoiser(Denoiser):
         raise InternalError(f"{type(self).__name__} has no text_shapes")
 
     def planned_condition(self, width: int, height: int, num_frames: int) -> Condition:
-        tensors = {n: torch.empty(s, dtype=self.dtype, device=META) for n, s in self.text_shapes().items()}
+        tensors = {n: torch.zeros(s, dtype=self.dtype, device=self.device) for n, s in self.text_shapes().items()}
         return Condition(tensors, None, self.planned_shared(width, height, num_frames), width, height, num_frames)
 
     def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:

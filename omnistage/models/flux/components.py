@@ -147,24 +147,21 @@ class Denoiser(DiffusersDenoiser):
         # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
         return row.lane.context["grids"], tuple(row.tensors["embeds"].shape)
 
-    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+    def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
         latents = with_references(rows)
         embeds = torch.stack([row.tensors["embeds"] for row in rows])
-        guidance = None
+        inputs = {
+            "hidden_states": latents,
+            "timestep": torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
+            "pooled_projections": torch.stack([row.tensors["pooled"] for row in rows]),
+            "encoder_hidden_states": embeds,
+            "txt_ids": torch.zeros(embeds.shape[1], 3, device=self.device, dtype=embeds.dtype),
+            "img_ids": first.context["ids"],
+        }
         if first.context["guidance"] is not None:
-            guidance = torch.stack([row.lane.context["guidance"] for row in rows])
-        predicted = self.transformer(
-            hidden_states=latents,
-            timestep=torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
-            guidance=guidance,
-            pooled_projections=torch.stack([row.tensors["pooled"] for row in rows]),
-            encoder_hidden_states=embeds,
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=self.device, dtype=embeds.dtype),
-            img_ids=first.context["ids"],
-            return_dict=False,
-        )[0]
-        return list(predicted[:, : len(first.latents)])
+            inputs["guidance"] = torch.stack([row.lane.context["guidance"] for row in rows])
+        return inputs
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         return negative + default_to(lane.params.true_cfg, 1.0) * (positive - negative)

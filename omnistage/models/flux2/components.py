@@ -128,20 +128,16 @@ class Denoiser(DiffusersDenoiser):
         # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
         return row.lane.context["places"], tuple(row.tensors["embeds"].shape)
 
-    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+    def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
         latents = with_references(rows)
-        embeds = torch.stack([row.tensors["embeds"] for row in rows])
-        predicted = self.transformer(
-            hidden_states=latents.to(self.dtype),
-            timestep=torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
-            guidance=None,
-            encoder_hidden_states=embeds,
-            txt_ids=first.context["text_ids"],
-            img_ids=first.context["ids"],
-            return_dict=False,
-        )[0]
-        return list(predicted[:, : len(first.latents)])
+        return {
+            "hidden_states": latents.to(self.dtype),
+            "timestep": torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
+            "encoder_hidden_states": torch.stack([row.tensors["embeds"] for row in rows]),
+            "txt_ids": first.context["text_ids"],
+            "img_ids": first.context["ids"],
+        }
 
     def result(self, lane: Lane) -> Tensor:
         # `[channels, high, wide]`, for packed ones do not tell a wide picture from a tall one.

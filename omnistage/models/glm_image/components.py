@@ -125,7 +125,7 @@ class Denoiser(DiffusersDenoiser):
         return {"embeds": (2048, self.transformer.config.text_embed_dim)}
 
     def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
-        tokens = torch.empty(height // CELL, width // CELL, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(height // CELL, width // CELL, dtype=torch.int64, device=self.device)
         return {"prior": upsampled(tokens.flatten(), (height // CELL, width // CELL))}
 
     @property

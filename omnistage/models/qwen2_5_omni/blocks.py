@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from omnistage.engines.codec.graphs import bucket
+from omnistage.engines.graphs import bucket
 
 Kept = dict[bool, Tensor]
 """`[evaluations, look-back layers, g, frames, hidden]` of one block, by whether these evaluations ask for guidance;

@@ -25,7 +25,7 @@ from omnistage.core.params import CodecParams, SpeechQuality
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import SOLVERS, integrate, time_grid
-from omnistage.engines.codec.graphs import GraphCache, allow_tf32, bucket
+from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
 from omnistage.models.qwen2_5_omni.dit import (

@@ -75,6 +75,10 @@ class Denoiser(DiffusersDenoiser):
         # CLIP's 77 tokens and T5's.
         return {"embeds": (77 + 256, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
 
+    def planned_size(self) -> tuple[int, int, int]:
+        side = int(self.pipe.transformer.config.sample_size * self.pipe.vae_scale_factor)
+        return side, side, 1
+
     @property
     def patch_size(self) -> int:
         return int(self.pipe.transformer.config.patch_size)
@@ -104,16 +108,13 @@ class Denoiser(DiffusersDenoiser):
         # Input pictures are in the latents already, so lanes with one and without share a forward.
         return tuple(row.lane.latents.shape), tuple(row.tensors["embeds"].shape)
 
-    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        return list(
-            self.transformer(
-                hidden_states=torch.stack([row.lane.latents for row in rows]),
-                timestep=torch.stack([row.timestep for row in rows]),
-                encoder_hidden_states=torch.stack([row.tensors["embeds"] for row in rows]),
-                pooled_projections=torch.stack([row.tensors["pooled"] for row in rows]),
-                return_dict=False,
-            )[0]
-        )
+    def stacked(self, rows: Sequence[Row]) -> Tensors:
+        return {
+            "hidden_states": torch.stack([row.lane.latents for row in rows]),
+            "timestep": torch.stack([row.timestep for row in rows]),
+            "encoder_hidden_states": torch.stack([row.tensors["embeds"] for row in rows]),
+            "pooled_projections": torch.stack([row.tensors["pooled"] for row in rows]),
+        }
 
     def advance(self, lane: Lane, predictions: Sequence[Tensor]) -> None:
         super().advance(lane, predictions)

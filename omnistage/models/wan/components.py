@@ -160,11 +160,11 @@ class Denoiser(DiffusersDenoiser):
         further = config.in_channels - self.pipe.vae.config.z_dim
         if further:
             sides = self._latent_shape(width, height, num_frames)
-            shared["picture"] = torch.empty(further, *sides, device=self.device)
+            shared["picture"] = torch.zeros(further, *sides, device=self.device)
         if config.image_dim is not None:
             both = config.pos_embed_seq_len  # of two pictures, where there are two
             shape = (1, _CLIP_TOKENS) if both is None else (2, both // 2)
-            shared["clip"] = torch.empty(*shape, config.image_dim, dtype=self.dtype, device=self.device)
+            shared["clip"] = torch.zeros(*shape, config.image_dim, dtype=self.dtype, device=self.device)
         return shared
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
@@ -172,6 +172,10 @@ class Denoiser(DiffusersDenoiser):
         self.expanded = bool(pipe.config.expand_timesteps)
         boundary = pipe.config.boundary_ratio
         self.boundary = None if boundary is None else boundary * pipe.scheduler.config.num_train_timesteps
+
+    def planned_size(self) -> tuple[int, int, int]:
+        # Compiled blocks take any length, and few frames are soon computed.
+        return *(_EXPANDED_SIZE if self.expanded else _SIZE), _PLANNED_FRAMES[0]
 
     @property
     def transformers(self) -> tuple[nn.Module, ...]:

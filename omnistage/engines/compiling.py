@@ -1,29 +1,41 @@
-"""`torch.compile` of a decoder's layers."""
+"""`torch.compile` of the layers that a network repeats."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.fx.experimental._config
 from torch import nn
 
 MIN_SIZE = 2
 """Captured batches of one are padded to it: one token is compiled for itself, which would double a start's time."""
 _VARIANTS = 64
 """Compiled variants that may lie side by side: all layers, of all stages, are compiled under one code object."""
-
 _MIN_BYTES = 1 << 29
-"""Weights of a decoder from which on compiled steps are worth a start that is some seconds longer."""
+"""Weights of a network from which on compiled steps are worth a start that is some seconds longer."""
 
 
-def worth_compiling(decoder: nn.Module) -> bool:
-    """Whether a decoder is compiled where nobody says: a large one on CUDA."""
-    weights = list(decoder.parameters())
+def worth_compiling(networks: Iterable[nn.Module]) -> bool:
+    """Whether networks are compiled where nobody says: large ones on CUDA."""
+    weights = [weight for network in networks for weight in network.parameters()]
     return all(weight.is_cuda for weight in weights) and sum(weight.nbytes for weight in weights) >= _MIN_BYTES
 
 
-def compile_layers(decoder: nn.Module) -> None:
+def distinct_sizes() -> AbstractContextManager[object]:
+    """What is compiled within takes each size of its inputs for itself.
+
+    Otherwise those that happen to be equal when it is compiled must always be: as many patches as tokens of text.
+    """
+    patched: AbstractContextManager[object]
+    patched = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return patched
+
+
+def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
     """Compile each layer when it first runs: once for all of the same shapes, for any number of tokens.
 
     Compiled code is kept in the user's cache, so that the next start finds it.
@@ -36,5 +48,5 @@ def compile_layers(decoder: nn.Module) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
-    for layer in decoder.layers:  # type: ignore[union-attr]
-        layer.compile(dynamic=True)
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
