@@ -14,6 +14,9 @@ class OmniError(Exception):
     status = 500
     code = "internal_error"
 
+    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
+        cls.status, cls.code = status or cls.status, code or cls.code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -23,139 +26,88 @@ class OmniError(Exception):
         return f"{self.param}: {self.message}" if self.param else self.message
 
 
-class InvalidRequestError(OmniError):
+class InvalidRequestError(OmniError, status=400, code="invalid_request"):
     """The request cannot be run as written."""
 
-    status = 400
-    code = "invalid_request"
 
-
-class UnsupportedModalityError(InvalidRequestError):
+class UnsupportedModalityError(InvalidRequestError, code="unsupported_modality"):
     """The model does not take, or does not give, this modality."""
 
-    code = "unsupported_modality"
 
-
-class MediaError(InvalidRequestError):
+class MediaError(InvalidRequestError, code="invalid_media"):
     """An image, audio clip or video that cannot be decoded."""
 
-    code = "invalid_media"
 
-
-class LimitExceededError(InvalidRequestError):
+class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
     """Larger than a configured limit; the message gives both numbers."""
 
-    status = 413
-    code = "limit_exceeded"
 
-
-class PromptTooLongError(LimitExceededError):
+class PromptTooLongError(LimitExceededError, status=400, code="prompt_too_long"):
     """More tokens than the stage can hold."""
 
-    status = 400
-    code = "prompt_too_long"
 
-
-class QueueFullError(OmniError):
+class QueueFullError(OmniError, status=429, code="queue_full"):
     """The service holds as many requests as it may; try again after `retry_after` seconds."""
-
-    status = 429
-    code = "queue_full"
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class OverloadedError(QueueFullError):
+class OverloadedError(QueueFullError, status=503, code="overloaded"):
     """The system gives the service no more processes, files or memory for now."""
 
-    status = 503
-    code = "overloaded"
 
-
-class DeadlineExceededError(OmniError):
+class DeadlineExceededError(OmniError, status=408, code="deadline_exceeded"):
     """The request's deadline passed before it could finish."""
 
-    status = 408
-    code = "deadline_exceeded"
 
-
-class CancelledRequestError(OmniError):
+class CancelledRequestError(OmniError, status=499, code="cancelled"):
     """Someone ended the request before it gave anything."""
 
-    status = 499
-    code = "cancelled"
 
-
-class ConfigError(OmniError):
+class ConfigError(OmniError, code="invalid_config"):
     """A configuration that cannot be used; `param` is the path of the line at fault."""
 
-    code = "invalid_config"
 
-
-class RegistryError(ConfigError):
+class RegistryError(ConfigError, code="invalid_registration"):
     """An unknown or wrongly shaped component, bridge or family."""
 
-    code = "invalid_registration"
 
-
-class CheckpointError(OmniError):
+class CheckpointError(OmniError, code="invalid_checkpoint"):
     """A model folder that is incomplete or not what it says."""
 
-    code = "invalid_checkpoint"
 
-
-class UnsupportedModelError(CheckpointError):
+class UnsupportedModelError(CheckpointError, code="unsupported_model"):
     """No family serves this model."""
 
-    code = "unsupported_model"
 
-
-class MissingDependencyError(OmniError):
+class MissingDependencyError(OmniError, code="missing_dependency"):
     """An optional package is needed; the message names the extra that installs it."""
 
-    code = "missing_dependency"
 
-
-class CapacityError(OmniError):
+class CapacityError(OmniError, status=413, code="capacity"):
     """What was asked for can never fit the configured memory; the message says what would."""
 
-    status = 413
-    code = "capacity"
 
-
-class StageError(OmniError):
+class StageError(OmniError, code="stage_failed"):
     """A stage's step failed; the requests in it end, others go on."""
 
-    code = "stage_failed"
 
-
-class StageUnavailableError(OmniError):
+class StageUnavailableError(OmniError, status=503, code="stage_unavailable"):
     """A stage that the request needs has failed, or has been stuck in a step for too long."""
 
-    status = 503
-    code = "stage_unavailable"
 
-
-class BridgeError(OmniError):
+class BridgeError(OmniError, code="bridge_failed"):
     """A bridge failed on this request's chunk."""
 
-    code = "bridge_failed"
 
-
-class ShutdownError(OmniError):
+class ShutdownError(OmniError, status=503, code="shutting_down"):
     """The engine is stopping and takes no more requests."""
 
-    status = 503
-    code = "shutting_down"
 
-
-class StorageFullError(OmniError):
+class StorageFullError(OmniError, status=507, code="storage_full"):
     """No space is left on a disk of the service."""
-
-    status = 507
-    code = "storage_full"
 
 
 class InternalError(OmniError):

@@ -46,55 +46,59 @@ class _Pending:
 
     path: str
     kind: Modality
-    decode: Callable[[], Part]
+    decode: Callable[[], ImagePart | AudioPart | VideoPart]
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     limits: MediaLimits
+    audio_limits: MediaLimits
     audio_rate: int
     video_fps: float
     use_audio_in_video: bool
     max_clip_seconds: float
     """Of audio, also that of a video: what is longer is refused before all of it is decoded."""
 
-    @property
-    def audio_limits(self) -> MediaLimits:
-        seconds = min(self.limits.max_audio_seconds, self.max_clip_seconds)
-        return self.limits.model_copy(update={"max_audio_seconds": seconds})
-
 
 @dataclass(slots=True)
-class _Total:
-    """What the media of one request hold once decoded, so that many small items cannot do what a large one may not."""
+class _Decoder:
+    """Decodes the media of one request; their limits are for all of them together as well as for each."""
 
     limits: MediaLimits
     pixels: int = 0
     seconds: float = 0.0
 
-    def add(self, part: Part) -> None:
-        if isinstance(part, ImagePart):
-            self.pixels += part.image.width * part.image.height
-        elif isinstance(part, VideoPart):
-            count, height, width, _ = part.clip.frames.shape
-            self.pixels += count * height * width
-            self.seconds += part.clip.audio.seconds if part.clip.audio is not None else 0.0
-        elif isinstance(part, AudioPart):
-            self.seconds += part.clip.seconds
-        if self.pixels > self.limits.max_total_pixels:
-            raise LimitExceededError(
-                f"the request's images and video frames have {self.pixels} pixels up to here, over the limit of "
-                f"{self.limits.max_total_pixels} together; send fewer or smaller ones"
-            )
-        if self.seconds > self.limits.max_total_audio_seconds:
-            raise LimitExceededError(
-                f"the request's audio lasts {self.seconds:.2f} seconds up to here, over the limit of "
-                f"{self.limits.max_total_audio_seconds:g} together; send fewer or shorter ones"
-            )
+    def part(self, part: _Parsed) -> Part:
+        if isinstance(part, TextPart):
+            return part
+        try:
+            decoded = part.decode()
+            if isinstance(decoded, ImagePart):
+                self.pixels += decoded.image.width * decoded.image.height
+            elif isinstance(decoded, VideoPart):
+                count, height, width, _ = decoded.clip.frames.shape
+                self.pixels += count * height * width
+                self.seconds += decoded.clip.audio.seconds if decoded.clip.audio is not None else 0.0
+            else:
+                self.seconds += decoded.clip.seconds
+            if self.pixels > self.limits.max_total_pixels:
+                raise LimitExceededError(
+                    f"the request's images and video frames have {self.pixels} pixels up to here, over the limit of "
+                    f"{self.limits.max_total_pixels} together; send fewer or smaller ones"
+                )
+            if self.seconds > self.limits.max_total_audio_seconds:
+                raise LimitExceededError(
+                    f"the request's audio lasts {self.seconds:.2f} seconds up to here, over the limit of "
+                    f"{self.limits.max_total_audio_seconds:g} together; send fewer or shorter ones"
+                )
+            notify_inspector(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
+            return decoded
+        except InvalidRequestError as error:
+            error.param = part.path
+            raise
 
 
 _Parsed = TextPart | _Pending
-_PartParser = Callable[[Mapping[str, Any], str, _Options], _Parsed]
 
 
 def parse_messages(
@@ -120,18 +124,21 @@ def parse_messages(
         raise InvalidRequestError("is empty; send at least one message", param="messages")
     _check_arguments(messages, limits)
     longest = math.inf if max_clip_seconds is None else max_clip_seconds
-    options = _Options(limits, audio_rate, video_fps, use_audio_in_video, longest)
+    audio_limits = limits
+    if longest < limits.max_audio_seconds:
+        audio_limits = limits.model_copy(update={"max_audio_seconds": longest})
+    options = _Options(limits, audio_limits, audio_rate, video_fps, use_audio_in_video, longest)
     parsed = [_parse_message(message, f"messages[{index}]", options) for index, message in enumerate(messages)]
     _check_counts(parsed, limits)
     if check_kinds is not None:
         check_kinds(frozenset(part.kind for _, parts in parsed for part in parts if isinstance(part, _Pending)))
-    total = _Total(limits)
+    decoder = _Decoder(limits)
     messages_out = []
     call_names: dict[str, str] = {}
     for head, parts in parsed:
         call_names.update({call.id: call.name for call in head.tool_calls if call.id is not None})
         name = head.name or call_names.get(head.tool_call_id or "")
-        messages_out.append(replace(head, parts=tuple(_finish(part, total) for part in parts), name=name))
+        messages_out.append(replace(head, parts=tuple(map(decoder.part, parts)), name=name))
     return messages_out
 
 
@@ -175,20 +182,6 @@ def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: Media
         raise _too_much_text(chars, limits)
 
 
-def _finish(part: _Parsed, total: _Total) -> Part:
-    if isinstance(part, TextPart):
-        return part
-    try:
-        decoded = part.decode()
-        total.add(decoded)
-        if not isinstance(decoded, TextPart):
-            notify_inspector(decoded.image if isinstance(decoded, ImagePart) else decoded.clip)
-        return decoded
-    except InvalidRequestError as error:
-        error.param = part.path
-        raise
-
-
 def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatMessage, list[_Parsed]]:
     """The message without its parts, and those."""
     if not isinstance(message, Mapping):
@@ -203,8 +196,11 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
         raise InvalidRequestError("is the older form of a call; write tool_calls", param=f"{path}.function_call")
     if message.get("audio") is not None:
         raise InvalidRequestError("no spoken answer is kept under this id; send its text", param=f"{path}.audio")
-    calls = _parse_calls(message.get("tool_calls"), role, f"{path}.tool_calls")
-    texts = {key: _short_text(message.get(key), f"{path}.{key}") for key in ("name", "tool_call_id")}
+    calls: tuple[ToolCall, ...] = ()
+    if message.get("tool_calls") not in (None, []):
+        calls = _parse_calls(message["tool_calls"], role, f"{path}.tool_calls")
+    names = [key for key in ("name", "tool_call_id") if message.get(key) is not None]
+    texts = {key: _short_text(message[key], f"{path}.{key}") for key in names}
     content, where = message.get("content"), f"{path}.content"
     if role == "assistant" and content is None and message.get("refusal") is not None:
         content, where = message["refusal"], f"{path}.refusal"
@@ -212,8 +208,6 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
 
 
 def _parse_calls(calls: object, role: Role, path: str) -> tuple[ToolCall, ...]:
-    if calls is None or calls == []:
-        return ()
     if role != "assistant":
         raise InvalidRequestError("is for assistant messages only; leave it out", param=path)
     if not isinstance(calls, list | tuple):
@@ -287,7 +281,8 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         got = repr(name[:40]) if isinstance(name, str) else _kind(name)
         known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
         raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
-    return _MEDIA_PARTS[name](cast("Mapping[str, Any]", part), path, options)
+    parse, key = _MEDIA_PARTS[name]
+    return parse(cast("Mapping[str, Any]", part), key, path, options)
 
 
 def _text(text: str, role: Role, path: str) -> TextPart:
@@ -298,9 +293,13 @@ def _text(text: str, role: Role, path: str) -> TextPart:
     return TextPart(text)
 
 
-def _url(part: Mapping[str, Any], key: str, path: str) -> tuple[str, str]:
-    """Return a URL and its path, from `{"url": ...}` or a plain string under `key`."""
+def _source(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
+    """A media item and its path: a URL, as `{"url": ...}` or plain, or of whatever type the decoder takes."""
     value, path = part.get(key), f"{path}.{key}"
+    if not key.endswith("_url"):
+        if value is None or (isinstance(value, str) and not value):
+            raise InvalidRequestError("is missing or empty; give bytes, a data: URL, a path or an array", param=path)
+        return value, path
     if isinstance(value, Mapping):
         value, path = value.get("url"), f"{path}.url"
     if not isinstance(value, str) or not value:
@@ -309,32 +308,18 @@ def _url(part: Mapping[str, Any], key: str, path: str) -> tuple[str, str]:
     return value, path
 
 
-def _value(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
-    """Return what is under `key`, of whatever type; the decoder says what it takes."""
-    path = f"{path}.{key}"
-    value = part.get(key)
-    if value is None or (isinstance(value, str) and not value):
-        raise InvalidRequestError("is missing or empty; give bytes, a data: URL, a path or an array", param=path)
-    return value, path
-
-
-def _image_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    value, path = _value(part, "image", path)
-    return _Pending(path, Modality.IMAGE, lambda: ImagePart(decode_image(value, options.limits)))
-
-
-def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    inner = part.get("image_url")
-    beside = part.get("detail")  # where the Responses API has it
-    detail, detail_path = (
-        (inner.get("detail"), ".image_url.detail") if isinstance(inner, Mapping) else (beside, ".detail")
-    )
-    if detail is not None and detail not in _DETAILS:
-        raise InvalidRequestError(f"must be one of {', '.join(_DETAILS)}", param=f"{path}{detail_path}")
-    url, path = _url(part, "image_url", path)
+def _image(part: Mapping[str, Any], key: str, path: str, options: _Options) -> _Pending:
+    detail = None
+    if key == "image_url":
+        nested = isinstance(part.get(key), Mapping)  # in a chat; the Responses API has it beside the URL
+        detail = (part[key] if nested else part).get("detail")
+        if detail is not None and detail not in _DETAILS:
+            where = f"{path}.{key}" if nested else path
+            raise InvalidRequestError(f"must be one of {', '.join(_DETAILS)}", param=f"{where}.detail")
+    source, path = _source(part, key, path)
 
     def decode() -> ImagePart:
-        image = decode_image(url, options.limits)
+        image = decode_image(source, options.limits)
         if detail == "low":
             image.thumbnail(_LOW_DETAIL)
         return ImagePart(image)
@@ -342,22 +327,15 @@ def _image_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _P
     return _Pending(path, Modality.IMAGE, decode)
 
 
-def _audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    value, path = _value(part, "audio", path)
+def _audio(part: Mapping[str, Any], key: str, path: str, options: _Options) -> _Pending:
+    source, path = _source(part, key, path)
     return _Pending(
-        path, Modality.AUDIO, lambda: AudioPart(decode_audio(value, options.audio_limits, options.audio_rate))
+        path, Modality.AUDIO, lambda: AudioPart(decode_audio(source, options.audio_limits, options.audio_rate))
     )
 
 
-def _audio_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    url, path = _url(part, "audio_url", path)
-    return _Pending(
-        path, Modality.AUDIO, lambda: AudioPart(decode_audio(url, options.audio_limits, options.audio_rate))
-    )
-
-
-def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    inner, path = part.get("input_audio"), f"{path}.input_audio"
+def _input_audio(part: Mapping[str, Any], key: str, path: str, options: _Options) -> _Pending:
+    inner, path = part.get(key), f"{path}.{key}"
     if not isinstance(inner, Mapping):
         raise InvalidRequestError(f'must be an object with "data" and "format", got {_kind(inner)}', param=path)
     data, encoding = inner.get("data"), inner.get("format")
@@ -375,18 +353,9 @@ def _input_audio_part(part: Mapping[str, Any], path: str, options: _Options) -> 
     return _Pending(f"{path}.data", Modality.AUDIO, decode)
 
 
-def _video_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    value, value_path = _value(part, "video", path)
-    return _pending_video(value, value_path, part, path, options)
-
-
-def _video_url_part(part: Mapping[str, Any], path: str, options: _Options) -> _Parsed:
-    url, url_path = _url(part, "video_url", path)
-    return _pending_video(url, url_path, part, path, options)
-
-
-def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path: str, options: _Options) -> _Pending:
-    """Read the sampling that Qwen clients put beside a video."""
+def _video(part: Mapping[str, Any], key: str, path: str, options: _Options) -> _Pending:
+    """With the sampling that Qwen clients put beside it."""
+    source, source_path = _source(part, key, path)
     fps = part.get("fps", options.video_fps)
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not (math.isfinite(fps) and fps > 0):
         raise InvalidRequestError("must be a number above 0", param=f"{path}.fps")
@@ -395,16 +364,9 @@ def _pending_video(source: Any, source_path: str, part: Mapping[str, Any], path:
 
     def decode() -> VideoPart:
         with_audio = options.use_audio_in_video
-        clip = decode_video(
-            source,
-            options.limits,
-            fps,
-            max_frames,
-            min_frames,
-            with_audio,
-            options.audio_rate,
-            min(options.max_clip_seconds, options.limits.max_video_seconds),
-        )
+        longest = min(options.max_clip_seconds, options.limits.max_video_seconds)
+        rate = options.audio_rate
+        clip = decode_video(source, options.limits, fps, max_frames, min_frames, with_audio, rate, longest)
         return VideoPart(clip, with_audio and clip.audio is not None)
 
     return _Pending(source_path, Modality.VIDEO, decode)
@@ -424,13 +386,14 @@ def _kind(value: object) -> str:
 
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_MEDIA_PARTS: dict[str, _PartParser] = {
-    "image_url": _image_url_part,
-    "image": _image_part,
-    "input_image": _image_url_part,
-    "input_audio": _input_audio_part,
-    "audio_url": _audio_url_part,
-    "audio": _audio_part,
-    "video_url": _video_url_part,
-    "video": _video_part,
+_MEDIA_PARTS: dict[str, tuple[Callable[[Mapping[str, Any], str, str, _Options], _Pending], str]] = {
+    "image_url": (_image, "image_url"),
+    "image": (_image, "image"),
+    "input_image": (_image, "image_url"),
+    "input_audio": (_input_audio, "input_audio"),
+    "audio_url": (_audio, "audio_url"),
+    "audio": (_audio, "audio"),
+    "video_url": (_video, "video_url"),
+    "video": (_video, "video"),
 }
+"""What parses a part of each type, and the key of its content."""

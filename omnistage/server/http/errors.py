@@ -50,44 +50,29 @@ class ErrorBody(TypedDict):
     error: ErrorDetail
 
 
-class AuthenticationError(OmniError):
+class AuthenticationError(OmniError, status=401, code="invalid_api_key"):
     """No key, or one that is not known."""
 
-    status = 401
-    code = "invalid_api_key"
 
-
-class PermissionDeniedError(OmniError):
+class PermissionDeniedError(OmniError, status=403, code="permission_denied"):
     """A key that is known and may not do this."""
 
-    status = 403
-    code = "permission_denied"
 
-
-class NotFoundError(OmniError):
+class NotFoundError(OmniError, status=404, code="not_found"):
     """There is no such model, request or file."""
 
-    status = 404
-    code = "not_found"
 
-
-class RangeError(InvalidRequestError):
+class RangeError(InvalidRequestError, status=416, code="range_not_satisfiable"):
     """A part of a file that it does not have."""
 
-    status = 416
-    code = "range_not_satisfiable"
 
-
-class RateLimitError(QueueFullError):
+class RateLimitError(QueueFullError, code="rate_limit_exceeded"):
     """A key has used up what it may use now."""
 
-    code = "rate_limit_exceeded"
 
-
-class ContentFilterError(InvalidRequestError):
+class ContentFilterError(InvalidRequestError, code="content_filter"):
     """The content filter refuses it."""
 
-    code = "content_filter"
     where = "prompt"
     """What is refused, for the metrics."""
 
@@ -98,25 +83,16 @@ class AnswerFilteredError(ContentFilterError):
     where = "output"
 
 
-class BodyTimeoutError(OmniError):
+class BodyTimeoutError(OmniError, status=408, code="body_timeout"):
     """The client stopped sending in the middle of its request."""
 
-    status = 408
-    code = "body_timeout"
 
-
-class AuditError(OmniError):
+class AuditError(OmniError, status=503, code="audit_unavailable"):
     """Requests must be audited, and cannot be now."""
 
-    status = 503
-    code = "audit_unavailable"
 
-
-class LoadingError(OmniError):
+class LoadingError(OmniError, status=503, code="loading"):
     """The models are not ready yet."""
-
-    status = 503
-    code = "loading"
 
 
 def error_for_client(error: BaseException) -> OmniError:

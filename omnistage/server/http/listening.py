@@ -26,11 +26,8 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.01
 
 
-class CrowdedError(OmniError):
+class CrowdedError(OmniError, status=503, code="too_many_connections"):
     """The service has as many connections as it may, and none of them is idle."""
-
-    status = 503
-    code = "too_many_connections"
 
 
 def raise_descriptor_limit() -> int | None:

@@ -51,22 +51,16 @@ T = TypeVar("T")
 _MIN_COMMIT_MS = 100
 
 
-class ActiveResponseError(InvalidRequestError):
+class ActiveResponseError(InvalidRequestError, code="conversation_already_has_active_response"):
     """One response at a time."""
 
-    code = "conversation_already_has_active_response"
 
-
-class NoActiveResponseError(InvalidRequestError):
+class NoActiveResponseError(InvalidRequestError, code="response_cancel_not_active"):
     """There is nothing to cancel."""
 
-    code = "response_cancel_not_active"
 
-
-class EmptyBufferError(InvalidRequestError):
+class EmptyBufferError(InvalidRequestError, code="input_audio_buffer_commit_empty"):
     """Too little audio for a message."""
-
-    code = "input_audio_buffer_commit_empty"
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,8 @@ _TRY_LATER = "send the request again later"
 _OPEN = "status IN ('queued', 'in_progress')"
 
 
-class JobInterruptedError(OmniError):
+class JobInterruptedError(OmniError, status=503, code="interrupted"):
     """The service stopped before the job was complete."""
-
-    status = 503
-    code = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
