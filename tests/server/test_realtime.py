@@ -45,13 +45,13 @@ def omni(models: dict[str, AsyncOmni]) -> AsyncOmni:
 def prompts(omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the model is shown, response by response."""
     seen: list[Any] = []
-    plan = omni._plan
+    build = omni._requests.build
 
     def watched(prompt: Any, *rest: Any) -> object:
         seen.append(prompt)
-        return plan(prompt, *rest)
+        return build(prompt, *rest)
 
-    monkeypatch.setattr(omni, "_plan", watched)
+    monkeypatch.setattr(omni._requests, "build", watched)
     return seen
 
 
@@ -353,14 +353,14 @@ def test_what_the_model_has_no_room_for_is_left_out(
 ) -> None:
     from omnistage.core.errors import PromptTooLongError
 
-    plan = omni._plan
+    build = omni._requests.build
 
     def small(prompt: Any, *rest: Any) -> object:
         if len(prompt) > 3:
             raise PromptTooLongError("too long", param="prompt")
-        return plan(prompt, *rest)
+        return build(prompt, *rest)
 
-    monkeypatch.setattr(omni, "_plan", small)
+    monkeypatch.setattr(omni._requests, "build", small)
     connection.session.update(session=TEXT)
     for number in range(6):
         connection.conversation.item.create(item=said(f"Number {number}"))
@@ -378,13 +378,13 @@ def test_a_function_is_called_and_its_result_goes_on(
 ) -> None:
     pytest.importorskip("xgrammar")
     seen: list[tuple[Any, Any]] = []
-    plan = models["lm"]._plan
+    build = models["lm"]._requests.build
 
     def watched(prompt: Any, params: Any, options: Any, *rest: Any) -> object:
         seen.append((prompt, options))
-        return plan(prompt, params, options, *rest)
+        return build(prompt, params, options, *rest)
 
-    monkeypatch.setattr(models["lm"], "_plan", watched)
+    monkeypatch.setattr(models["lm"]._requests, "build", watched)
     tool = {
         "type": "function",
         "name": "weather",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import json
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.realtime import route as realtime
+from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
 from tests.server.harness import Held, Running, aborted, serving, until
 from tests.server.realtime_client import QUIET, RATE, TEXT, Raw, base64_of, raw_socket, said
@@ -386,6 +389,34 @@ def test_who_leaves_ends_the_work(
     assert not service.sessions
 
 
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_a_disconnect_is_noticed_behind_messages_that_wait(
+    server: Running, service: Service, audit: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, goodbye: bool
+) -> None:
+    entered, ended = threading.Event(), threading.Event()
+
+    async def handle(session: Session, text: str) -> None:
+        entered.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Session, "handle", handle)
+    with raw_socket(server, "?model=lm") as talk:
+        for _ in range(20):
+            talk.send("conversation.item.create", item=said("x" * 2000))
+        assert entered.wait(20)
+        if goodbye:
+            talk.connection.close()
+        else:
+            talk.connection.socket.shutdown(socket.SHUT_RDWR)
+        assert ended.wait(20)
+        until(lambda: not service.sessions, "the end of the session")
+    until(lambda: len(audit) == 1, "the record")
+    assert audit[0]["ended"] == ("done" if goodbye else "disconnected")
+
+
 def test_what_was_done_is_recorded_and_counted(server: Running, audit: list[dict[str, Any]]) -> None:
     with raw_socket(server, "?model=lm") as talk:
         begin(talk, max_output_tokens=4)
@@ -404,8 +435,6 @@ def test_what_was_done_is_recorded_and_counted(server: Running, audit: list[dict
 def test_an_answer_may_finish_when_the_service_drains(
     server: Running, lm: AsyncOmni, held: Held, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-
     for model in service.models.values():  # these models serve other tests too
 
         async def settled(omni: AsyncOmni = model.omni, **_: Any) -> None:

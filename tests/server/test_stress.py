@@ -187,14 +187,14 @@ def test_a_cancelled_request_ends_with_its_own_status(server: Running, lm: Async
 def test_what_fails_is_answered_and_harms_no_other(
     server: Running, lm: AsyncOmni, monkeypatch: pytest.MonkeyPatch, make_error: Callable[[], Exception]
 ) -> None:
-    plan = lm._plan
+    build = lm._requests.build
 
     def failing(prompt: Any, *rest: Any) -> object:
         if prompt == "fail":
             raise make_error()
-        return plan(prompt, *rest)
+        return build(prompt, *rest)
 
-    monkeypatch.setattr(lm, "_plan", failing)
+    monkeypatch.setattr(lm._requests, "build", failing)
 
     async def both() -> tuple[httpx.Response, list[httpx.Response]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:

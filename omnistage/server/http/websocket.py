@@ -20,6 +20,11 @@ from omnistage.server.http.limits import FEED_BYTES, MIN_RATE, Hold, PieceCount,
 HOLD = "omnistage.hold"
 """Where a connection's scope has its `Hold`: the application tells whose it is."""
 _INVALID_DATA, _POLICY, _TRY_AGAIN_LATER = 1007, 1008, 1013
+DISCONNECTED = "omnistage.disconnected"
+"""Where it has a future with the code of the client's disconnect: known at once, whatever messages came before it."""
+_ABNORMAL = 1006
+_READ_AHEAD = 2**20
+"""Bytes of messages that wait for the application while more is read: a disconnect is noticed only by reading."""
 _CLOSE_SECONDS = 5.0
 """For a client to take the last bytes; closing would wait for ever for one that does not read."""
 _MESSAGE_OVERHEAD = 256
@@ -46,6 +51,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         limits: TransportLimits = config.app.state.transport  # type: ignore[union-attr]
         self._hold = Hold(limits.held)
         self._stall_seconds = limits.stall_seconds
+        self._disconnected: asyncio.Future[int] = self.loop.create_future()
         self._queued: deque[int] = deque()
         """Sizes of messages that the application has not taken yet."""
         self._delivered = 0
@@ -88,6 +94,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        received = self.conn.close_rcvd
+        self._disconnected.set_result(_ABNORMAL if received is None else received.code)
         self._drop_partial()
         for timer in (self._stall_timer, self._abort_timer):
             if timer is not None:
@@ -121,7 +129,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if not self.close_sent:
-            self.scope["state"][HOLD] = self._hold
+            self.scope["state"].update({HOLD: self._hold, DISCONNECTED: self._disconnected})
 
     def handle_text(self, event: Frame) -> None:
         self._begin("text", event)
@@ -161,7 +169,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
                 return
         self._queued.append(len(data) + _MESSAGE_OVERHEAD)
         self._delivered += self._queued[-1]
-        if not self.read_paused:
+        if not self.read_paused and self._delivered - self._handled > _READ_AHEAD:
             self.read_paused, self._paused = True, self.loop.time()
             self.transport.pause_reading()
 

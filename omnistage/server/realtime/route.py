@@ -24,8 +24,9 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.connection import address_of, cut
 from omnistage.server.http.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
 from omnistage.server.http.limits import MAX_MESSAGE_BYTES, HeldBytes, Hold
-from omnistage.server.http.websocket import HOLD
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
+from omnistage.server.http.websocket import DISCONNECTED, HOLD
+from omnistage.server.observe.audit import CURRENT_RECORD, SLOW_READER, AuditRecord
+from omnistage.server.observe.audit import DISCONNECTED as ENDED_DISCONNECTED
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.events import ClientGoneError
 from omnistage.server.realtime.preview import to_preview, wants_preview
@@ -37,7 +38,6 @@ ENDPOINT = "WS /v1/realtime"
 _PROTOCOL = "realtime"
 _KEY_PROTOCOL = "openai-insecure-api-key."
 _NORMAL, _GOING_AWAY, _TOO_BIG, _INTERNAL_ERROR = 1000, 1001, 1009, 1011
-_LONG_EVENT_SECONDS = 0.5
 _MAX_SHARE = 4
 """A key without a limit of its own may have one of this many parts of all sessions."""
 
@@ -127,6 +127,7 @@ class _Socket:
 
     def __init__(self, websocket: WebSocket, options: Options, record: AuditRecord) -> None:
         self._websocket = websocket
+        self.disconnected: asyncio.Future[int] = websocket.scope["state"][DISCONNECTED]
         self._stall_seconds = options.stall_seconds
         self.record = record
         self._lock = asyncio.Lock()
@@ -180,27 +181,30 @@ class _Connection:
         self._service = service
         self._options = options
         self._record = socket.record
-        self._receiving: asyncio.Future[Message] | None = None
-        """The next message, where something has begun to wait for it already."""
 
     async def run(self) -> None:
-        session = self._session
+        session, disconnected = self._session, self._socket.disconnected
         reader = asyncio.ensure_future(self._read())
         self._service.sessions[session] = reader
         finished = asyncio.ensure_future(session.finished.wait())
         try:
-            await asyncio.wait({reader, finished}, return_when=asyncio.FIRST_COMPLETED)
-            if not reader.done():
+            awaited: set[asyncio.Future[Any]] = {reader, finished, disconnected}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if not reader.done() and disconnected.done():  # what it still works on has nobody to hear of it
+                self._note_disconnect(disconnected.result())
+            elif not reader.done():
                 await self._socket.close(_GOING_AWAY, "the service is stopping")
         finally:
             reader.cancel()
             finished.cancel()
             await asyncio.wait({reader, finished})
-            if self._receiving is not None:
-                self._receiving.cancel()
             await session.close()
             self._record.model = session.config.model  # it may have been chosen in the session
             del self._service.sessions[session]
+
+    def _note_disconnect(self, code: int | None) -> None:
+        if code != _NORMAL:
+            self._record.ended = self._record.ended or ENDED_DISCONNECTED
 
     async def _read(self) -> None:
         """Handle messages until the client disconnects."""
@@ -209,8 +213,7 @@ class _Connection:
             await session.begin()
             while (message := await self._next()) is not None:
                 if message["type"] == "websocket.disconnect":
-                    if message.get("code") != _NORMAL:
-                        record.ended = record.ended or DISCONNECTED
+                    self._note_disconnect(message.get("code"))
                     return
                 text = message.get("text")
                 size = len(text.encode("utf-8", "surrogatepass")) if text is not None else len(message["bytes"])
@@ -221,46 +224,20 @@ class _Connection:
                 if text is None:
                     await session.send_error(InvalidRequestError("events are JSON text; send no binary messages"))
                 else:
-                    await self._handle(text)
+                    await session.handle(text)
         except ClientGoneError:
-            record.ended = record.ended or DISCONNECTED
+            record.ended = record.ended or ENDED_DISCONNECTED
         except Exception as error:
             log_defect("a realtime session", error)
             record.ended = "error"
             await self._socket.close(_INTERNAL_ERROR, InternalError.code)
 
-    async def _handle(self, text: str) -> None:
-        """Run an event. What takes long, as decoding an image may, is ended where the client disconnects meanwhile."""
-        handling = asyncio.ensure_future(self._session.handle(text))
-        try:
-            await asyncio.wait({handling}, timeout=_LONG_EVENT_SECONDS)
-            if not handling.done():
-                receiving = self._receive()
-                awaited: set[asyncio.Future[Any]] = {handling, receiving}
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done() and receiving.result()["type"] == "websocket.disconnect":
-                    raise ClientGoneError("the client has disconnected")
-            await handling
-        finally:
-            if not handling.done():
-                handling.cancel()
-                await asyncio.wait({handling})  # what it still does belongs to the session
-            if not handling.cancelled():
-                handling.exception()  # seen, even where the client was gone first: asyncio logs it otherwise
-
-    def _receive(self) -> asyncio.Future[Message]:
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._socket.receive())
-        return self._receiving
-
     async def _next(self) -> Message | None:
         """The next message; None after closing a session that was idle for too long."""
         while True:
-            receiving = self._receive()
-            await asyncio.wait({receiving}, timeout=self._options.idle_seconds)
-            if receiving.done():
-                self._receiving = None
-                return receiving.result()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.idle_seconds):
+                    return await self._socket.receive()
             if not self._session.busy:
                 await self._socket.close(_NORMAL, "the session was idle for too long")
                 return None
