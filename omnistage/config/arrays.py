@@ -9,18 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 DTYPES = (
-    "bool",
-    "float16",
-    "float32",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
+    *("bool", "float16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
 BATCH = "batch"
 """The dimension along which inputs are batched."""

@@ -19,6 +19,11 @@ def emit_yaml(data: Mapping[str, object], provenance: Mapping[str, Source]) -> s
     return "\n".join(rows) + "\n"
 
 
+def value_paths(data: Mapping[str, object]) -> list[KeyPath]:
+    """Paths of what `emit_yaml` prints a value for, in its order."""
+    return [path for _, path in _lines(data, (), 0) if path is not None]
+
+
 def _lines(data: Mapping[str, object], path: KeyPath, indent: int) -> Iterator[tuple[str, KeyPath | None]]:
     """Lines of a mapping; those that hold a value come with its path."""
     pad = " " * indent

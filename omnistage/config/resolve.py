@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
-from omnistage.config.emit import emit_yaml
+from omnistage.config.emit import emit_yaml, value_paths
 from omnistage.config.layers import Layers
-from omnistage.config.located import DEFAULT, KeyPath, LocatedConfigError, Source, Sources, dotted, nearest_source
+from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.names import check_names, graph_of
 from omnistage.config.problems import to_config_error
 from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig, Size, format_size
@@ -28,8 +28,6 @@ from omnistage.core.validation import first_problem
 
 class OmniEngineArgs(ConfigModel):
     """Arguments that start an engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="A folder, or a name in the local hub cache.")
     config: Path | None = Field(default=None, description="A YAML file laid over the family's defaults.")
@@ -115,12 +113,10 @@ def _stack(args: OmniEngineArgs, family: Family) -> Layers:
     layers.add(load_file(family.pipeline, label=f"{family.name}/{family.pipeline.name}"))
     if args.config is not None:
         layers.add(load_file(args.config))
-    if args.device is not None:
-        layers.set(("deployment", "device"), args.device, Source("--device"))
-    if args.dtype is not None:
-        layers.set(("deployment", "dtype"), args.dtype, Source("--dtype"))
-    if args.gpu_memory is not None:
-        layers.set(("deployment", "gpu_memory"), format_size(args.gpu_memory), Source("--gpu-memory"))
+    memory = None if args.gpu_memory is None else format_size(args.gpu_memory)
+    for name, value in (("device", args.device), ("dtype", args.dtype), ("gpu_memory", memory)):
+        if value is not None:
+            layers.set(("deployment", name), value, Source(f"--{name.replace('_', '-')}"))
     layers.apply_overrides(args.overrides)
     return layers
 
@@ -131,16 +127,4 @@ def _dump(config: OmniConfig) -> dict[str, object]:
 
 def _provenance(config: OmniConfig, sources: Sources) -> Mapping[str, Source]:
     # Values without a source are defaults.
-    return MappingProxyType({dotted(path): sources.get(path, DEFAULT) for path in _leaves(_dump(config), ())})
-
-
-def _leaves(value: object, path: KeyPath) -> Iterator[KeyPath]:
-    """Paths of what `emit_yaml` prints a value for."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, str(index)))
-    else:
-        yield path
+    return MappingProxyType({dotted(path): sources.get(path, DEFAULT) for path in value_paths(_dump(config))})

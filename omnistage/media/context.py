@@ -6,9 +6,9 @@ Media are read and decoded in worker threads, which inherit these context variab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     Decoded: TypeAlias = Image | AudioClip | VideoClip
     Inspector: TypeAlias = Callable[[Decoded], None]
 
+_T = TypeVar("_T")
 _INSPECTOR: ContextVar[Inspector | None] = ContextVar("omnistage_media_inspector", default=None)
 
 
 @contextmanager
-def inspect_media(inspector: Inspector | None) -> Iterator[None]:
-    """Call `inspector`, which may raise, with every image, audio clip and video that is decoded in the block."""
-    token = _INSPECTOR.set(inspector)
+def _set(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _INSPECTOR.reset(token)
+        variable.reset(token)
+
+
+def inspect_media(inspector: Inspector | None) -> AbstractContextManager[None]:
+    """Call `inspector`, which may raise, with every image, audio clip and video that is decoded in the block."""
+    return _set(_INSPECTOR, inspector)
 
 
 def notify_inspector(decoded: Decoded) -> None:
@@ -41,14 +46,9 @@ def notify_inspector(decoded: Decoded) -> None:
 _OWNER: ContextVar[str | None] = ContextVar("omnistage_media_owner", default=None)
 
 
-@contextmanager
-def decode_for(owner: str | None) -> Iterator[None]:
+def decode_for(owner: str | None) -> AbstractContextManager[None]:
     """Media that are decoded in the block belong to this owner, who gets no more than a share of the processes."""
-    token = _OWNER.set(owner)
-    try:
-        yield
-    finally:
-        _OWNER.reset(token)
+    return _set(_OWNER, owner)
 
 
 def current_owner() -> str | None:

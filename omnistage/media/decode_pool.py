@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -91,36 +92,15 @@ class DecodePool:
 
     def decode_image(self, data: bytes, limits: MediaLimits, item: ItemBytes) -> Image.Image:
         """As `decode_image_bytes` does."""
-
-        def collect(answer: Answer, process: DecodeProcess) -> Image.Image:
-            if not isinstance(answer, ImageAnswer) or answer.width * answer.height > limits.max_image_pixels:
-                raise ProcessEndedError(0)
-            return _read_image(answer, process)
-
-        return self._decode(ImageJob(), data, limits, item, collect)
+        return self._decode(ImageJob(), data, limits, item, partial(_read_image, limits.max_image_pixels))
 
     def decode_audio(self, data: bytes, limits: MediaLimits, target_rate: int | None, item: ItemBytes) -> AudioClip:
         """As `decode_audio_bytes` does."""
-
-        def collect(answer: Answer, process: DecodeProcess) -> AudioClip:
-            if not isinstance(answer, AudioAnswer):
-                raise ProcessEndedError(0)
-            return _read_audio(answer, process)
-
-        return self._decode(AudioJob(target_rate=target_rate), data, limits, item, collect)
+        return self._decode(AudioJob(target_rate=target_rate), data, limits, item, _read_audio)
 
     def decode_video(self, data: bytes, limits: MediaLimits, job: VideoJob, item: ItemBytes) -> VideoClip:
         """As `decode_video_bytes` does."""
-
-        def collect(answer: Answer, process: DecodeProcess) -> VideoClip:
-            if not isinstance(answer, VideoAnswer):
-                raise ProcessEndedError(0)
-            shape = (answer.frames, answer.height, answer.width, 3)
-            frames = np.frombuffer(process.read(math.prod(shape)), np.uint8).reshape(shape)
-            audio = None if answer.audio is None else _read_audio(answer.audio, process)
-            return VideoClip(frames, answer.fps, answer.seconds, audio)
-
-        return self._decode(job, data, limits, item, collect)
+        return self._decode(job, data, limits, item, _read_video)
 
     def start_process(self) -> None:
         """Start a process ahead of the first item, which would wait for it."""
@@ -330,8 +310,10 @@ class _AnsweredError(Exception):
         self.error = error
 
 
-def _read_image(answer: ImageAnswer, process: DecodeProcess) -> Image.Image:
+def _read_image(max_pixels: int, answer: Answer, process: DecodeProcess) -> Image.Image:
     """In strips, so that a large one is not there twice."""
+    if not isinstance(answer, ImageAnswer) or answer.width * answer.height > max_pixels:
+        raise ProcessEndedError(0)
     width, height = answer.width, answer.height
     rows = max(_STRIP_BYTES // (3 * width), 1)
     if height <= rows:
@@ -344,8 +326,19 @@ def _read_image(answer: ImageAnswer, process: DecodeProcess) -> Image.Image:
     return image
 
 
-def _read_audio(answer: AudioAnswer, process: DecodeProcess) -> AudioClip:
+def _read_audio(answer: Answer, process: DecodeProcess) -> AudioClip:
+    if not isinstance(answer, AudioAnswer):
+        raise ProcessEndedError(0)
     return AudioClip(np.frombuffer(process.read(4 * answer.samples), np.float32), answer.rate)
+
+
+def _read_video(answer: Answer, process: DecodeProcess) -> VideoClip:
+    if not isinstance(answer, VideoAnswer):
+        raise ProcessEndedError(0)
+    shape = (answer.frames, answer.height, answer.width, 3)
+    frames = np.frombuffer(process.read(math.prod(shape)), np.uint8).reshape(shape)
+    audio = None if answer.audio is None else _read_audio(answer.audio, process)
+    return VideoClip(frames, answer.fps, answer.seconds, audio)
 
 
 def _raise_failure(answer: Answer, kind: MediaKind) -> None:

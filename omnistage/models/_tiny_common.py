@@ -301,22 +301,43 @@ def write_weights(
 ) -> None:
     """Write `tensors` (only their names and shapes are read) as safetensors shards, at least four, with their index."""
     sizes = {name: math.prod(tensor.shape) * dtype_of(name).itemsize for name, tensor in tensors.items()}
-    total = sum(sizes.values())
-    shards = plan_shards(sizes.items(), min(MAX_SHARD_BYTES, total // 4))
-    weight_map: dict[str, str] = {}
-    done = 0
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        if progress is not None:
-            progress(f"writing {file}", done / total)
-        shard = {name: initial(name, tensors[name].shape, rule, seed).to(dtype_of(name)) for name in names}
-        save_file(shard, str(folder / file), metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-        done += sum(sizes[name] for name in names)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
+    write_shards(
+        folder,
+        "model",
+        sizes,
+        min(MAX_SHARD_BYTES, sum(sizes.values()) // 4),
+        lambda name: (name, initial(name, tensors[name].shape, rule, seed).to(dtype_of(name))),
+        progress,
+    )
     if progress is not None:
         progress("weights written", 1.0)
+
+
+def write_shards(
+    folder: Path,
+    stem: str,
+    sizes: Mapping[str, int],
+    limit: int,
+    make: Callable[[str], tuple[str, torch.Tensor]],
+    progress: Progress | None = None,
+) -> None:
+    """Write tensors of these sizes in files of at most `limit` bytes; an index where they are several.
+
+    `make` gives a tensor and its name in the file.
+    """
+    shards, total, done = plan_shards(sizes.items(), limit), sum(sizes.values()), 0
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"{stem}{'' if len(shards) == 1 else f'-{number:05d}-of-{len(shards):05d}'}.safetensors"
+        if progress is not None:
+            progress(f"writing {file}", done / total)
+        shard = dict(make(name) for name in names)
+        save_file(shard, str(folder / file), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+        done += sum(sizes[name] for name in names)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
 def plan_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

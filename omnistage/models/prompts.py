@@ -138,6 +138,13 @@ class PromptTokenizer:
         self.check_length(text)
         return tuple(self._literal(text, split_special_tokens=True)["input_ids"])
 
+    def text_input(self, prompt: str) -> ARInput:
+        """A bare prompt as an input."""
+        ids = self.encode_plain(prompt)
+        if not prompt or not ids:
+            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
+        return ARInput(ids)
+
     def count(self, text: str) -> int:
         """The tokens of a rendered text, whatever its length."""
         return len(self._encode([text])[0])

@@ -5,14 +5,15 @@ A stage's component is built on the meta device, without weights, and its larges
 
 from __future__ import annotations
 
-import json
-import struct
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from omnistage.config import (
     ARStageConfig,
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
 _ESTIMATED_ACTIVATIONS = 0.25
 """Share of the weights, where nothing better is known."""
 _ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_HEADER = 100 << 20
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -248,25 +248,11 @@ def weights_on_disk(folder: Path, item_size: int) -> int:
 
 
 def _tensor_bytes(path: Path, item_size: int) -> int:
-    total = 0
-    for dtype, shape in _header(path):
-        count = 1
-        for side in shape:
-            count *= side
-        total += count * (item_size if dtype in _FLOATS else _ITEM_SIZES.get(dtype, 1))
-    return total
-
-
-def _header(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """(dtype, shape) of each tensor; nothing for a file that is no safetensors, which loading will say."""
+    """Nothing for a file that is no safetensors, which loading will say."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
-    except (OSError, struct.error, ValueError, RecursionError):
-        return
-    if not isinstance(entries, dict):
-        return
-    for name, entry in entries.items():
-        if name != "__metadata__" and isinstance(entry, dict) and isinstance(entry.get("shape"), list):
-            yield str(entry.get("dtype")), [side for side in entry["shape"] if isinstance(side, int)]
+        with safe_open(path, framework="np") as file:
+            tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+            sizes = [(tensor.get_dtype(), math.prod(tensor.get_shape())) for tensor in tensors]
+    except (OSError, SafetensorError):
+        return 0
+    return sum(count * (item_size if dtype in _FLOATS else _ITEM_SIZES.get(dtype, 1)) for dtype, count in sizes)

@@ -116,7 +116,7 @@ def load_draw(context: LoadContext) -> PixelDenoiser:
     folder = draw_folder(context.model.folder)
     parts = DrawParts(folder)
     diffusers().utils.logging.disable_progress_bar()  # the caller shows progress
-    pipe = parts.pipeline(diffusers().Flux2KleinPipeline, ("transformer",), ("scheduler",), (), context)
+    pipe = parts.pipeline(context, "Flux2KleinPipeline", ("transformer",), ("scheduler",))
     channels = pipe.transformer.config.in_channels
     if channels != CHANNELS:
         raise CheckpointError(

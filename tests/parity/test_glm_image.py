@@ -40,7 +40,7 @@ from omnistage.models.glm_image import tiny, verify
 from omnistage.models.glm_image.bridges import prior2encode
 from omnistage.models.glm_image.layout import fitted_size, generated_positions, target_grids
 from omnistage.models.glm_image.processor import GlmImageInputProcessor
-from omnistage.models.glm_image.verify import PriorOutput, Reference, Request
+from omnistage.models.glm_image.verify import PriorOutput, Reference
 from omnistage.omni import Omni
 from omnistage.pipeline.build import build_parts
 
@@ -59,12 +59,20 @@ def _params(width: int, height: int, steps: int, guidance: float | None, seed: i
 
 
 REQUESTS = (
-    Request("square", "a cat under a tree", _params(64, 64, 3, 1.5, 0)),
-    Request("wide", "a sign that says 'OPEN'", _params(128, 64, 2, 4.0, 1)),
-    Request("tall", 'a shop called "第三" and "Straße"', _params(64, 160, 4, None, 2)),
-    Request("edit", "make it 'blue'", _params(64, 96, 3, 1.5, 4), (_picture(1, 96, 64),)),
-    Request("two", "put both together", _params(96, 96, 2, 3.0, 5), (_picture(2, 64, 64), _picture(3, 64, 128))),
-    Request("unguided", "a 'short' and a 'much longer' word", _params(64, 64, 2, 1.0, 6), (_picture(4, 64, 64),)),
+    Case("square", DiffusionInput("a cat under a tree"), _params(64, 64, 3, 1.5, 0)),
+    Case("wide", DiffusionInput("a sign that says 'OPEN'"), _params(128, 64, 2, 4.0, 1)),
+    Case("tall", DiffusionInput('a shop called "第三" and "Straße"'), _params(64, 160, 4, None, 2)),
+    Case("edit", DiffusionInput("make it 'blue'", (_picture(1, 96, 64),)), _params(64, 96, 3, 1.5, 4)),
+    Case(
+        "two",
+        DiffusionInput("put both together", (_picture(2, 64, 64), _picture(3, 64, 128))),
+        _params(96, 96, 2, 3.0, 5),
+    ),
+    Case(
+        "unguided",
+        DiffusionInput("a 'short' and a 'much longer' word", (_picture(4, 64, 64),)),
+        _params(64, 64, 2, 1.0, 6),
+    ),
 )
 EDIT = REQUESTS[3]
 GREEDY = SamplingParams(temperature=0.0)
@@ -108,7 +116,7 @@ def written(stage: ARStage, processor: GlmImageInputProcessor) -> dict[str, Prio
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.name)
 def test_greedy_tokens_are_those_of_transformers(
-    request_: Request, written: dict[str, PriorOutput], reference: Reference
+    request_: Case, written: dict[str, PriorOutput], reference: Reference
 ) -> None:
     ours, theirs = written[request_.name], reference.write(request_)
     assert ours.tokens == theirs.tokens
@@ -139,7 +147,7 @@ def test_tokens_outlast_preemption_and_small_chunks(
 
 def test_positions_of_the_grid_matter(stage: ARStage, processor: GlmImageInputProcessor) -> None:
     request = REQUESTS[1]
-    payload = processor.draw(request.prompt, (), None, request.params)
+    payload = processor.draw(request.payload.prompt, (), None, request.params)
     prepared = stage.component.prepare(RequestInfo("p"), payload)
     assert prepared.positions is not None
     assert payload.num_tokens == 2 * 4 + 11 * 22
@@ -189,9 +197,9 @@ def test_special_tokens_in_a_prompt_stay_text(processor: GlmImageInputProcessor,
     special = set(tiny.special_ids(0.0).values())
     # Two grids and the start of the picture, nothing of the prompt's.
     assert sum(token in special for token in payload.token_ids) == 5
-    plain = Request("x", "a cat 'on' the roof, 100%", DiffusionParams(width=96, height=64))
+    plain = Case("x", DiffusionInput("a cat 'on' the roof, 100%"), DiffusionParams(width=96, height=64))
     stock = reference._inputs(plain)
-    ours = processor.draw(plain.prompt, (), None, plain.params)
+    ours = processor.draw(plain.payload.prompt, (), None, plain.params)
     assert list(ours.token_ids) == stock["input_ids"][0].tolist()
     assert torch.equal(ours.context["image_grid_thw"], stock["image_grid_thw"])
 
@@ -201,7 +209,7 @@ def test_special_tokens_in_a_prompt_stay_text(processor: GlmImageInputProcessor,
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.name)
 def test_pictures_are_those_of_diffusers(
-    request_: Request, written: dict[str, PriorOutput], parts: Parts, reference: Reference
+    request_: Case, written: dict[str, PriorOutput], parts: Parts, reference: Reference
 ) -> None:
     case = Case(request_.name, written[request_.name].drawing, request_.params)
     ours = drive(*parts, case)
@@ -295,7 +303,7 @@ def test_the_whole_pipeline_draws_the_same(folder: Path, parts: Parts, written: 
     built = build_parts(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), progress=False)
     with Omni.from_parts(built.graph, built.stages, built.bridges, built.defaults, built.processor) as omni:
         outputs = omni.generate(
-            [{"prompt": request.prompt, "images": list(request.images)} for request in requests],
+            [{"prompt": case.payload.prompt, "images": list(case.payload.images)} for case in requests],
             [{"prior": GREEDY, "denoise": request.params} for request in requests],
             progress=False,
         )

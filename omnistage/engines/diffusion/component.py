@@ -135,6 +135,8 @@ class Denoiser(ABC):
 
     transformer: nn.Module
     """What caches and `torch.compile` are applied to."""
+    default_guidance: float = 1.0
+    """Where a request does not say."""
 
     @property
     def transformers(self) -> tuple[nn.Module, ...]:
@@ -215,7 +217,7 @@ class Denoiser(ABC):
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         """Classifier-free guidance."""
         scale = lane.params.guidance
-        return negative + (1.0 if scale is None else scale) * (positive - negative)
+        return negative + (self.default_guidance if scale is None else scale) * (positive - negative)
 
     def advance(self, lane: Lane, predictions: Sequence[Tensor]) -> None:
         """Take the step: guidance, then the scheduler. Sets `latents` and `step`."""

@@ -23,10 +23,10 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.core.validation import short_repr
-from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
+from omnistage.engines.diffusion.component import Denoiser, EncodeJob, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
 from omnistage.engines.peak_memory import META, peak_bytes
-from omnistage.models._diffusers.loading import load_pipeline
+from omnistage.models._diffusers.loading import Parts
 
 if TYPE_CHECKING:
     from diffusers import ConfigMixin, DiffusionPipeline, SchedulerMixin
@@ -165,7 +165,8 @@ class DiffusersEncoder(PromptEncoder):
 class DiffusersDenoiser(Denoiser):
     """A denoiser over a diffusers pipeline that holds the transformer, the scheduler and a stand-in of the VAE."""
 
-    default_guidance: ClassVar[float] = 1.0
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
+    """Of parts that have another than the stage's."""
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         self.pipe = pipe
@@ -174,16 +175,10 @@ class DiffusersDenoiser(Denoiser):
         self.dtype = dtype
 
     @classmethod
-    def load(
-        cls,
-        context: LoadContext,
-        pipeline: str,
-        models: Collection[str] = ("transformer",),
-        *,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> Self:
+    def load(cls, context: LoadContext, pipeline: str, models: Collection[str] = ("transformer",)) -> Self:
         """The denoiser of a checkpoint; `pipeline` is a class of diffusers, `models` its transformers."""
-        pipe = load_pipeline(context, pipeline, models, ("scheduler",), ("vae",), dtypes=dtypes)
+        parts = Parts(context.model.folder)
+        pipe = parts.pipeline(context, pipeline, models, ("scheduler",), ("vae",), dtypes=cls.dtypes)
         return cls(pipe, context.device, context.dtype)
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -220,9 +215,6 @@ class DiffusersDenoiser(Denoiser):
     def tokens(self, width: int, height: int, num_frames: int) -> int:
         rows, columns = self.grid(width, height)
         return rows * columns
-
-    def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + default_to(lane.params.guidance, self.default_guidance) * (positive - negative)
 
     def from_picture(
         self,
@@ -368,6 +360,7 @@ class VaeDecoder(LatentDecoder):
     """A VAE's decoder over a diffusers pipeline that holds it; families say how latents are scaled."""
 
     modality = Modality.IMAGE
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, tiling_pixels: int) -> None:
         self.pipe = pipe
@@ -376,18 +369,11 @@ class VaeDecoder(LatentDecoder):
         self._tiling_pixels = tiling_pixels
 
     @classmethod
-    def load(
-        cls,
-        context: LoadContext,
-        pipeline: str,
-        stand_ins: Collection[str] = ("transformer",),
-        *,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> Self:
+    def load(cls, context: LoadContext, pipeline: str, stand_ins: Collection[str] = ("transformer",)) -> Self:
         """The decoder of a checkpoint, with the tiling that the stage's budget asks for."""
         if not isinstance(context.stage, DiffusionStageConfig):
             raise InternalError(f"a decoder was put on the {context.stage.engine} engine")
-        pipe = load_pipeline(context, pipeline, ("vae",), (), stand_ins, dtypes=dtypes)
+        pipe = Parts(context.model.folder).pipeline(context, pipeline, ("vae",), (), stand_ins, dtypes=cls.dtypes)
         pipe.vae.encoder = nn.Identity()  # the encoding stage's
         return cls(pipe, context.device, tiling_pixels=context.stage.budget.tiling_pixels)
 

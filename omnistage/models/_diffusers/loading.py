@@ -165,35 +165,37 @@ class Parts:
 
     def pipeline(
         self,
-        pipeline_class: type[DiffusionPipeline],
-        models: Collection[str],
-        others: Collection[str],
-        stand_ins: Collection[str],
         context: LoadContext,
+        name: str,
+        models: Collection[str],
+        others: Collection[str] = (),
+        stand_ins: Collection[str] = (),
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> DiffusionPipeline:
-        """A diffusers pipeline with only these parts in it; every other part that it has a place for is None.
+        """The diffusers pipeline `name` with only these parts in it; every other one that it has a place for is None.
 
         `models` are loaded with weights, `others` (tokenizers, processors, the scheduler) without, `stand_ins` on
         no device. Its helpers that take a `device` can be used; its `__call__` cannot.
         """
+        pipeline_class = getattr(diffusers(), name)
         parts: dict[str, object] = {}
         self._check_essential((*models, *others, *stand_ins))
-        names = [n for n in (*models, *others, *stand_ins) if self.has(n)]
-        for done, name in enumerate(names):
+        present = [part for part in (*models, *others, *stand_ins) if self.has(part)]
+        for done, part in enumerate(present):
             if context.progress is not None:
-                context.progress(name, done / max(len(names), 1))
-            if name in models:
-                dtype = (dtypes or {}).get(name, context.dtype)
-                parts[name] = self.load_model(name, context.device, dtype)
+                context.progress(part, done / max(len(present), 1))
+            if part in models:
+                dtype = (dtypes or {}).get(part, context.dtype)
+                parts[part] = self.load_model(part, context.device, dtype)
             else:
-                parts[name] = self.load(name) if name in others else self.stand_in(name)
+                parts[part] = self.load(part) if part in others else self.stand_in(part)
         components = dict.fromkeys(_places(pipeline_class)) | parts
         known = inspect.signature(pipeline_class.__init__).parameters
         # Settings (`boundary_ratio`, `is_distilled`) stand in the index beside the parts, which are pairs of names.
         extra = {k: v for k, v in self.index.items() if k in known and not _is_part(v) and v is not None}
-        return pipeline_class(**(components | extra))
+        pipe: DiffusionPipeline = pipeline_class(**(components | extra))
+        return pipe
 
 
 def _places(pipeline_class: type[DiffusionPipeline]) -> list[str]:
@@ -280,20 +282,6 @@ def _guarded(folder: Path, load: Callable[[], _T]) -> _T:
         ) from error
 
 
-def load_pipeline(
-    context: LoadContext,
-    name: str,
-    models: Collection[str],
-    others: Collection[str] = (),
-    stand_ins: Collection[str] = (),
-    *,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-) -> DiffusionPipeline:
-    """`Parts.pipeline` of the context's checkpoint; `name` is a pipeline class that diffusers exports."""
-    cls = getattr(diffusers(), name)
-    return Parts(context.model.folder).pipeline(cls, models, others, stand_ins, context, dtypes=dtypes)
-
-
 def load_encoder_pipeline(
     context: LoadContext,
     name: str,
@@ -304,6 +292,6 @@ def load_encoder_pipeline(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> DiffusionPipeline:
     """The pipeline of an encoding stage: its VAE has no decoder, which is the decoding stage's."""
-    pipe = load_pipeline(context, name, models, others, stand_ins, dtypes=dtypes)
+    pipe = Parts(context.model.folder).pipeline(context, name, models, others, stand_ins, dtypes=dtypes)
     pipe.vae.decoder = nn.Identity()  # None would not do: some VAEs count its convolutions
     return pipe

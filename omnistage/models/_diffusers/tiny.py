@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -71,22 +70,14 @@ def write_model(
             tensors[name] = tensor
     library = library_of(model)
     sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors.items()}
-    shards = common.plan_shards(sizes.items(), common.MAX_SHARD_BYTES)
-    stem = _WEIGHTS[library]
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        tail = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
-        shard: dict[str, Tensor] = {}
-        for name in names:
-            value = (fixed or {}).get(name)
-            if value is None:
-                value = common.initial(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
-            shard[hub_name(name)] = value.to(dtype) if value.is_floating_point() else value
-        save_file(shard, str(folder / f"{stem}{tail}.safetensors"), metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, f"{stem}{tail}.safetensors"))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        common.write_json(folder / f"{stem}.safetensors.index.json", index)
+
+    def make(name: str) -> tuple[str, Tensor]:
+        value = (fixed or {}).get(name)
+        if value is None:
+            value = common.initial(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
+        return hub_name(name), value.to(dtype) if value.is_floating_point() else value
+
+    common.write_shards(folder, _WEIGHTS[library], sizes, common.MAX_SHARD_BYTES, make)
     if library == "transformers":
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype

@@ -58,10 +58,7 @@ class CausalLMProcessor:
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True))
 
     def text(self, prompt: str) -> ARInput:
-        ids = self._prompts.encode_plain(prompt)
-        if not prompt or not ids:
-            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
-        return ARInput(ids)
+        return self._prompts.text_input(prompt)
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         return tokens_input(prompt, self._vocab_size, self._embed_size)

@@ -31,16 +31,6 @@ _WORDS = ("a red bicycle", "two 'OPEN' signs", 'a shop called "第三"', "fog ov
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What to draw. `params` must set the size and the seed."""
-
-    name: str
-    prompt: str
-    params: DiffusionParams
-    images: tuple[np.ndarray, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PriorOutput:
     """What a language model wrote: all tokens, and what goes on to be drawn."""
 
@@ -48,9 +38,9 @@ class PriorOutput:
     drawing: DiffusionInput
 
 
-def make_requests(count: int, seed: int) -> list[Request]:
-    """`count` random requests; every second one has pictures to look at."""
-    requests = []
+def make_cases(count: int, seed: int) -> list[Case]:
+    """`count` random cases; every second one has pictures to look at."""
+    cases = []
     for index in range(count):
         rng = np.random.default_rng((seed, index))
         sides = rng.integers(2, 5, size=2) * CELL
@@ -63,25 +53,25 @@ def make_requests(count: int, seed: int) -> list[Request]:
             seed=index,
         )
         kind, sources = ("edit", tuple(images)) if index % 2 else ("text", ())
-        requests.append(Request(f"{index}:{kind}", str(rng.choice(_WORDS)), params, sources))
-    return requests
+        cases.append(Case(f"{index}:{kind}", DiffusionInput(str(rng.choice(_WORDS)), sources), params))
+    return cases
 
 
 def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progress | None = None) -> list[VerifyRow]:
     """Greedy tokens of all requests in one batch, then each picture; float32 on the CPU."""
     check_cases(cases)
     report = progress or (lambda _what, _done: None)
-    requests = make_requests(cases, seed)
+    asked = make_cases(cases, seed)
     report("our prior", 0.0)
-    answers = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), requests)
+    answers = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), asked)
     report("loading", 0.3)
     parts, reference = load_components(runner), Reference(runner.folder)
     rows: list[VerifyRow] = []
-    for index, (request, ours) in enumerate(zip(requests, answers, strict=True)):
-        report(request.name, 0.4 + 0.6 * index / len(requests))
-        theirs = reference.write(replace(request, images=ours.drawing.images))
-        rows.append(VerifyRow.judge(request.name, "prior tokens", differing(ours, theirs), 0.0))
-        case = Case(request.name, theirs.drawing, request.params)
+    for index, (case, ours) in enumerate(zip(asked, answers, strict=True)):
+        report(case.name, 0.4 + 0.6 * index / cases)
+        theirs = reference.write(replace(case, payload=ours.drawing))
+        rows.append(VerifyRow.judge(case.name, "prior tokens", differing(ours, theirs), 0.0))
+        case = replace(case, payload=theirs.drawing)
         rows += rows_of(case, drive(*parts, case), reference.draw(case))
     report("done", 1.0)
     return rows
@@ -107,11 +97,11 @@ def load_prior_stage(runner: ModelRunner) -> ARStage:
     return stage
 
 
-def write_ours(stage: ARStage, processor: GlmImageInputProcessor, requests: Sequence[Request]) -> list[PriorOutput]:
-    """Greedy tokens of all requests in one batch, and what the bridge makes of them."""
-    infos = [RequestInfo(request.name) for request in requests]
-    for info, request in zip(infos, requests, strict=True):
-        payload: ARInput = processor.draw(request.prompt, request.images, None, request.params)
+def write_ours(stage: ARStage, processor: GlmImageInputProcessor, cases: Sequence[Case]) -> list[PriorOutput]:
+    """Greedy tokens of all cases in one batch, and what the bridge makes of them."""
+    infos = [RequestInfo(case.name) for case in cases]
+    for info, case in zip(infos, cases, strict=True):
+        payload: ARInput = processor.draw(case.payload.prompt, case.payload.images, None, case.params)
         stage.submit(StageInput(info, SamplingParams(temperature=0.0), payload))
     states: dict[str, object] = {}
     tokens: dict[str, list[int]] = {info.request_id: [] for info in infos}
@@ -142,32 +132,30 @@ class Reference:
         self.pipe.set_progress_bar_config(disable=True)
 
     @torch.inference_mode()
-    def write(self, request: Request) -> PriorOutput:
+    def write(self, case: Case) -> PriorOutput:
         """The tokens as `generate_prior_tokens` makes them, but for the sampling.
 
         The method itself cannot be called with pictures: it takes their features for a tensor that the present
         transformers gives as a list.
         """
-        inputs, model = self._inputs(request), self.pipe.vision_language_encoder
+        inputs, model = self._inputs(case), self.pipe.vision_language_encoder
         grids = inputs["image_grid_thw"]
-        count, offset, rows, columns = private_api.glm_generation_params(grids, from_text=not request.images)
+        count, offset, rows, columns = private_api.glm_generation_params(grids, from_text=not case.payload.images)
         start = inputs["input_ids"].shape[1]
         tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, start : start + count - 1]
         picture = tokens[offset : offset + rows * columns].tolist()
         context = {"grid": torch.tensor([rows, columns])}
-        if request.images:
+        if case.payload.images:
             features = model.get_image_features(inputs["pixel_values"], grids[:-1], return_dict=True).pooler_output
             context |= {"source_tokens": model.get_image_tokens(features), "source_grids": grids[:-1, 1:]}
-        return PriorOutput(
-            tokens.tolist(), DiffusionInput(request.prompt, request.images, tokens=tuple(picture), context=context)
-        )
+        return PriorOutput(tokens.tolist(), replace(case.payload, tokens=tuple(picture), context=context))
 
-    def _inputs(self, request: Request) -> BatchFeature:
+    def _inputs(self, case: Case) -> BatchFeature:
         content: list[dict[str, object]] = [
-            {"type": "image", "image": Image.fromarray(image)} for image in request.images
+            {"type": "image", "image": Image.fromarray(image)} for image in case.payload.images
         ]
-        content.append({"type": "text", "text": request.prompt})
-        size = {"target_h": request.params.height, "target_w": request.params.width}
+        content.append({"type": "text", "text": case.payload.prompt})
+        size = {"target_h": case.params.height, "target_w": case.params.width}
         return self.pipe.processor.apply_chat_template(
             [[{"role": "user", "content": content}]],
             tokenize=True,

@@ -103,10 +103,7 @@ class Qwen25OmniProcessor:
         return str(text[0] if isinstance(text, list) else text)
 
     def text(self, prompt: str) -> ARInput:
-        ids = self._prompts.encode_plain(prompt)
-        if not prompt or not ids:
-            raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
-        return ARInput(ids)
+        return self._prompts.text_input(prompt)
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         config = self._thinker.text_config

@@ -150,7 +150,7 @@ class Encoder(DiffusersEncoder):
 class Denoiser(DiffusersDenoiser):
     """One transformer, or two experts that share the steps between them."""
 
-    default_guidance = _GUIDANCE
+    default_guidance, dtypes = _GUIDANCE, _PRECISE
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"embeds": (512, self.pipe.transformer.config.text_dim)}
@@ -266,7 +266,7 @@ class Denoiser(DiffusersDenoiser):
 
 
 class Decoder(VaeDecoder):
-    modality = Modality.VIDEO
+    modality, dtypes = Modality.VIDEO, _PRECISE
 
     def decode_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
         # One by one, whatever `rows` says. Frames are decoded after one another: beyond some they only pile up.
@@ -308,7 +308,7 @@ def load_encoder(context: LoadContext) -> Encoder:
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    denoiser = Denoiser.load(context, "WanPipeline", ("transformer", "transformer_2"), dtypes=_PRECISE)
+    denoiser = Denoiser.load(context, "WanPipeline", ("transformer", "transformer_2"))
     pipe = denoiser.pipe
     _check_transformer(pipe, context)
     if pipe.config.boundary_ratio is not None and pipe.transformer_2 is None:
@@ -317,7 +317,7 @@ def load_denoiser(context: LoadContext) -> Denoiser:
 
 
 def load_decoder(context: LoadContext) -> Decoder:
-    decoder = Decoder.load(context, "WanPipeline", (), dtypes=_PRECISE)
+    decoder = Decoder.load(context, "WanPipeline", ())
     decoder.fps = _EXPANDED_FPS if decoder.pipe.config.expand_timesteps else _FPS
     return decoder
 
