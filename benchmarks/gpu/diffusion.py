@@ -34,10 +34,10 @@ from omnistage.models._diffusers.base import VaeDecoder
 from omnistage.models._diffusers.bridges import denoise2decode, encode2denoise
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.processor import DrawingProcessor
+from omnistage.models.flux import FAMILY as FLUX
 from omnistage.models.flux import components as flux
-from omnistage.models.flux.family import FAMILY as FLUX
+from omnistage.models.qwen_image import FAMILY as QWEN
 from omnistage.models.qwen_image import components as qwen
-from omnistage.models.qwen_image.family import FAMILY as QWEN
 from omnistage.omni import AsyncOmni
 
 STAGGERED = 4

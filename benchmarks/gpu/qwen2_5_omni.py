@@ -26,10 +26,9 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec.component import Window
 from omnistage.engines.codec.stage import CodecStage
 from omnistage.hf import transformers
-from omnistage.models.qwen2_5_omni import tiny
+from omnistage.models.qwen2_5_omni import FAMILY, tiny
 from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
-from omnistage.models.qwen2_5_omni.family import FAMILY
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.omni import Omni
 

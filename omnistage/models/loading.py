@@ -153,8 +153,6 @@ def load_model(
     tensors: dict[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    attention: str = "sdpa",
 ) -> Model:
     """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error.
 
@@ -165,7 +163,7 @@ def load_model(
     with torch.device("meta"):
         skeleton = cls(config)
     if device.type == "meta":
-        skeleton.set_attn_implementation(attention)
+        skeleton.set_attn_implementation("sdpa")
         skeleton.to(dtype)
         planned: Model = freeze(skeleton)
         return planned
@@ -176,7 +174,7 @@ def load_model(
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=attention,
+        attn_implementation="sdpa",
         ignore_mismatched_sizes=True,  # so that we can name them
         output_loading_info=True,
         **straight_to(device),

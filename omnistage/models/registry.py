@@ -23,7 +23,7 @@ BUILTIN = (
 
 def builtin_families() -> tuple[Family, ...]:
     """The families that come with the package. Nothing heavy is imported until one is used."""
-    return tuple(import_module(f"omnistage.models.{name}.family").FAMILY for name in BUILTIN)
+    return tuple(import_module(f"omnistage.models.{name}").FAMILY for name in BUILTIN)
 
 
 def _register_builtin(registry: Registry) -> None:

@@ -27,8 +27,7 @@ from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models._tiny_common import write_json
-from omnistage.models.qwen_image import verify
-from omnistage.models.qwen_image.family import FAMILY
+from omnistage.models.qwen_image import FAMILY, verify
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LONG = " ".join(["The river is quiet, and the children are playing under the old trees near the school."] * 3)

@@ -24,9 +24,8 @@ from omnistage.engines.diffusion.component import Lane, Row
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
 from omnistage.models.registry import REGISTRY
-from omnistage.models.wan import tiny, verify
+from omnistage.models.wan import FAMILY, tiny, verify
 from omnistage.models.wan.components import Decoder, Denoiser, Encoder
-from omnistage.models.wan.family import FAMILY
 from omnistage.pipeline.build import load_component
 
 VARIANTS = get_args(tiny.Variant)

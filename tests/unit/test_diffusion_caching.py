@@ -183,7 +183,7 @@ def alone(denoiser: Denoiser, lane: Lane, cache: StepCache | None) -> Tensor:
     while not lane.done:
         step(denoiser, lane, cache)
     if cache is not None:
-        cache.forget(denoiser, lane)
+        cache.forget(lane)
     return lane.latents
 
 
@@ -298,8 +298,8 @@ def test_forget_releases_everything(model: str, spec: str) -> None:
     others = len(tensors_of(cache._states[keep]))
     assert cache.states == 4
     del held
-    cache.forget(denoiser, drop)
-    cache.forget(denoiser, drop)  # nothing to forget is not an error
+    cache.forget(drop)
+    cache.forget(drop)  # nothing to forget is not an error
     gc.collect()
     assert cache.states == 2
     assert not [ref for ref in alive if ref() is not None]

@@ -98,7 +98,7 @@ class StepCache:
             branches[row.branch] = [state for part in self._parts for state in part.take()]
         return predictions
 
-    def forget(self, denoiser: Denoiser, lane: Lane) -> None:
+    def forget(self, lane: Lane) -> None:
         """Drop what is kept for a lane."""
         self._states.pop(lane, None)
 

@@ -239,7 +239,7 @@ class DiffusionRunner:
     def _close(self, key: LaneKey) -> None:
         running = self._lanes.pop(key, None)
         if running is not None and self._cache is not None:
-            self._cache.forget(self.denoiser, running.lane)
+            self._cache.forget(running.lane)
 
 
 def _shortened(condition: Condition, share: float) -> Condition:

@@ -1,1 +1,12 @@
 """FLUX.2 klein: pictures from text and from reference pictures."""
+
+from __future__ import annotations
+
+from omnistage.models._diffusers.family import drawing_family
+
+FAMILY = drawing_family(
+    "flux2",
+    ("Flux2KleinPipeline",),
+    variants=("distilled", "base"),
+    aliases=("flux2_klein",),
+)
