@@ -62,7 +62,6 @@ class PullProgress(Protocol):
 
     def __call__(self, part: str, description: str, fraction: float | None) -> None:
         """`part` is the part's name. `fraction` is None while it is unknown."""
-        ...
 
 
 class Bundle(Protocol):
@@ -71,23 +70,18 @@ class Bundle(Protocol):
     @property
     def name(self) -> str:
         """What users give in place of a model's folder."""
-        ...
 
     def locate(self) -> Path:
         """Its folder. Raises `CheckpointError` before it was pulled; uses no network."""
-        ...
 
     def pull(self, *, force: bool = False, progress: PullProgress | None = None) -> PullResult:
         """Fetch what is missing or damaged (`force`: everything), check it and convert it."""
-        ...
 
     def check(self) -> CheckResult:
         """Compare every file with its hash; uses no network."""
-        ...
 
     def parts(self) -> Sequence[BundlePart]:
         """What it consists of."""
-        ...
 
 
 def bundles(families: Iterable[Family]) -> dict[str, Bundle]:

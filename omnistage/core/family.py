@@ -78,17 +78,14 @@ class InputProcessor(Protocol):
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> StagePayloadIn:
         """Apply the chat template; media become spans. `tools` are functions that the model may call."""
-        ...
 
     def text(self, prompt: str) -> StagePayloadIn:
         """A bare prompt, no template; special tokens in it stay text."""
-        ...
 
     def tokens(self, prompt: OmniTokensPrompt) -> StagePayloadIn: ...
 
     def voices(self) -> Sequence[str]:
         """Names that a request's `voice` may take; empty where the model does not speak."""
-        ...
 
 
 @runtime_checkable
@@ -97,7 +94,6 @@ class AudioLimits(Protocol):
 
     def clip_seconds(self) -> tuple[float, float]:
         """The shortest and the longest audio clip that may be one part of a message."""
-        ...
 
 
 @runtime_checkable
@@ -106,7 +102,6 @@ class SpeechReader(Protocol):
 
     def read_aloud(self, text: str) -> list[dict[str, object]]:
         """The conversation that has just this text spoken."""
-        ...
 
 
 @runtime_checkable
@@ -118,12 +113,10 @@ class Transcriber(Protocol):
 
         It takes as long as it takes, but asks now and then whether it is `over`: then what it gives is of no use.
         """
-        ...
 
     @property
     def audio_sample_rate(self) -> int:
         """Samples a second that it hears."""
-        ...
 
 
 @runtime_checkable
@@ -132,7 +125,6 @@ class OptionalInputs(Protocol):
 
     def unsupported_reason(self, kind: Modality) -> str:
         """Why it does not take this kind of media, and what helps."""
-        ...
 
 
 @runtime_checkable
@@ -145,7 +137,6 @@ class DrawingProcessor(Protocol):
         self, prompt: str, images: Sequence[np.ndarray], mask: np.ndarray | None, params: DiffusionParams
     ) -> StagePayloadIn:
         """`images` are `uint8 [h, w, 3]`, `mask` is `uint8 [h, w]`; `params` is all that the request will use."""
-        ...
 
     def voices(self) -> Sequence[str]: ...
 

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 
 from omnistage.core.errors import ConfigError, UnsupportedModalityError
@@ -163,29 +164,21 @@ def _check_edges(pipeline: _Plan) -> dict[str, Edge]:
 
 
 def _topological_order(pipeline: _Plan, incoming: Mapping[str, Edge]) -> tuple[str, ...]:
-    done: dict[str, None] = {}
-    waiting = list(pipeline.stages)
-    while waiting:
-        ready = [n for n in waiting if n not in incoming or all(s in done for s in incoming[n].source)]
-        if not ready:
-            cycle = _find_cycle(waiting, incoming)
-            raise ConfigError(
-                f"stages feed each other in a cycle: {' -> '.join(cycle)}; remove one of these edges",
-                param="pipeline.edges",
-            )
-        done.update(dict.fromkeys(ready))
-        waiting = [n for n in waiting if n not in done]
-    return tuple(done)
-
-
-def _find_cycle(stuck: list[str], incoming: Mapping[str, Edge]) -> list[str]:
-    """A cycle among stages of which each has a source that is stuck too, in the direction of flow."""
-    trail = [stuck[0]]
-    while True:
-        source = next(s for s in incoming[trail[-1]].source if s in stuck)
-        if source in trail:
-            return [source, *reversed(trail[trail.index(source) :])]
-        trail.append(source)
+    declared = list(pipeline.stages)
+    sorter = TopologicalSorter({name: incoming[name].source if name in incoming else () for name in declared})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " -> ".join(error.args[1])
+        raise ConfigError(
+            f"stages feed each other in a cycle: {cycle}; remove one of these edges", param="pipeline.edges"
+        ) from None
+    order: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready(), key=declared.index)
+        order += ready
+        sorter.done(*ready)
+    return tuple(order)
 
 
 def _find_entry(pipeline: _Plan, incoming: Mapping[str, Edge]) -> str:

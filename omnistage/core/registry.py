@@ -41,14 +41,6 @@ def check_bridge(name: str, bridge: Bridge) -> None:
         )
 
 
-def _check_factory(name: str, factory: ComponentFactory) -> None:
-    if not callable(factory):
-        raise RegistryError(f"component {name!r} is not callable; register a factory that takes a LoadContext")
-    required = [p for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
-    if len(required) != 1:
-        raise RegistryError(f"component factory {name!r} must take one argument, the LoadContext")
-
-
 class Registry:
     """Families by name, and their components and bridges by qualified name."""
 
@@ -68,34 +60,38 @@ class Registry:
             if family.name in self._families:
                 raise RegistryError(f"family {family.name!r} is registered already")
             for name, factory in family.components.items():
-                check_name("component", name)
-                _check_factory(name, factory)
-                if name in self._components:
-                    raise RegistryError(f"component {name!r} is registered already")
+                self._check_component(name, factory)
             for name, bridge in family.bridges.items():
-                check_name("bridge", name)
-                check_bridge(name, bridge)
-                if name in self._bridges:
-                    raise RegistryError(f"bridge {name!r} is registered already")
+                self._check_bridge(name, bridge)
             self._families[family.name] = family
             self._components.update(family.components)
             self._bridges.update(family.bridges)
 
     def register_bridge(self, name: str, bridge: Bridge) -> None:
         with self._lock:
-            check_name("bridge", name)
-            check_bridge(name, bridge)
-            if name in self._bridges:
-                raise RegistryError(f"bridge {name!r} is registered already")
+            self._check_bridge(name, bridge)
             self._bridges[name] = bridge
 
     def register_component(self, name: str, factory: ComponentFactory) -> None:
         with self._lock:
-            check_name("component", name)
-            _check_factory(name, factory)
-            if name in self._components:
-                raise RegistryError(f"component {name!r} is registered already")
+            self._check_component(name, factory)
             self._components[name] = factory
+
+    def _check_bridge(self, name: str, bridge: Bridge) -> None:
+        check_name("bridge", name)
+        check_bridge(name, bridge)
+        if name in self._bridges:
+            raise RegistryError(f"bridge {name!r} is registered already")
+
+    def _check_component(self, name: str, factory: ComponentFactory) -> None:
+        check_name("component", name)
+        if not callable(factory):
+            raise RegistryError(f"component {name!r} is not callable; register a factory that takes a LoadContext")
+        required = [p for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+        if len(required) != 1:
+            raise RegistryError(f"component factory {name!r} must take one argument, the LoadContext")
+        if name in self._components:
+            raise RegistryError(f"component {name!r} is registered already")
 
     def families(self) -> Mapping[str, Family]:
         self._discover()

@@ -60,25 +60,20 @@ class ModelRunner(Protocol):
     @property
     def folder(self) -> Path:
         """The checkpoint's folder."""
-        ...
 
     @property
     def stage_names(self) -> Sequence[str]:
         """The pipeline's stages, upstream ones first."""
-        ...
 
     @property
     def stages(self) -> Mapping[str, Stage]:
         """The stages of the last `chat` or `draw`, closed; empty before."""
-        ...
 
     def load_component(self, stage: str, *, device: str = "cpu") -> object:
         """A stage's network, on no engine. `device` may be "auto"."""
-        ...
 
     def build_stage(self, stage: str) -> Stage:
         """A stage on its engine, on the CPU."""
-        ...
 
     def chat(
         self,
@@ -91,11 +86,9 @@ class ModelRunner(Protocol):
 
         `params` are by stage; `bridges`, by downstream stage, replace those of the pipeline.
         """
-        ...
 
     def draw(self, requests: Sequence[tuple[DiffusionInput, DiffusionParams]]) -> list[np.ndarray]:
         """Run all requests at once on the whole pipeline: `uint8 [h, w, 3]` each, `[frames, h, w, 3]` for a video."""
-        ...
 
 
 def check_cases(cases: int) -> None:

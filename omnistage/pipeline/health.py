@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from omnistage.core.errors import OmniError, StageError, StageUnavailableError
 from omnistage.core.failures import log_defect
@@ -149,19 +148,6 @@ def chunk_defect(chunk: StageChunk, stage: str) -> StageError | None:
     else:
         return None
     return StageError(f"stage {stage!r} emitted a chunk that {problem}")
-
-
-class LoopSupervisor(Protocol):
-    """Told by a loop about its stage, from the loop's thread."""
-
-    def stage_failed(self, name: str, *, permanent: bool) -> None:
-        """The stage takes no more requests. Sets its state; the loop ends the requests in it next."""
-
-    def stage_released(self, name: str) -> None:
-        """The failed stage is closed and forgotten: another may be built."""
-
-    def stage_replaced(self, name: str, stage: Stage) -> None:
-        """Another stage runs from now on."""
 
 
 def close_stage(stage: Stage) -> None:

@@ -22,12 +22,12 @@ from omnistage.pipeline.commands import Abort, Command, Feed, Owner, Replace, Su
 from omnistage.pipeline.health import (
     PAYLOADS,
     FailedStage,
-    LoopSupervisor,
     StageHealth,
     StageState,
     chunk_defect,
     close_stage,
 )
+from omnistage.pipeline.supervision import Supervisor
 from omnistage.pipeline.timing import StepSeconds, StepTimer
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class StageLoop(Generic[Owner]):
         *,
         clock: Callable[[], float] = time.monotonic,
         changed: threading.Condition | None = None,
-        supervisor: LoopSupervisor | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """`changed` is given where several loops are to share a thread: the same one to all of them."""
         self.stage = stage
@@ -382,7 +382,7 @@ class StageLoop(Generic[Owner]):
         self._tell(lambda supervisor: supervisor.stage_replaced(stage.name, stage))
         self.health.state = StageState.UP
 
-    def _tell(self, call: Callable[[LoopSupervisor], None]) -> None:
+    def _tell(self, call: Callable[[Supervisor], None]) -> None:
         if self._supervisor is None:
             return
         try:

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from omnistage.core.errors import OmniError, StageError
 from omnistage.core.types import (
@@ -20,9 +19,6 @@ from omnistage.core.types import (
     VideoChunk,
 )
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage
-
-if TYPE_CHECKING:
-    from omnistage.media.audio_output import AudioOutput
 
 Sink = Callable[[OutputChunk], None]
 """Takes a request's stream items, one call at a time and in order; the last carries `final`.
@@ -106,7 +102,12 @@ class OutputAssembler:
         for answer, pieces in zip(self._answers, self._text, strict=True):
             answer.text = "".join(pieces)
             answer.finish_reason = answer.finish_reason or reason
-        audio = self._joined_audio()
+        audio = None
+        if self._audio:
+            from omnistage.media.audio_output import AudioOutput
+
+            whole = _join_audio(self._audio)
+            audio = AudioOutput(whole.samples, whole.sample_rate)
         usage.audio_seconds = audio.seconds if audio is not None else 0.0
         output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
         if self._pictures or self._videos:
@@ -130,16 +131,6 @@ class OutputAssembler:
             output.videos.append(VideoOutput(video.frames, video.fps, track, metadata(video.seed)))
         output.usage.images = len(output.images)
         output.usage.video_seconds = sum(video.seconds for video in output.videos)
-
-    def _joined_audio(self) -> AudioOutput | None:
-        if not self._audio:
-            return None
-        import numpy as np
-
-        from omnistage.media.audio_output import AudioOutput
-
-        samples = np.concatenate([piece.samples for piece in self._audio])
-        return AudioOutput(samples, self._audio[0].sample_rate)
 
 
 class OutputBuffer:

@@ -26,6 +26,7 @@ class RequestPlanner:
         self._stages = stages
         self._route = functools.cache(functools.partial(Route.over, graph))
         self._types = {name: stages[name].params_type for name in graph.order}
+        self._shares_params = any(kind.shared for kind in self._types.values())
         params = {name: defaults.get(name) or kind() for name, kind in self._types.items()}
         self.defaults = spread(params, self._types)
         """What stages use where a request says nothing."""
@@ -71,7 +72,7 @@ class RequestPlanner:
                 raise InvalidRequestError(
                     f"stage {name!r} takes {expected.__name__}, got {type(override).__name__}", param="sampling_params"
                 )
-        params = spread(overrides, self._types)
+        params = spread(overrides, self._types) if self._shares_params else overrides
         return {name: default.merged(params.get(name)) for name, default in self.defaults.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -61,14 +62,6 @@ def count_tokens(payload: StagePayloadIn) -> int:
         tokens = payload.tokens
         return len(tokens.prompt_token_ids) if tokens.prompt_embeds is None else tokens.prompt_embeds.shape[0]
     return len(payload.codes) if isinstance(payload, CodecInput) else 0
-
-
-def count_media(payload: StagePayloadIn) -> dict[Modality, int]:
-    """Prompt tokens that stand for media."""
-    counts: dict[Modality, int] = {}
-    for span in payload.media if isinstance(payload, ARInput) else ():
-        counts[span.kind] = counts.get(span.kind, 0) + len(span.positions)
-    return counts
 
 
 def media_bytes(payload: StagePayloadIn) -> int | None:
@@ -229,8 +222,11 @@ class RequestRun:
         self.output = OutputAssembler(self.info.request_id, route.outputs, plan.answers, _metadata(plan, model))
 
     def note_prompt(self, payload: StagePayloadIn) -> None:
-        """Count the prompt: the lead stage's own first input."""
-        self.prompt_tokens, self.prompt_media = count_tokens(payload), count_media(payload)
+        """Count the prompt, the lead stage's own first input, and its tokens that stand for media."""
+        self.prompt_tokens, media = count_tokens(payload), Counter[Modality]()
+        for span in payload.media if isinstance(payload, ARInput) else ():
+            media[span.kind] += len(span.positions)
+        self.prompt_media = dict(media)
 
     def record(self, chunk: StageChunk) -> bool:
         """Note a chunk in the trace. False: the request is over and the chunk must be ignored."""

@@ -166,6 +166,7 @@ class Supervisor:
         self._on_failed(name)
 
     def stage_released(self, name: str) -> None:
+        """From its loop: the failed stage is closed and forgotten, and another may be built."""
         with self._changed:
             if self._loops[name].health.state is StageState.REBUILDING:
                 self._schedule(name)
@@ -176,6 +177,7 @@ class Supervisor:
         self._changed.notify_all()
 
     def stage_replaced(self, name: str, stage: Stage) -> None:
+        """From its loop: another stage runs from now on."""
         attempts, health = self._attempts[name], self._loops[name].health
         with self._changed:
             attempts.count += 1  # until it has run for long

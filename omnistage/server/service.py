@@ -35,7 +35,14 @@ from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import call_soon
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring
-from omnistage.server.http.errors import AuditError, ContentFilterError, LoadingError, NotFoundError
+from omnistage.server.http.errors import (
+    AuditError,
+    ContentFilterError,
+    LoadingError,
+    NotFoundError,
+    Rename,
+    rename_param,
+)
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
@@ -163,16 +170,15 @@ class Service:
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)
 
-    def check_ready(self) -> None:
-        """Raise the client's error while no requests are accepted."""
-        if self.loading:
-            raise LoadingError("the models are loading; try again soon")
-        if self.draining:
-            raise ShutdownError("the service is stopping and accepts no more requests")
-        self.check_audit()
+    def check_ready(self, *, new_work: bool = True) -> None:
+        """Raise the client's error while no requests are accepted: no new work, or nothing that cannot be audited.
 
-    def check_audit(self) -> None:
-        """Raise where requests must be audited and cannot be. The line of a refused request is the next attempt."""
+        The audit line of a refused request is the next attempt.
+        """
+        if new_work and self.loading:
+            raise LoadingError("the models are loading; try again soon")
+        if new_work and self.draining:
+            raise ShutdownError("the service is stopping and accepts no more requests")
         if self.audit_required and self.audit_file is not None and self.audit_file.failing:
             raise AuditError("the audit log cannot be written, and requests are refused until it can; try again later")
 
@@ -214,18 +220,21 @@ class Service:
         params: ParamsLike,
         options: RequestOptions,
         request_id: str | None = None,
+        *,
         prompts: int = 1,
+        rename: Rename | None = None,
     ) -> AsyncIterator[OutputStream]:
         """A request of a key's holder; leaving the block before its end aborts it.
 
         It counts as many times as it has answers; `prompts`: with those of further prompts that are not counted.
+        Errors name fields as the client knows them (`rename`).
 
         A failure before the first chunk raises; later the final chunk carries it. An abort by someone else is always
         a failure, a passed deadline only where there is no output yet.
         """
         preparation = Cancellation()
         answers = prompts * model.answers(params)
-        with self._admitted(holder, model, preparation, answers) as record:
+        with self._admitted(holder, model, preparation, answers, rename) as record:
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
             with (
@@ -282,16 +291,24 @@ class Service:
 
     @contextlib.contextmanager
     def _admitted(
-        self, holder: Holder, model: ServedModel, preparation: Cancellation, answers: int = 1
+        self,
+        holder: Holder,
+        model: ServedModel,
+        preparation: Cancellation,
+        answers: int = 1,
+        rename: Rename | None = None,
     ) -> Iterator[AuditRecord]:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
         current = CURRENT_RECORD.get()
         with contextlib.nullcontext(current) if current is not None and not current.closed else _background() as record:
             record.who, record.model = holder.name, model.name
             admission = contextlib.ExitStack()
-            admission.enter_context(self.keyring.admit(holder, model.name, answers))
             try:
+                admission.enter_context(self.keyring.admit(holder, model.name, answers))
                 yield record
+            except OmniError as error:
+                rename_param(error, rename)
+                raise
             finally:
                 if preparation.idle:
                     admission.close()
@@ -362,22 +379,19 @@ class ObservedStream(OutputStream):
 
     def _finish(self, final: OmniRequestOutput) -> None:
         self._service.metrics.observe_output(self._model, final, time.monotonic() - self._record.started)
-        final.error = final.error or self._failure(final)
+        if final.error is None and final.finish_reason is FinishReason.ABORT:
+            stopping = ShutdownError("the service is stopping; send the request again")
+            final.error = stopping if self._service.draining else CancelledRequestError("the request was cancelled")
+        elif final.error is None and final.finish_reason is FinishReason.DEADLINE:
+            texts = any(answer.token_ids for answer in final.outputs)
+            if not (texts or final.audio or final.images or final.videos):  # else the finish reason is enough
+                final.error = DeadlineExceededError(
+                    "the deadline passed before there was any output; allow more", param="timeout"
+                )
         if final.error is not None:
             self._record.ended = ended_by(final.finish_reason)
             if not self._started:  # nothing has been sent: the response can still have its status
                 raise final.error
-
-    def _failure(self, final: OmniRequestOutput) -> OmniError | None:
-        """Why an output is incomplete, where its finish reason is not enough: a partial output may miss a deadline."""
-        if final.finish_reason is FinishReason.ABORT:
-            if self._service.draining:
-                return ShutdownError("the service is stopping; send the request again")
-            return CancelledRequestError("the request was cancelled")
-        output = any(answer.token_ids for answer in final.outputs) or final.audio or final.images or final.videos
-        if final.finish_reason is FinishReason.DEADLINE and not output:
-            return DeadlineExceededError("the deadline passed before there was any output; allow more", param="timeout")
-        return None
 
 
 @contextlib.contextmanager

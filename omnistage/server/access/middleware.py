@@ -43,10 +43,7 @@ class AccessMiddleware:
             holder = keyring.authenticate(headers.get("authorization"), None if record is None else record.client)
             if record is not None:
                 record.who = holder.name
-            if method == "POST":
-                self._service.check_ready()
-            else:
-                self._service.check_audit()
+            self._service.check_ready(new_work=method == "POST")
         except OmniError as error:
             return response_of(error)(scope, receive, send)
         scope.setdefault("state", {})["holder"] = holder

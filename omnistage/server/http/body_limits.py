@@ -48,7 +48,7 @@ class BodyLimit:
             return
         state = scope.setdefault("state", {})
         holder = state.get("holder")
-        hold = state[BODY_HOLD] = Hold(self._held, holder)
+        hold = state[BODY_HOLD] = Hold(self._held, None if holder is None else holder.use)
         seen, waited, complete = 0, 0.0, False
 
         async def counted() -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from fastapi import FastAPI, Request
@@ -117,6 +118,22 @@ def body_of(error: OmniError) -> ErrorBody:
             "code": error.code,
         }
     }
+
+
+Rename = Callable[[str], str] | Mapping[str, str]
+"""From the names that engines have for fields to those that clients know."""
+
+
+def rename_param(error: OmniError, rename: Rename | None) -> OmniError:
+    """The error, with its field named as the client knows it."""
+    if error.param is None or rename is None:
+        return error
+    if isinstance(rename, Mapping):
+        head = error.param.partition(".")[0]
+        error.param = rename.get(error.param) or rename.get(head) or error.param
+    else:
+        error.param = rename(error.param)
+    return error
 
 
 def response_of(error: OmniError) -> JSONResponse:

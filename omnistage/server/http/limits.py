@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from omnistage.core.errors import QueueFullError
-from omnistage.server.access.keys import Holder
+from omnistage.server.access.keys import Holder, HolderUsage
 from omnistage.server.http.errors import RateLimitError
 
 MAX_HELD_BYTES = 2**30
@@ -31,15 +32,14 @@ class HeldBytes:
         self.total = 0
 
 
+@dataclass(slots=True)
 class Hold:
     """The bytes of one body, connection or session. It begins with none; `set(0)` gives them back at its end."""
 
-    __slots__ = ("_all", "_usage", "size")
-
-    def __init__(self, held: HeldBytes, holder: Holder | None = None) -> None:
-        self._all = held
-        self._usage = None if holder is None else holder.use
-        self.size = 0
+    held: HeldBytes
+    usage: HolderUsage | None = None
+    """Of the key's holder."""
+    size: int = 0
 
     def resize(self, size: int) -> None:
         """Hold this many from now on. Raises, and changes nothing, where they do not fit."""
@@ -49,7 +49,7 @@ class Hold:
 
     def check(self, size: int) -> None:
         """Raise the client's error if it could not hold this many."""
-        held, usage, more = self._all, self._usage, size - self.size
+        held, usage, more = self.held, self.usage, size - self.size
         if held.total + more > held.max_bytes:
             raise QueueFullError(
                 f"requests and sessions hold as many bytes as allowed ({held.max_bytes}); send it again later"
@@ -64,15 +64,15 @@ class Hold:
     def set(self, size: int) -> None:
         """Hold this many, which are there already."""
         change, self.size = size - self.size, size
-        self._all.total += change
-        if self._usage is not None:
-            self._usage.held_bytes += change
+        self.held.total += change
+        if self.usage is not None:
+            self.usage.held_bytes += change
 
     def assign(self, holder: Holder) -> None:
         """Count it as this holder's, who was not known before."""
         size = self.size
         self.set(0)
-        self._usage = holder.use
+        self.usage = holder.use
         self.set(size)
 
 
@@ -86,14 +86,13 @@ class TransportLimits:
     """Beyond it idle ones are closed, and those without any get 503; None: no limit."""
 
 
+@dataclass(slots=True)
 class PieceCount:
     """Chunks of a body, or frames of a WebSocket: each costs the same work, however few bytes it brings."""
 
-    FREE = 256
-    BYTES_EACH = 64
-
-    def __init__(self) -> None:
-        self._left = float(self.FREE)
+    FREE: ClassVar[int] = 256
+    BYTES_EACH: ClassVar[int] = 64
+    _left: float = float(FREE)
 
     def add(self, pieces: int, nbytes: int, seconds: float = 0.0) -> bool:
         """Count what arrived, `seconds` after the last; False once there are too many for their bytes."""

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from omnistage import __version__
 from omnistage.core.types import FinishReason
-from omnistage.pipeline.health import StageHealth, StageState
+from omnistage.pipeline.health import StageState
 from omnistage.pipeline.outputs import OmniRequestOutput, Trace
 from omnistage.pipeline.timing import STEP_BUCKETS, StepSeconds
 from omnistage.server.observe.audit import AuditRecord
@@ -117,6 +117,8 @@ _STAGE_GAUGES = {
         "omnistage_grammar_masks_awaited",
         "Answers left out of steps until their grammar is worked out.",
     ),
+    "up": ("omnistage_stage_up", "1 while a stage runs, 0 once it has failed."),
+    "overdue": ("omnistage_step_overdue", "1 while a stage is in a step that takes too long."),
 }
 _STAGE_COUNTERS = {
     "steps": ("omnistage_stage_steps", "Steps of a stage."),
@@ -129,9 +131,12 @@ _STAGE_COUNTERS = {
     "prefix_hits": ("omnistage_prefix_cache_hits", "Prefix cache hits."),
     "encoder_cache_hits": ("omnistage_encoder_cache_hits", "Encoder cache hits."),
     "encoder_cache_misses": ("omnistage_encoder_cache_misses", "Encoder cache misses."),
+    "failures": ("omnistage_stage_failures", "Failures of a stage."),
+    "rebuilds": ("omnistage_stage_rebuilds", "Rebuilds of a failed stage."),
     "masks_late": ("omnistage_grammar_masks_late", "Tokens that were not sampled because their grammar was not ready."),
 }
-"""A stage's statistics by their names in `StageStats` and its `extra`; diffusion's caches leave out `encoder_`."""
+"""A stage's statistics by their names in `StageStats`, its `extra` and `StageHealth`; diffusion's caches leave out
+`encoder_`."""
 
 
 class _Collector(Collector):
@@ -151,7 +156,6 @@ class _Collector(Collector):
         steps = HistogramMetricFamily("omnistage_stage_step_seconds", "Duration of a stage's steps.", labels=_STAGE)
         gauges = {key: GaugeMetricFamily(*names, labels=_STAGE) for key, names in _STAGE_GAUGES.items()}
         counters = {key: CounterMetricFamily(*names, labels=_STAGE) for key, names in _STAGE_COUNTERS.items()}
-        health = _HealthMetrics()
         by_stage: dict[str, GaugeMetricFamily | CounterMetricFamily] = {**gauges, **counters}
         for name, model in list(self._service.models.items()):
             stats = model.omni.stats()
@@ -162,15 +166,16 @@ class _Collector(Collector):
             for reason, number in stats.finished.items():
                 finished.add_metric([name, str(reason)], number)
             for stage, stage_stats in stats.stages.items():
-                for key, value in {**stage_stats.extra, **asdict(stage_stats)}.items():
+                health = stats.health[stage]
+                condition = {"up": health.state is StageState.UP, "overdue": health.overdue is not None}
+                counts = {"failures": health.failures, "rebuilds": health.rebuilds}
+                for key, value in {**stage_stats.extra, **asdict(stage_stats), **condition, **counts}.items():
                     key = f"encoder_{key}" if key.startswith("cache_") else key
                     if key in by_stage:
                         by_stage[key].add_metric([name, stage], value)
-            for stage_health in stats.health.values():
-                health.add(name, stage_health)
             for stage, times in stats.step_seconds.items():
                 steps.add_metric([name, stage], _buckets(times), times.total)
-        yield from (inflight, capacity, admitted, rejected, finished, steps, *by_stage.values(), *health.families)
+        yield from (inflight, capacity, admitted, rejected, finished, steps, *by_stage.values())
         audit = self._service.audit_file
         yield CounterMetricFamily(
             "omnistage_audit_lost_lines",
@@ -179,26 +184,6 @@ class _Collector(Collector):
         )
         yield InfoMetricFamily("omnistage_build", "The running version.", {"version": __version__})
         yield from _device_memory()
-
-
-class _HealthMetrics:
-    """Whether stages take requests."""
-
-    def __init__(self) -> None:
-        self._up = GaugeMetricFamily("omnistage_stage_up", "1 while a stage runs, 0 once it has failed.", labels=_STAGE)
-        self._overdue = GaugeMetricFamily(
-            "omnistage_step_overdue", "1 while a stage is in a step that takes too long.", labels=_STAGE
-        )
-        self._failures = CounterMetricFamily("omnistage_stage_failures", "Failures of a stage.", labels=_STAGE)
-        self._rebuilds = CounterMetricFamily("omnistage_stage_rebuilds", "Rebuilds of a failed stage.", labels=_STAGE)
-        self.families = (self._up, self._overdue, self._failures, self._rebuilds)
-
-    def add(self, model: str, health: StageHealth) -> None:
-        labels = [model, health.name]
-        self._up.add_metric(labels, health.state is StageState.UP)
-        self._overdue.add_metric(labels, health.overdue is not None)
-        self._failures.add_metric(labels, health.failures)
-        self._rebuilds.add_metric(labels, health.rebuilds)
 
 
 def _buckets(times: StepSeconds) -> list[tuple[str, float]]:

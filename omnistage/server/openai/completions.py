@@ -28,7 +28,7 @@ from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.request_models import SamplingFields
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
-from omnistage.server.openai.running import renaming, text_stage
+from omnistage.server.openai.running import text_stage
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
@@ -136,9 +136,10 @@ async def _running(
         streams = []
         for place, prompt in enumerate(prompts):
             counted, number = (uncounted, 1) if place else (holder, len(prompts))
-            one = service.run_request(counted, model, prompt, params, options, prompts=number)
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-            streams.append(await stack.enter_async_context(renaming(one, {"prompt": name, "prompt_token_ids": name})))
+            names = {"prompt": name, "prompt_token_ids": name}
+            one = service.run_request(counted, model, prompt, params, options, prompts=number, rename=names)
+            streams.append(await stack.enter_async_context(one))
         yield streams
 
 

@@ -30,7 +30,7 @@ from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import ErrorBody, NotFoundError, body_of
+from omnistage.server.http.errors import ErrorBody, NotFoundError, body_of, rename_param
 from omnistage.server.http.openapi import bounds_of, response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
@@ -38,7 +38,7 @@ from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
 from omnistage.server.openai.request_models import Finite, Size, diffusion_params
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import final_output, rename_param, renaming
+from omnistage.server.openai.running import final_output
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
@@ -212,7 +212,7 @@ async def _draw(
     service = service_of(request)
     options = RequestOptions(["image"], None, body.priority, body.timeout)
     params = _params(body, model)
-    running = renaming(service.run_request(caller(request), model, prompt, params, options), _FIELDS)
+    running = service.run_request(caller(request), model, prompt, params, options, rename=_FIELDS)
     if body.stream:
 
         async def events() -> AsyncGenerator[bytes]:

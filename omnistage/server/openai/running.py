@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
-from omnistage.core.errors import InvalidRequestError, OmniError, StageError
+from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
 from omnistage.pipeline.outputs import OmniRequestOutput
@@ -13,8 +12,6 @@ from omnistage.pipeline.stream import OutputStream
 from omnistage.server.service import ServedModel
 
 Running = AbstractAsyncContextManager[OutputStream]
-Rename = Callable[[str], str] | Mapping[str, str]
-"""From the names that engines have for fields to those that clients know."""
 
 
 async def final_output(running: Running) -> OmniRequestOutput:
@@ -31,27 +28,6 @@ async def final_of(stream: OutputStream) -> OmniRequestOutput:
                 raise item.final.error
             return item.final
     raise StageError("the request ended without its last item")
-
-
-def rename_param(error: OmniError, rename: Rename) -> OmniError:
-    """The error, with its field named as the client knows it."""
-    if error.param is not None and isinstance(rename, Mapping):
-        head = error.param.partition(".")[0]
-        error.param = rename.get(error.param) or rename.get(head) or error.param
-    elif error.param is not None and not isinstance(rename, Mapping):
-        error.param = rename(error.param)
-    return error
-
-
-@asynccontextmanager
-async def renaming(running: Running, rename: Rename) -> AsyncIterator[OutputStream]:
-    """A running request whose errors name fields as the client knows them."""
-    try:
-        async with running as stream:
-            yield stream
-    except OmniError as error:
-        rename_param(error, rename)
-        raise
 
 
 def text_stage(model: ServedModel) -> str:

@@ -74,7 +74,7 @@ async def realtime(websocket: WebSocket) -> None:
         held: HeldBytes = websocket.app.state.transport.held
         messages: Hold = websocket.scope["state"][HOLD]
         messages.assign(holder)
-        memory = Hold(held, holder)
+        memory = Hold(held, holder.use)
         stack.callback(memory.set, 0)
         session = Session(service, holder, model, socket.send, memory, limits=options.limits, client=record.client)
         await _Connection(socket, session, service, options).run()

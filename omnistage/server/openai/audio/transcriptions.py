@@ -37,7 +37,7 @@ from omnistage.server.openai.audio.transcriber import TIMED_OUT, Transcript, tra
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import final_of, renaming
+from omnistage.server.openai.running import final_of
 
 router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
@@ -169,15 +169,13 @@ async def transcriptions(
     if stage is None:
         raise UnsupportedModalityError("this model has no text output; use one that has", param="model")
     content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.instruction()}]
-    running = renaming(
-        service.run_request(
-            holder,
-            served,
-            [{"role": "user", "content": content}],
-            {stage: SamplingParams(temperature=form.temperature, max_tokens=_MAX_TOKENS)},
-            RequestOptions(["text"], None, 0, form.timeout),
-        ),
-        lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
+    running = service.run_request(
+        holder,
+        served,
+        [{"role": "user", "content": content}],
+        {stage: SamplingParams(temperature=form.temperature, max_tokens=_MAX_TOKENS)},
+        RequestOptions(["text"], None, 0, form.timeout),
+        rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
 

@@ -14,11 +14,10 @@ from omnistage import __version__
 from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
-from omnistage.server.http.errors import ErrorBody, body_of
+from omnistage.server.http.errors import ErrorBody, body_of, rename_param
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
 from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.response_models import Finish, Padded, TokenUsage, finish_of, pad, usage_of
-from omnistage.server.openai.running import rename_param
 from omnistage.server.openai.tools import CallReader, Delta, ToolCall, ToolCallDelta, read_whole
 
 _FINGERPRINT = f"omnistage_{__version__}"
@@ -140,10 +139,6 @@ class ChatChunk(Padded):
 # -------------------------------------------------------------------------------------------------------- whole
 
 
-def _audio_id(request_id: str) -> str:
-    return f"audio-{request_id.removeprefix('req-')}"
-
-
 def _logprob(token: TokenLogprob) -> Logprob:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}
 
@@ -162,23 +157,20 @@ def _image(image: ImageOutput) -> ImageContent:
 
 def completion(request_id: str, body: ChatRequest, final: OmniRequestOutput, keep: Keep) -> ChatCompletion:
     """The response to a request that did not ask for a stream."""
+    # There is always a choice: one without text may carry audio or images.
+    outputs = final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]
     whole: ChatCompletion = {
         "id": f"chatcmpl-{request_id.removeprefix('req-')}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": body.model,
         "system_fingerprint": _FINGERPRINT,
-        "choices": [_choice(output, request_id, body, final, keep) for output in _outputs(final)],
+        "choices": [_choice(output, request_id, body, final, keep) for output in outputs],
         "usage": usage_of(final.usage),
     }
     if body.service_tier is not None:
         whole["service_tier"] = "default"
     return whole
-
-
-def _outputs(final: OmniRequestOutput) -> list[CompletionOutput]:
-    """There is always a choice: one without text may carry audio or images."""
-    return final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]
 
 
 def _choice(
@@ -188,7 +180,7 @@ def _choice(
     finish = finish_of(output.finish_reason)
     if final.audio is not None:
         format = body.audio.format if body.audio is not None else "wav"
-        audio_id = _audio_id(request_id)
+        audio_id = f"audio-{request_id.removeprefix('req-')}"
         message["audio"] = {
             "id": audio_id,
             "data": base64.b64encode(encode_audio(final.audio, format)).decode(),
@@ -221,7 +213,7 @@ class StreamWriter:
 
     def __init__(self, request_id: str, body: ChatRequest, keep: Keep) -> None:
         self._body = body
-        self._audio_id = _audio_id(request_id)
+        self._audio_id = f"audio-{request_id.removeprefix('req-')}"
         self._head: ChatChunk = {
             "id": f"chatcmpl-{request_id.removeprefix('req-')}",
             "object": "chat.completion.chunk",
@@ -280,7 +272,7 @@ class StreamWriter:
         if final.error is not None:
             return [body_of(rename_param(final.error, self._body.error_paths()))]
         chunks: list[ChatChunk] = []
-        for output in _outputs(final):
+        for output in final.outputs or [CompletionOutput(finish_reason=final.finish_reason)]:
             if output.index not in self._started:
                 chunks.append(self._first(output.index))
             finish = finish_of(output.finish_reason)

@@ -17,7 +17,7 @@ from omnistage.server.http.sse import DONE, event, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import final_output, renaming
+from omnistage.server.openai.running import final_output
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -39,7 +39,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         toolbox.specs() if toolbox is not None else (),
     )
     messages = service.spoken.recalled(holder.name, body.messages)
-    running = renaming(service.run_request(holder, model, messages, _params(body, model), options), body.error_paths())
+    params, paths = _params(body, model), body.error_paths()
+    running = service.run_request(holder, model, messages, params, options, rename=paths)
     keep = partial(service.spoken.keep, holder.name)
     if not body.stream:
         final = await final_output(running)

@@ -11,11 +11,10 @@ from typing_extensions import TypedDict, Unpack
 
 from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
-from omnistage.server.http.errors import body_of
+from omnistage.server.http.errors import body_of, rename_param
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
 from omnistage.server.openai.response_models import Padded, TokenCounts, pad, speech_tokens
 from omnistage.server.openai.responses.request import Echo, ResponsesRequest
-from omnistage.server.openai.running import rename_param
 from omnistage.server.openai.tools import CallReader, Delta
 
 Reason = Literal["max_output_tokens", "timeout", "content_filter"]

@@ -16,7 +16,7 @@ from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
-from omnistage.server.openai.running import final_output, renaming, text_stage
+from omnistage.server.openai.running import final_output, text_stage
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -38,7 +38,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         body.timeout,
         tools=toolbox.specs() if toolbox is not None else (),
     )
-    running = renaming(service.run_request(holder, model, body.messages(), _params(body, model), options), body.path)
+    params = _params(body, model)
+    running = service.run_request(holder, model, body.messages(), params, options, rename=body.path)
     if not body.stream:
         final = await final_output(running)
         writer = ResponseWriter(final.request_id, body)

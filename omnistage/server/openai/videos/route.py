@@ -35,7 +35,6 @@ from omnistage.server.http.routing import api_router
 from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite, Size, diffusion_params
-from omnistage.server.openai.running import renaming
 from omnistage.server.openai.videos.jobs import Job, Status, new_job
 from omnistage.server.service import ServedModel
 
@@ -163,7 +162,7 @@ async def create_video(request: Request) -> Response:
     options = RequestOptions(["video"], None, body.priority, body.timeout)
     async with AsyncExitStack() as stack:
         with _separate_audit_record():
-            running = renaming(service.run_request(holder, model, prompt, params, options), _FIELDS)
+            running = service.run_request(holder, model, prompt, params, options, rename=_FIELDS)
             stream = await stack.enter_async_context(running)
         # What is known before the video exists; then the job has its own length.
         seconds = f"{body.seconds:g}" if body.seconds is not None else "auto"
