@@ -395,7 +395,7 @@ class Omni(_Front):
         try:
             return self.orchestrator.start(plan, sink)
         except QueueFullError:
-            self.orchestrator.wait_for_room(_REFRESH_SECONDS, plan.answers)
+            self.orchestrator.wait_for_room(_REFRESH_SECONDS, plan.places)
             return None
 
     def close(self) -> None:

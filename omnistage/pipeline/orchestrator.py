@@ -137,8 +137,8 @@ class Orchestrator:
     def plan(self, request: OmniRequest) -> RequestPlan:
         """Everything that can be said about a request without taking it; raises what is wrong with it."""
         plan = self._planner.plan(request)
-        if plan.answers > self.max_inflight:
-            raise LimitExceededError(f"{plan.answers} answers are over the limit of {self.max_inflight}", param="n")
+        if plan.places > self.max_inflight:
+            raise LimitExceededError(f"{plan.places} answers are over the limit of {self.max_inflight}", param="n")
         self._check_stages(plan)
         self._planner.check(plan)
         return plan
@@ -157,9 +157,9 @@ class Orchestrator:
         run = RequestRun(plan, sink, self.model)
         self._check_stages(plan)
         with self._room:
-            self.check_room(info.request_id, plan.answers)
+            self.check_room(info.request_id, plan.places)
             self._runs[info.request_id] = run
-            self._inflight += plan.answers
+            self._inflight += plan.places
             self._admitted += 1
             run.trace.admitted = now - info.arrival
         with run.lock:
@@ -338,7 +338,7 @@ class Orchestrator:
                 self._timer.discard(run.timer)
             with self._room:
                 del self._runs[request_id]
-                self._inflight -= run.plan.answers
+                self._inflight -= run.plan.places
                 self._finished[reason] += 1
                 self._finish_times.append(now)
                 self._history.pop(request_id, None)

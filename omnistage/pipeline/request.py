@@ -111,6 +111,13 @@ class RequestPlan:
     route: Route
     params: Mapping[str, StageParams]
     answers: int = 1
+    """Completions of the lead stage."""
+
+    @property
+    def places(self) -> int:
+        """What it counts in `max_inflight`: its completions, or its pictures where they are more."""
+        drawings = (self.params[name] for name in self.route.stages)
+        return max(self.answers, *(each.n for each in drawings if isinstance(each, DiffusionParams)), 1)
 
 
 def spread(params: Mapping[str, StageParams], types: Mapping[str, type[StageParams]]) -> dict[str, StageParams]:

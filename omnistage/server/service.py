@@ -233,8 +233,8 @@ class Service:
         a failure, a passed deadline only where there is no output yet.
         """
         preparation = Cancellation()
-        answers = prompts * model.answers(params)
-        with self._admitted(holder, model, preparation, answers, rename) as record:
+        answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
+        with self._admitted(holder, model, preparation, answers, rename, param) as record:
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
             with (
@@ -297,6 +297,7 @@ class Service:
         preparation: Cancellation,
         answers: int = 1,
         rename: Rename | None = None,
+        param: str = "n",
     ) -> Iterator[AuditRecord]:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
         current = CURRENT_RECORD.get()
@@ -304,7 +305,7 @@ class Service:
             record.who, record.model = holder.name, model.name
             admission = contextlib.ExitStack()
             try:
-                admission.enter_context(self.keyring.admit(holder, model.name, answers))
+                admission.enter_context(self.keyring.admit(holder, model.name, answers, param))
                 yield record
             except OmniError as error:
                 rename_param(error, rename)

@@ -34,6 +34,7 @@ from omnistage.core.errors import (
     LimitExceededError,
     MediaError,
     OmniError,
+    QueueFullError,
     StageError,
     UnsupportedModalityError,
 )
@@ -152,6 +153,19 @@ def test_pictures_of_one_request_are_streamed_by_index(parts: EngineParts) -> No
     output = final_of(items)
     assert [image.metadata["seed"] for image in output.images] == [7, 8, 9]
     assert [item.progress for item in items if item.progress] == [Progress(3, 6), Progress(6, 6)]
+
+
+def test_each_picture_counts_for_the_requests_that_run_at_once(parts: EngineParts) -> None:
+    harness = PipelineHarness(parts, max_inflight=4)
+    harness.submit("three", "a cat", small(n=3, steps=1))
+    with pytest.raises(QueueFullError):
+        harness.submit("two", "a cat", small(n=2, steps=1))
+    with pytest.raises(LimitExceededError, match="5 answers are over the limit of 4"):
+        harness.submit("five", "a cat", small(n=5, steps=1))
+    harness.submit("one", "a cat", small(steps=1))
+    harness.finish()
+    harness.submit("four", "a cat", small(n=4, steps=1))
+    harness.finish()
 
 
 def test_async_streams_run_side_by_side_and_each_is_in_order(folder: Path, omni: Omni) -> None:

@@ -174,6 +174,25 @@ def test_text_with_many_commas_passes_while_it_arrives() -> None:
     assert 1 <= checks <= 12  # not with every chunk
 
 
+def test_a_body_is_not_refused_for_a_medium_that_has_only_begun() -> None:
+    body, text = PartialBody(JsonLimits(max_text_bytes=2**17)), b'{"input":[{"text":"' + b"a b " * (2**15 - 1000)
+    for chunk in (text, b'","data":"' + b"A" * 6000, b"A" * 2**17, b'"}]}'):
+        if body.add(chunk):
+            body.check()
+    parse_json(body.join(), JsonLimits(max_text_bytes=2**17))
+
+
+@pytest.mark.parametrize("padding", ['"x": 0', f'"x": "{"y" * 70_000}"', f'"x": [{"0, " * 40_000}0]'])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(r'"\ud800"', "half of a surrogate pair"), ("NaN", "not a finite number"), ("1e999", "not a finite number")],
+)
+def test_what_cannot_be_read_is_located_in_bodies_of_any_size(padding: str, value: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        parse_json(f'{{{padding}, "a": [1, {{"b": {value}}}]}}'.encode(), JsonLimits())
+    assert refused.value.param == "a[1].b"
+
+
 def test_text_in_the_place_of_media_of_a_tool_is_text() -> None:
     tool = {"type": "function", "function": {"name": "a", "parameters": {"data": "A" * 2**17}}}
     with pytest.raises(LimitExceededError, match="besides media"):

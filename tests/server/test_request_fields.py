@@ -482,6 +482,14 @@ def test_a_form_is_told_which_part_must_be_a_file(server: Running) -> None:
     assert "multipart/form-data" in error["message"]
 
 
+def test_too_many_prompts_for_a_key_are_the_prompt_s_fault(keyed: tuple[Running, Holder]) -> None:
+    server, _ = keyed
+    asked = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    told = error_of(posted(server, "completions", {**PLAIN, "prompt": ["a"] * 5}, **asked), 413)
+    assert told["param"] == "prompt"
+    assert "5 answers at once are over this key's limit of 4" in told["message"]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_answers_count_for_a_key(keyed: tuple[Running, Holder], path: str) -> None:
     server, holder = keyed

@@ -186,14 +186,17 @@ class Keyring:
         del self._token_usage[idle]
 
     @contextmanager
-    def admit(self, holder: Holder, model: str, answers: int = 1) -> Iterator[None]:
-        """Count a request of a holder, which is as many as it has answers. Raises if it may not run, or not now."""
+    def admit(self, holder: Holder, model: str, answers: int = 1, param: str = "n") -> Iterator[None]:
+        """Count a request of a holder, which is as many as it has answers. Raises if it may not run, or not now.
+
+        `param` is the field that asks for so many.
+        """
         if holder.models is not None and model not in holder.models:
             raise PermissionDeniedError(f"this key may not use {model!r}", param="model")
         if holder.max_concurrent is not None and answers > holder.max_concurrent:
             raise LimitExceededError(
                 f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; ask for fewer",
-                param="n",
+                param=param,
             )
         with holder.count("requests", number=answers):
             if holder.rate is not None:

@@ -86,7 +86,8 @@ class PartialBody:
         """Raises `LimitExceededError`. It takes a while, and is due again once twice as much has arrived."""
         self._checked_size, self._checked_separators = 2 * self._size, 2 * self._separators
         if json.detect_encoding(self.join()[:4]) == "utf-8":  # others are counted once they are complete
-            _checked_count(self.join(), self._limits)
+            # The beginning of a medium is not recognised as one.
+            _checked_count(self.join(), self._limits, unknown_bytes=2 * _BLOCK)
 
     def join(self) -> bytes:
         if len(self._chunks) > 1:
@@ -138,11 +139,14 @@ def _as_utf8(body: bytes) -> bytes:
         raise InvalidRequestError(NOT_JSON) from None
 
 
-def _checked_count(body: bytes, limits: JsonLimits) -> int:
-    """An upper bound of the number of values. Raises where there is more than `limits` allow."""
+def _checked_count(body: bytes, limits: JsonLimits, unknown_bytes: int = 0) -> int:
+    """An upper bound of the number of values. Raises where there is more than `limits` allow.
+
+    Of what seems to be text, `unknown_bytes` may be media.
+    """
     if len(body) > limits.max_text_bytes:
         text = len(body) - _media_bytes(body)
-        if text > limits.max_text_bytes:
+        if text - unknown_bytes > limits.max_text_bytes:
             raise _too_much_text(text, limits)
     if len(body) <= _SMALL_BYTES and len(body) // 2 < limits.max_values:
         return len(body) // 2 + 1  # a value and its comma
@@ -220,14 +224,13 @@ def _problem_in(data: object) -> str | None:
 
 
 def _located_problem(body: bytes) -> InvalidRequestError | None:
-    """The problem with its place, where the body is small enough to look for it."""
-    if len(body) <= _SMALL_BYTES:
-        try:
-            check_readable(json.loads(body))
-        except InvalidRequestError as error:
-            return error
-        except (ValueError, RecursionError):
-            pass
+    """The problem with its place, where Python's parser gets as far as that."""
+    try:
+        check_readable(json.loads(body))
+    except InvalidRequestError as error:
+        return error
+    except (ValueError, RecursionError):
+        pass
     return None
 
 

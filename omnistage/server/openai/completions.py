@@ -137,7 +137,7 @@ async def _running(
         for place, prompt in enumerate(prompts):
             counted, number = (uncounted, 1) if place else (holder, len(prompts))
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-            names = {"prompt": name, "prompt_token_ids": name}
+            names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt"}
             one = service.run_request(counted, model, prompt, params, options, prompts=number, rename=names)
             streams.append(await stack.enter_async_context(one))
         yield streams
