@@ -42,9 +42,8 @@ def write(
     report("writing think", 0.0)
     causal_lm.write(folder / "think", seed=seed, scale=min(scale, 0.5), config=config)
     report("writing draw", 0.6)
-    network = transformer(scale, text=config.hidden_size)
-    dtype = common.stored_dtype(0.0)
-    parts.write_model(folder / "draw" / "transformer", network, transformer_init, seed=seed, dtype=dtype)
+    network = parts.TinyModel(transformer(scale, text=config.hidden_size), transformer_init)
+    parts.write_model(folder / "draw" / "transformer", network, seed=seed, dtype=common.stored_dtype(0.0))
     parts.write_flow_scheduler(folder / "draw" / "scheduler", shift=2.0, use_dynamic_shifting=False)
     report("writing hear", 0.9)
     with contextlib.suppress(MissingDependencyError):  # then it takes no audio, like a starter pulled without npm

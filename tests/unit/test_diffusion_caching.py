@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from omnistage.config.schema import DiffusionBudget
 from omnistage.core.errors import ConfigError, StageError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition
@@ -402,9 +403,8 @@ def test_the_runner_forgets_aborted_and_finished_lanes() -> None:
     wanted.condition = condition(1)
     cache = StepCache.open("first_block:1.5", denoiser)
     latents = alone(denoiser, wanted, cache)
-    runner = DiffusionRunner(
-        denoiser, max_batch_tokens=1000, max_batch=8, stream=DeviceStream(torch.device("cpu")), cache=cache
-    )
+    budget = DiffusionBudget(max_batch_tokens=1000, max_batch=8)
+    runner = DiffusionRunner(denoiser, budget, DeviceStream(torch.device("cpu")), cache)
     keys = [LaneKey("a", 0), LaneKey("b", 0)]
     for seed, key in enumerate(keys, start=1):
         runner.add(key.request_id, condition(seed), params)

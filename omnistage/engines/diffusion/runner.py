@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from omnistage.config.schema import DiffusionBudget
 from omnistage.core.errors import OmniError, StageError
 from omnistage.core.failures import isolate, stage_failure
 from omnistage.core.params import DiffusionParams
@@ -56,20 +57,12 @@ class DiffusionRunner:
     """Owns the lanes of one stage."""
 
     def __init__(
-        self,
-        denoiser: Denoiser,
-        *,
-        max_batch_tokens: int,
-        max_batch: int,
-        stream: DeviceStream,
-        cache: StepCache | None = None,
-        cuda_graphs: bool = False,
+        self, denoiser: Denoiser, budget: DiffusionBudget, stream: DeviceStream, cache: StepCache | None = None
     ) -> None:
         self.denoiser = denoiser
-        self._max_tokens = max_batch_tokens
-        self._max_rows = max_batch
+        self._max_tokens, self._max_rows = budget.max_batch_tokens, budget.max_batch
         self._cache = cache
-        self._graphs = StepGraphs(denoiser, enabled=cuda_graphs and stream.cuda is not None and cache is None)
+        self._graphs = StepGraphs(denoiser, enabled=budget.cuda_graphs and stream.cuda is not None and cache is None)
         self._jobs: dict[str, _Job] = {}
         self._lanes: dict[LaneKey, _Running] = {}
         self._stream = stream

@@ -63,14 +63,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             compile_layers(_blocks(denoiser, required=budget.compile is True))
         self._cache = StepCache.open(budget.cache, denoiser) if budget.cache is not None else None
         self._scheduler = DiffusionScheduler(budget)
-        self._runner = DiffusionRunner(
-            denoiser,
-            max_batch_tokens=budget.max_batch_tokens,
-            max_batch=budget.max_batch,
-            stream=self.stream,
-            cache=self._cache,
-            cuda_graphs=budget.cuda_graphs,
-        )
+        self._runner = DiffusionRunner(denoiser, budget, self.stream, self._cache)
         self._requests: dict[str, _Request] = {}
         self._moved = 0
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from omnistage.models._diffusers.loading import INDEX, diffusers
 from omnistage.models._tiny_common import Init, Rule, between, stored_dtype
 
 if TYPE_CHECKING:
-    from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
 CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
@@ -49,46 +48,12 @@ def diffusers_model(cls: str, **settings: object) -> nn.Module:
     return on_meta(lambda: getattr(diffusers(), cls)(**settings))
 
 
-def write_model(
-    folder: Path,
-    model: PreTrainedModel | ModelMixin,
-    rule: Rule,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    fixed: Mapping[str, Tensor] | None = None,
-    hub_name: Callable[[str], str] = str,
-) -> None:
-    """Write a module's configuration and weights; those in `fixed` have these values. Tied weights are written once.
-
-    The folder's name is part of the seed: two encoders of one shape in one checkpoint must not be equal.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not any(tensor is other for other in tensors.values()):
-            tensors[name] = tensor
-    library = library_of(model)
-    sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors.items()}
-
-    def make(name: str) -> tuple[str, Tensor]:
-        value = (fixed or {}).get(name)
-        if value is None:
-            value = common.initial(f"{folder.name}.{name}", tensors[name].shape, rule, seed)
-        return hub_name(name), value.to(dtype) if value.is_floating_point() else value
-
-    common.write_shards(folder, _WEIGHTS[library], sizes, common.MAX_SHARD_BYTES, make)
-    if library == "transformers":
-        model.config.architectures = [type(model).__name__]
-        model.config.dtype = dtype
-        model.config.save_pretrained(folder)
-    else:
-        model.save_config(folder)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TinyModel:
-    """A network of a checkpoint: a module on no device, and how its weights are initialised and named."""
+    """A network of a checkpoint: a module on no device, and how its weights are initialised and named.
+
+    Those in `fixed` have these values.
+    """
 
     module: nn.Module
     rule: Rule
@@ -103,6 +68,35 @@ class TinyPart:
     library: str
     cls: str
     write: Callable[[Path], None]
+
+
+def write_model(folder: Path, tiny: TinyModel, *, seed: int, dtype: torch.dtype) -> None:
+    """Write a network's configuration and weights. Tied weights are written once.
+
+    The folder's name is part of the seed: two encoders of one shape in one checkpoint must not be equal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model: Any = tiny.module
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is other for other in tensors.values()):
+            tensors[name] = tensor
+    library = library_of(model)
+    sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors.items()}
+
+    def make(name: str) -> tuple[str, Tensor]:
+        value = tiny.fixed.get(name)
+        if value is None:
+            value = common.initial(f"{folder.name}.{name}", tensors[name].shape, tiny.rule, seed)
+        return tiny.hub_name(name), value.to(dtype) if value.is_floating_point() else value
+
+    common.write_shards(folder, _WEIGHTS[library], sizes, common.MAX_SHARD_BYTES, make)
+    if library == "transformers":
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+    else:
+        model.save_config(folder)
 
 
 def write_checkpoint(
@@ -125,15 +119,7 @@ def write_checkpoint(
     report = progress or (lambda _what, _done: None)
     for done, (name, model) in enumerate(models.items()):
         report(f"writing {name}", done / len(models))
-        write_model(
-            folder / name,
-            model.module,
-            model.rule,
-            seed=seed,
-            dtype=stored_dtype(scale),
-            fixed=model.fixed,
-            hub_name=model.hub_name,
-        )
+        write_model(folder / name, model, seed=seed, dtype=stored_dtype(scale))
     index: dict[str, tuple[str, str] | None] = {
         name: (library_of(model.module), type(model.module).__name__) for name, model in models.items()
     }
