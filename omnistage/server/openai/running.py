@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
-from omnistage.pipeline.outputs import OmniRequestOutput
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.stream import OutputStream
+from omnistage.server.http.sse import event
 from omnistage.server.service import ServedModel
 
 Running = AbstractAsyncContextManager[OutputStream]
+
+
+Writer = Callable[[OutputChunk], Sequence[Mapping[str, object]]]
+"""The events that an item makes."""
+
+
+async def events_of(
+    running: Running, writer: Callable[[str], Writer], *, named: bool = False, last: bytes = b""
+) -> AsyncGenerator[bytes]:
+    """A request as server-sent events, of the writer that its id gives. `named`: each by its type."""
+    async with running as stream:
+        write = writer(stream.request_id)
+        while items := await stream.take():
+            pieces = [event(data, str(data["type"]) if named else None) for item in items for data in write(item)]
+            if pieces:
+                yield b"".join(pieces)
+        if last:
+            yield last
 
 
 async def final_output(running: Running) -> OmniRequestOutput:

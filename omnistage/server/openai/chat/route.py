@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from fastapi import Request, Response
@@ -13,11 +13,11 @@ from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
-from omnistage.server.http.sse import DONE, event, stream_response
+from omnistage.server.http.sse import DONE, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import final_output
+from omnistage.server.openai.running import events_of, final_output
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -49,15 +49,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             lambda: completion(final.request_id, body, final, keep), small=small, owner=service.owner_of(holder)
         )
 
-    async def events() -> AsyncGenerator[bytes]:
-        async with running as stream:
-            writer = StreamWriter(stream.request_id, body, keep)
-            while items := await stream.take():
-                if data := b"".join([event(chunk) for item in items for chunk in writer.events(item)]):
-                    yield data
-            yield DONE
-
-    return await stream_response(events())
+    return await stream_response(events_of(running, lambda name: StreamWriter(name, body, keep).events, last=DONE))
 
 
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:

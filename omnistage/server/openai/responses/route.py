@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 from fastapi import Request, Response
 
 from omnistage.core.errors import InvalidRequestError
@@ -12,11 +10,11 @@ from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
-from omnistage.server.http.sse import event, stream_response
+from omnistage.server.http.sse import stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
-from omnistage.server.openai.running import final_output, text_stage
+from omnistage.server.openai.running import events_of, final_output, text_stage
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -45,16 +43,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         writer = ResponseWriter(final.request_id, body)
         small = not (final.audio or final.images or any(answer.logprobs for answer in final.outputs))
         return await json_response(lambda: writer.response(final), small=small, owner=service.owner_of(holder))
-
-    async def events() -> AsyncGenerator[bytes]:
-        async with running as stream:
-            writer = ResponseWriter(stream.request_id, body)
-            while items := await stream.take():
-                pieces = [event(data, data["type"]) for item in items for data in writer.events(item)]
-                if pieces:
-                    yield b"".join(pieces)
-
-    return await stream_response(events())
+    return await stream_response(events_of(running, lambda name: ResponseWriter(name, body).events, named=True))
 
 
 def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
