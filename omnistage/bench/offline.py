@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 
 from omnistage.config import OmniEngineArgs
 from omnistage.core.errors import ConfigError
+from omnistage.core.memory import resident_memory
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import ARInput, OmniTokensPrompt, RequestInfo, StageInput
+from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny as tiny_lm
@@ -178,17 +182,17 @@ def _overhead(scratch: Path, quick: bool) -> list[Result]:
 
 def _decode_overhead(stage: ARStage, params: SamplingParams, name: str) -> list[float]:
     """Seconds of each decode step of 16 requests that were not spent in the network."""
-    network = _NetworkTime(stage)
     for index, prompt in enumerate(_prompts(stage.component.spec.vocab_size, REQUESTS, 8, 24)):
         stage.submit(StageInput(RequestInfo(f"{name}{index}"), params, ARInput(prompt)))
     for _ in range(8):
         stage.step()
     steps = []
-    with network.measure():
+    with _network_seconds(stage.component) as network:
         while stage.has_work():
-            before, start = network.seconds, time.perf_counter()
+            start = time.perf_counter()
             stage.step()
-            steps.append(time.perf_counter() - start - (network.seconds - before))
+            steps.append(time.perf_counter() - start - sum(network))
+            network.clear()
     return steps
 
 
@@ -205,46 +209,42 @@ def _memory(scratch: Path, quick: bool) -> list[Result]:
             gc.collect()
 
         generate(300, seed=0)
-        before = _resident_mib()
+        before = (resident_memory() or _peak_memory()) / 2**20
         for start in range(0, count, 100):
             generate(100, seed=start + 1)
-        growth = _resident_mib() - before
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
+        growth = (resident_memory() or _peak_memory()) / 2**20 - before
     return [
         Result(f"growth over {count} short requests", growth, "MiB", 16.0, at_least=False),
-        Result("peak resident memory of this whole run, both sides loaded", peak, "MiB"),
+        Result("peak resident memory of this whole run, both sides loaded", _peak_memory() / 2**20, "MiB"),
     ]
 
 
 # --------------------------------------------------------------------------------------------------- helpers
 
 
-class _NetworkTime:
-    """Adds up the time that a stage's component spends in its network."""
+@contextmanager
+def _network_seconds(component: ARComponent) -> Iterator[list[float]]:
+    """The time of each call of a component's network inside the block."""
+    names, seconds = ("embed", "forward", "logits"), list[float]()
 
-    def __init__(self, stage: ARStage) -> None:
-        self._component = stage.component
-        self.seconds = 0.0
+    def timed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        result = function(*args)
+        seconds.append(time.perf_counter() - start)
+        return result
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        component, names = self._component, ("embed", "forward", "logits")
+    for name in names:
+        setattr(component, name, partial(timed, getattr(component, name)))
+    try:
+        yield seconds
+    finally:
         for name in names:
-            setattr(component, name, self._timed(getattr(component, name)))
-        try:
-            yield
-        finally:
-            for name in names:
-                delattr(component, name)  # back to the method of the class
+            delattr(component, name)  # back to the method of the class
 
-    def _timed(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def timed(*args: Any) -> torch.Tensor:
-            start = time.perf_counter()
-            result = function(*args)
-            self.seconds += time.perf_counter() - start
-            return result
 
-        return timed
+def _peak_memory() -> int:
+    """Bytes of this process at its peak."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def _alternate(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -284,26 +284,17 @@ def _speak(reference: Reference, prompts: Sequence[tuple[int, ...]], text: int, 
 
 
 def _padded(prompts: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(len(p) for p in prompts)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids, mask = (
+        pad_sequence(tensors, batch_first=True, padding_side="left")
+        for tensors in (rows, [torch.ones_like(row) for row in rows])
+    )
     return ids, mask
 
 
 def _prompts(vocab: int, count: int, shortest: int, longest: int, seed: int = 0) -> list[tuple[int, ...]]:
     rng = np.random.default_rng(seed)
     return [tuple(int(t) for t in rng.integers(0, vocab, rng.integers(shortest, longest))) for _ in range(count)]
-
-
-def _resident_mib() -> float:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _machine() -> dict[str, str]:

@@ -276,13 +276,10 @@ def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     if not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{type(config).__name__} names no attention heads; only transformers are served")
     heads = positive(config, "num_attention_heads")
-    kv_heads = (
-        heads if getattr(config, "num_key_value_heads", None) is None else positive(config, "num_key_value_heads")
-    )
-    if getattr(config, "head_dim", None) is None:
-        head_dim = positive(config, "hidden_size") // heads
-    else:
-        head_dim = positive(config, "head_dim")
+    grouped = getattr(config, "num_key_value_heads", None) is not None
+    kv_heads = positive(config, "num_key_value_heads") if grouped else heads
+    stated = getattr(config, "head_dim", None) is not None
+    head_dim = positive(config, "head_dim") if stated else positive(config, "hidden_size") // heads
     return positive(config, "num_hidden_layers"), kv_heads, head_dim
 
 

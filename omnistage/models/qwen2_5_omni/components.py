@@ -58,12 +58,9 @@ class Thinker(DecoderComponent):
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
         inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
-        if span.kind is Modality.IMAGE:
-            out = self.model.get_image_features(**inputs, return_dict=True)
-            return torch.cat(tuple(out.pooler_output))
-        if span.kind is Modality.VIDEO:
-            out = self.model.get_video_features(**inputs, return_dict=True)
-            return torch.cat(tuple(out.pooler_output))
+        if span.kind in (Modality.IMAGE, Modality.VIDEO):
+            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
+            return torch.cat(tuple(visual(**inputs, return_dict=True).pooler_output))
         if span.kind is Modality.AUDIO:
             inputs["input_features"] = inputs["input_features"].to(self.dtype)
             return self.model.get_audio_features(**inputs, return_dict=True).last_hidden_state  # type: ignore[no-any-return]

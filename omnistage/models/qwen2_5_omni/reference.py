@@ -71,13 +71,9 @@ class Reference:
                     content.append({"type": "video", "video": ""})
             turns.append({"role": message.role, "content": content})
         text = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        options: dict[str, object] = {}
-        if images:
-            options["images"] = images
-        if audios:
-            options["audio"] = audios
+        media: dict[str, object] = {"images": images, "audio": audios, "videos": videos}
+        options = {name: items for name, items in media.items() if items}
         if videos:
-            options["videos"] = videos
             options["videos_kwargs"] = {"use_audio_in_video": with_audio, "do_sample_frames": False, "fps": fps}
         return self.processor(text=text, return_tensors="pt", **options), with_audio
 
