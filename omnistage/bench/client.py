@@ -77,8 +77,12 @@ class Response:
                     raise BrokenResponseError("the response is incomplete")
                 yield connection.arrived, bytes(event.data)
 
-    async def read(self) -> bytes:
-        return b"".join([data async for _, data in self.stream()])
+    async def read_json(self) -> Any:
+        """The body as JSON; None where it is none."""
+        try:
+            return json.loads(b"".join([data async for _, data in self.stream()]))
+        except ValueError:
+            return None
 
 
 @contextlib.contextmanager
@@ -171,11 +175,7 @@ class Client:
     async def get(self, path: str) -> tuple[int, Any]:
         """The status and the JSON of a page; None where it is none."""
         async with self.request(path) as response:
-            data = await response.read()
-        try:
-            return response.status, json.loads(data)
-        except ValueError:
-            return response.status, None
+            return response.status, await response.read_json()
 
     async def close(self) -> None:
         for connection in self._idle:

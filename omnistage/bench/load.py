@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -160,7 +159,7 @@ class Generator:
         async with self._client.request(request.path, request.body) as response:
             outcome.status = response.status
             if response.status >= 400:
-                outcome.error, outcome.message = error_of(_json(await response.read()), f"status_{response.status}")
+                outcome.error, outcome.message = error_of(await response.read_json(), f"status_{response.status}")
                 with contextlib.suppress(KeyError, ValueError):
                     outcome.retry_after = float(response.headers["retry-after"])
                 return
@@ -194,13 +193,6 @@ def _missing(outcome: Outcome) -> str | None:
     if outcome.kind in (Kind.SPEECH, Kind.TTS) and not outcome.audio_chunks:
         return "no_sound"
     return None
-
-
-def _json(data: bytes) -> object:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return None
 
 
 @contextlib.contextmanager

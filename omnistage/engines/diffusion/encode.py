@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.diffusion.component import EncodeJob, PromptEncoder, Tensors
 from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.stage import BatchedStage
+from omnistage.media.hashing import content_key
 
 _FAILED = "encoding the prompt"
 
@@ -35,14 +35,8 @@ class PromptCache(ByteCache[Tensors]):
 
 def job_key(job: EncodeJob) -> bytes:
     """A digest of all that the result of a job depends on."""
-    digest = hashlib.sha256()
-    digest.update(repr(job.options).encode())
-    digest.update(f"|{len(job.text)}|".encode())
-    digest.update(job.text.encode())
-    for image in job.images:
-        digest.update(f"|{image.shape}|".encode())
-        digest.update(image.tobytes())
-    return digest.digest()
+    images = (content_key("image", image) for image in job.images)
+    return content_key("text", job.text.encode(), repr(job.options), *images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,4 +141,4 @@ class EncodeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
 
 def _size(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
