@@ -82,6 +82,7 @@ class _Front:
         deployment = parts.deployment
         self.processor = parts.processor
         self.memory = parts.memory
+        self.start_times = parts.times
         self.media_limits = parts.limits.media
         self.modalities: tuple[Modality, ...] = tuple(parts.graph.outputs)
         """What this model gives."""

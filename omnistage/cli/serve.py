@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from omnistage.cli.common import err
+from omnistage.cli.early_imports import start_imports
 from omnistage.cli.options import ModelOptions, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
@@ -272,6 +273,7 @@ def serve(
     ```
     """
     folders = options.folders(model)
+    start_imports(folders.values(), settings.device)
     try:
         from omnistage.server.http.app import create_app
         from omnistage.server.http.json_body import JsonLimits
@@ -342,6 +344,7 @@ def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[s
         )
         for stage in omni.memory:
             err().print(f"  {stage}", style="dim", soft_wrap=True, markup=False)
+        err().print(f"  {omni.start_times}", style="dim", soft_wrap=True, markup=False)
         service.add(name, omni)
     pool = active_decode_pool()
     if pool is not None and any(model.omni.processor.input_modalities - {"text"} for model in service.models.values()):

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import ATTENTION_NAME
 from omnistage.hf import transformers
+from omnistage.models.stored import DTYPES, stored_entries, stored_tensor
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -75,16 +77,25 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
 
-    def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Tensors whose name starts with `prefix`, by the rest of their name."""
+    def tensors(self, prefix: str = "", device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """Tensors whose name starts with `prefix`, by the rest of their name: memory-mapped.
+
+        With `device` they are `StoredTensor`s, which are read straight there when `transformers` indexes them.
+        """
         by_file = self._names_by_file(prefix)
         if not by_file:
             raise CheckpointError(f"{self.folder} has no weights named {prefix}*; check that it is the right model")
         tensors: dict[str, torch.Tensor] = {}
         for path, names in sorted(by_file.items()):
             with _open(path) as shard:
+                entries = {} if device is None else stored_entries(path)
                 for name in names:
-                    tensors[name[len(prefix) :]] = _checked(name, path, shard.get_tensor)
+                    entry = entries.get(name)
+                    if device is None or entry is None or entry.dtype not in DTYPES:
+                        tensor = _checked(name, path, shard.get_tensor)
+                    else:
+                        tensor = stored_tensor(path, entry, device)
+                    tensors[name[len(prefix) :]] = tensor
         return tensors
 
     def num_elements(self) -> int:
@@ -134,7 +145,8 @@ def read_weights(context: LoadContext, prefix: str = "", part: str = "") -> dict
     """A stage's tensors, of the folder `part` of its model; none for a model without data."""
     if context.device.type == "meta":
         return {}
-    return Checkpoint(context.model.folder / part).tensors(prefix)
+    device = context.device if straight_to(context.device) else None
+    return Checkpoint(context.model.folder / part).tensors(prefix, device)
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
@@ -159,16 +171,21 @@ def load_model(
     On the meta device it has shapes alone, and `tensors` are not looked at.
     """
     check_quantisation(config)
-    check_repeats(config.to_dict(), len(tensors))
-    with torch.device("meta"):
-        skeleton = cls(config)
-    if device.type == "meta":
-        skeleton.set_attn_implementation("sdpa")
-        skeleton.to(dtype)
-        planned: Model = freeze(skeleton)
-        return planned
-    check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()))
-    _check_shapes(skeleton, tensors)
+    settings = config.to_dict()
+    check_repeats(settings, len(tensors))
+    key = cls.__name__, json.dumps(settings, sort_keys=True, default=str)
+    outline = _outlines.get(key)
+    if outline is None or device.type == "meta":
+        with torch.device("meta"):
+            skeleton = cls(config)
+        outline = _outlines[key] = _Outline.of(skeleton)
+        if device.type == "meta":
+            skeleton.set_attn_implementation("sdpa")
+            skeleton.to(dtype)
+            planned: Model = freeze(skeleton)
+            return planned
+    outline.check_size(sum(tensor.numel() for tensor in tensors.values()))
+    outline.check_shapes(tensors)
     model, info = cls.from_pretrained(
         None,
         config=config,
@@ -182,6 +199,9 @@ def load_model(
     check_complete(cls.__name__, info)
     loaded: Model = freeze(model)
     loaded.to(device)
+    if device.type == "cuda":  # pragma: no cover  (needs CUDA)
+        # The last weights may still be on their way; stages compute on streams that do not wait for this one.
+        torch.cuda.current_stream(device).synchronize()
     return loaded
 
 
@@ -214,32 +234,54 @@ def nested_settings(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 def check_size(skeleton: nn.Module, num_elements: int, whose: str = "") -> None:
     """Refuse a model, built without weights, that is far larger than its checkpoint: it would take all memory."""
-    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    buffers = sum(buffer.numel() for buffer in skeleton.buffers())
-    if parameters > 2 * num_elements or buffers > 2 * num_elements + _SMALL_BUFFERS:
-        raise CheckpointError(
-            f"{whose}config.json describes a {type(skeleton).__name__} of {parameters + buffers:,} numbers, but the "
-            f"checkpoint has {num_elements:,}; its sizes or sections are wrong, fetch the model again"
+    _Outline.of(skeleton).check_size(num_elements, whose)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """The sizes of a model, to compare with a checkpoint before anything is allocated."""
+
+    name: str
+    shapes: Mapping[str, torch.Size]
+    parameters: int
+    buffers: int
+
+    @classmethod
+    def of(cls, skeleton: nn.Module) -> _Outline:
+        return cls(
+            type(skeleton).__name__,
+            {name: tensor.shape for name, tensor in skeleton.state_dict().items()},
+            sum(parameter.numel() for parameter in skeleton.parameters()),
+            sum(buffer.numel() for buffer in skeleton.buffers()),
         )
 
+    def check_size(self, num_elements: int, whose: str = "") -> None:
+        if self.parameters > 2 * num_elements or self.buffers > 2 * num_elements + _SMALL_BUFFERS:
+            raise CheckpointError(
+                f"{whose}config.json describes a {self.name} of {self.parameters + self.buffers:,} numbers, but the "
+                f"checkpoint has {num_elements:,}; its sizes or sections are wrong, fetch the model again"
+            )
 
-def _check_shapes(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare the shapes that can be compared before anything is allocated.
+    def check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compare the shapes that can be compared.
 
-    `transformers` renames some modules while it loads, and only it knows how. A tensor that is not there by its name
-    is compared where just one ends alike, which the embedding does; `check_complete` checks the rest.
-    """
-    endings: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        endings.setdefault(_ending(name), []).append(tensor)
-    expected = skeleton.state_dict()
-    alike = Counter(map(_ending, expected))
-    for name, parameter in expected.items():
-        stored = tensors.get(name)
-        if stored is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
-            stored = endings[_ending(name)][0]
-        if stored is not None and stored.shape != parameter.shape:
-            raise _wrong_shape(name, type(skeleton).__name__, stored.shape, parameter.shape)
+        `transformers` renames some modules while it loads, and only it knows how. A tensor that is not there by its
+        name is compared where just one ends alike, which the embedding does; `check_complete` checks the rest.
+        """
+        endings: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            endings.setdefault(_ending(name), []).append(tensor)
+        alike = Counter(map(_ending, self.shapes))
+        for name, shape in self.shapes.items():
+            stored = tensors.get(name)
+            if stored is None and alike[_ending(name)] == len(endings.get(_ending(name), ())) == 1:
+                stored = endings[_ending(name)][0]
+            if stored is not None and stored.shape != shape:
+                raise _wrong_shape(name, self.name, stored.shape, shape)
+
+
+_outlines: dict[tuple[str, str], _Outline] = {}
+"""By class and config: the memory plan has built the same model a moment before."""
 
 
 def _ending(name: str) -> str:

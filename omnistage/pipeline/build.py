@@ -32,18 +32,21 @@ from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.phases import PhaseTimes
 from omnistage.pipeline.supervision import Rebuild
 from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
-from omnistage.placement.measure import LoadingProgress, MeasuredStage, meter_for
-from omnistage.placement.memory_plan import MemoryPlan, make_plan
+from omnistage.placement.measure import WEIGHTS_SHARE, LoadingProgress, MeasuredStage, meter_for
+from omnistage.placement.memory_plan import MemoryPlan, PlannedStage, make_plan
 from omnistage.placement.needs import weights_on_disk
 
 _LONGEST_REASON = 200
 _PLANNED_SHARE = 0.5
 """Models whose weights take less of the free host memory are put there without a plan."""
 
+_WARM_UP_SHARE = 0.85
+
 Report = Callable[[str, float], None]
-"""Called with what is being loaded and the share of it that is done."""
+"""Called with what is being done for a stage and the share of its start that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class EngineParts:
     """For each stage what builds it anew after it has failed."""
     memory: tuple[MeasuredStage, ...] = ()
     """Of the stages on GPUs: what was planned, and what they took."""
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    """Of the start."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -70,6 +75,8 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
 
     On a terminal there are progress bars unless `progress` is False; where it is a function it is told as well.
     """
+    times = PhaseTimes()
+    times.begin("configuration")
     resolved = resolve(args, registry=registry)
     config, graph = resolved.config, resolved.graph
     if config.deployment.torch_threads is not None:
@@ -79,7 +86,9 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
     names = {name: graph.bridge(name) for name in graph.order}
     bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
     family = registry.family(resolved.model.family)
+    times.begin("memory plan")
     plan = _load_plan(resolved, registry)
+    times.begin("processor")
     with _reading(resolved.model.folder, "the processor"):
         processor = family.processor(resolved.model)
     stage_cfgs = config.pipeline.stages
@@ -89,7 +98,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         name: StageFactory(resolved.model, name, stage_cfgs[name], config.deployment, registry) for name in graph.order
     }
     report = progress if callable(progress) else None
-    stages, memory = _build_stages(factories, plan, report, visible=progress is not False)
+    stages, memory = _build_stages(factories, plan, report, times, visible=progress is not False)
     return EngineParts(
         graph,
         stages,
@@ -101,6 +110,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         resolved.model.name,
         {name: factory.rebuild for name, factory in factories.items()},
         tuple(memory),
+        times,
     )
 
 
@@ -137,7 +147,12 @@ def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anyw
 
 
 def _build_stages(
-    factories: Mapping[str, StageFactory], plan: MemoryPlan | None, notify: Report | None, *, visible: bool
+    factories: Mapping[str, StageFactory],
+    plan: MemoryPlan | None,
+    notify: Report | None,
+    times: PhaseTimes,
+    *,
+    visible: bool,
 ) -> tuple[dict[str, Stage], list[MeasuredStage]]:
     """The stages, and what those on a GPU took of it."""
     stages: dict[str, Stage] = {}
@@ -150,22 +165,23 @@ def _build_stages(
             task = bar.add_task(f"loading {name}", total=1.0, doing="")
 
             def report(doing: str, done: float, task: TaskID = task, name: str = name) -> None:
+                if doing:
+                    times.begin(f"{name}: {doing}")
                 bar.update(task, completed=done, doing=doing)
                 if notify is not None:
                     notify(f"{name}: {doing or 'loaded'}", done)
 
-            report("weights", 0.0)
             planned = None if plan is None else plan.stages[name]
             meter = meter_for(planned)
-            with LoadingProgress(planned, report):
-                stage = factory.build(report)
+            stage = factory.build(report, planned)
             undo.callback(stage.close)
             if meter is not None:
-                report("warm-up", 0.99)
                 meter.mark_loaded()
-                stage.warm_up()
+                report("warming up", _WARM_UP_SHARE)
+                factory.warm_up(stage)
                 measured.append(meter.result())
             stages[name] = stage
+            times.end()
             report("", 1.0)
         undo.pop_all()
     return stages, measured
@@ -186,10 +202,20 @@ class StageFactory:
         self._component: object | None = None
         """Kept where a new stage can run it again: stages of the other engines close theirs."""
         self._keeps_component = isinstance(stage_cfg, ARStageConfig)
+        self._planned: PlannedStage | None = None
+        self._name = name
+        self._on_gpu = place(name, stage_cfg, deployment)[0].type == "cuda"
         self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
 
-    def build(self, progress: Report | None = None) -> Stage:
+    def build(self, progress: Report, planned: PlannedStage | None) -> Stage:
+        self._planned = planned
         return self._build(progress)
+
+    def warm_up(self, stage: Stage) -> None:
+        """Run what requests will, on a GPU: compiled and captured code is there before the first comes."""
+        if self._on_gpu:
+            with _enough_memory(self._name):
+                stage.warm_up()
 
     def rebuild(self, attempts: int) -> Stage:
         """The first attempt uses the component that is loaded; the next load the checkpoint again."""
@@ -199,12 +225,18 @@ class StageFactory:
             self._component = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # what the failed stage held: the new one plans with what is free
-        return self._build()
+        with ExitStack() as undo:
+            stage = self._build()
+            undo.callback(stage.close)
+            self.warm_up(stage)
+            undo.pop_all()
+        return stage
 
     def _load(self, context: LoadContext) -> object:
         component = self._component
         if component is None:
-            component = load_component(context, registry=self._registry)
+            with LoadingProgress(self._planned, context.progress):
+                component = load_component(context, registry=self._registry)
             self._component = component if self._keeps_component else None
         return component
 
@@ -225,12 +257,22 @@ def build_stage(
     context = LoadContext(
         model, name, stage_cfg, device, dtype, progress, deployment.torch_threads, requested_dtype=deployment.dtype
     )
+
+    def build() -> Stage:
+        if progress is not None:
+            progress("weights", 0.0)
+        component = load(context)
+        if progress is not None:
+            progress("compiling" if device.type == "cuda" else "engine", WEIGHTS_SHARE)
+        with _enough_memory(name):
+            return _engine_stage(name, stage_cfg, component)
+
     if device.type != "cpu":
-        return _engine_stage(name, stage_cfg, load(context))
+        return build()
     from omnistage.engines.threads import set_single_threaded, set_threads, single_threaded
 
     with single_threaded() as threads:  # loading a model leaves no idle OpenMP team behind
-        stage = _engine_stage(name, stage_cfg, load(context))
+        stage = build()
     if stage.uses_torch:
         stage.cpu_threads = threads
         stage.enter_thread = partial(set_threads, threads)
@@ -309,6 +351,20 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
         raise CheckpointError(
             f"{what} cannot be loaded from {folder}; the checkpoint is damaged or not supported "
             f"({type(error).__name__}: {_shortened(error)})"
+        ) from error
+
+
+@contextmanager
+def _enough_memory(name: str) -> Iterator[None]:
+    """What a stage takes beside its weights may be more than there is: its KV cache, its graphs, its largest step."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"there is not enough memory to run stage {name!r}; lower its budget, or use a smaller model or dtype, or "
+            f"another device for this stage ({_shortened(error)})"
         ) from error
 
 

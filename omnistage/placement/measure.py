@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 _REPORTED_BYTES = 256 << 20
 """Fewer weights are there at once."""
 _LOOK_SECONDS = 0.25
-_WEIGHTS_SHARE = 0.95
-"""Of the bar; what follows takes the rest."""
+WEIGHTS_SHARE = 0.6
+"""Of a stage's start; what follows takes the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +74,28 @@ class LoadingProgress:
     Libraries that read weights say nothing meanwhile, so that a thread looks now and then.
     """
 
-    def __init__(self, planned: PlannedStage | None, report: Callable[[str, float], None]) -> None:
-        self._planned = planned
-        self._report = report
+    def __init__(self, planned: PlannedStage | None, report: Callable[[str, float], None] | None) -> None:
         self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if report is not None and planned is not None and planned.memory.weights >= _REPORTED_BYTES:
+            self._thread = threading.Thread(
+                target=self._watch, args=(planned, report), name="loading-progress", daemon=True
+            )
 
     def __enter__(self) -> None:
-        planned = self._planned
-        if planned is not None and planned.memory.weights >= _REPORTED_BYTES:
-            threading.Thread(target=self._watch, args=(planned,), name="loading-progress", daemon=True).start()
+        if self._thread is not None:
+            self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join()  # nothing is reported of the weights once they are there
 
-    def _watch(self, planned: PlannedStage) -> None:
+    def _watch(self, planned: PlannedStage, report: Callable[[str, float], None]) -> None:
         before = _held(planned.device)
         while not self._stop.wait(_LOOK_SECONDS):
             share = (_held(planned.device) - before) / planned.memory.weights
-            self._report("weights", min(max(share, 0.0), _WEIGHTS_SHARE))
+            report("weights", WEIGHTS_SHARE * min(max(share, 0.0), 1.0))
 
 
 def _held(device: str) -> int:

@@ -131,6 +131,7 @@ class Service:
         self.loading = not self.models
         self.loading_step = ""
         """What is being loaded, for those who wait."""
+        self._began = time.monotonic()
         self.draining = False
         self.metrics = RequestMetrics()
         self.audit_file: AuditFile | None = None
@@ -165,7 +166,7 @@ class Service:
 
     def report_loading(self, name: str, doing: str, done: float) -> None:
         """Note how far a model is; called while it loads."""
-        self.loading_step = f"{name}: {doing}, {done:.0%}"
+        self.loading_step = f"{name}: {doing}, {done:.0%} after {time.monotonic() - self._began:.0f} s"
 
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)

@@ -275,4 +275,4 @@ def test_progress_follows_what_the_device_holds(monkeypatch: pytest.MonkeyPatch)
     planned = PlannedStage("thinker", "cuda", "bfloat16", StageMemory(4 * GIB), False, None, None, {})
     with measure.LoadingProgress(planned, report):
         assert reported.wait(10)
-    assert seen[:2] == [0.25, 0.95]
+    assert seen[:2] == [0.25 * measure.WEIGHTS_SHARE, measure.WEIGHTS_SHARE]

@@ -18,6 +18,7 @@ from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.omni import Omni
 from omnistage.pipeline import build
+from omnistage.pipeline.phases import PhaseTimes
 from omnistage.placement import devices
 from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
 
@@ -198,6 +199,77 @@ def test_a_model_that_does_not_fit_is_told_what_to_change(
     _break(toy, place, kind(message))
     with pytest.raises(CapacityError, match="use a smaller model or dtype"):
         build.build_parts(toy.args(), progress=False, registry=toy.registry)
+
+
+@pytest.mark.parametrize("where", ["the engine", "the warm-up"])
+def test_a_stage_without_memory_to_run_is_told_what_to_change(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def out_of_memory(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    if where == "the engine":
+        monkeypatch.setattr("omnistage.engines.codec.stage.CodecStage", out_of_memory)
+    else:
+        monkeypatch.setattr(FakeStage, "warm_up", out_of_memory)
+        on_gpu(monkeypatch)
+    with pytest.raises(CapacityError, match=r"not enough memory to run stage .*lower its budget.*Tried to allocate"):
+        build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    assert all(stage.closed == 1 for stage in toy.stages)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages measured and warmed up as on a GPU."""
+    init = build.StageFactory.__init__
+
+    def placed(self: build.StageFactory, *args: object) -> None:
+        init(self, *args)  # type: ignore[arg-type]
+        self._on_gpu = True
+
+    class Meter:
+        def mark_loaded(self) -> None: ...
+        def result(self) -> None: ...
+
+    monkeypatch.setattr(build.StageFactory, "__init__", placed)
+    monkeypatch.setattr(build, "meter_for", lambda planned: Meter())
+
+
+def test_a_stage_that_is_built_anew_is_warmed_up_like_the_first(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm: list[str] = []
+    monkeypatch.setattr(FakeStage, "warm_up", lambda stage: warm.append(stage.name))
+    on_gpu(monkeypatch)
+    parts = build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    assert warm == ["thinker", "voice"]
+    parts.rebuilds["voice"](0)
+    assert warm == ["thinker", "voice", "voice"]
+
+
+def test_a_start_says_what_it_is_doing_and_how_long_it_took(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    said: list[tuple[str, float]] = []
+    parts = build.build_parts(toy.args(), progress=lambda *report: said.append(report), registry=toy.registry)
+    assert [doing for doing, _ in said[:5]] == [
+        "thinker: weights",
+        "thinker: weights",
+        "thinker: engine",
+        "thinker: warming up",
+        "thinker: loaded",
+    ]
+    shares = [done for _, done in said]
+    assert shares[:5] == sorted(shares[:5])
+    assert shares[4] == 1.0
+    stages = [f"{name}: {doing}" for name in ("thinker", "voice") for doing in ("weights", "engine", "warming up")]
+    assert list(parts.times.seconds) == ["configuration", "memory plan", "processor", *stages]
+
+
+def test_a_phase_ends_where_the_next_begins() -> None:
+    now = iter(range(0, 100, 10))
+    times = PhaseTimes(lambda: float(next(now)))
+    for phase in ("weights", "weights", "engine", "weights"):
+        times.begin(phase)
+    times.end()
+    assert times.seconds == {"weights": 20.0, "engine": 10.0}
+    assert str(times) == "weights 20.0 s, engine 10.0 s"
 
 
 def test_an_error_of_ours_passes_as_it_is(toy: Toy) -> None:

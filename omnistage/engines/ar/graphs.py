@@ -62,8 +62,7 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
                 runner.emit_pool.index_copy_(0, torch.where(slots < 0, trash, slots), rows)
             return component.logits(hidden), rows
 
-        for _ in range(2):  # kernels compile and workspaces appear before the capture
-            step()
+        step()  # kernels compile and workspaces appear before the capture
         torch.cuda.current_stream(device).synchronize()
         self.graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.

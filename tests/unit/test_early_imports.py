@@ -1,0 +1,46 @@
+"""What a model needs is imported beside the command's own set-up, and errors are left to whoever needs it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnistage.cli import early_imports
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    monkeypatch.setattr(early_imports, "import_module", names.append)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    return names
+
+
+def test_the_code_of_each_model_is_imported(
+    tmp_path: Path, imported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, kind in {"a": "llama", "b": "../evil", "c": "no_such_model", "d": 7}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folders = [str(tmp_path / name) for name in ("a", "b", "c", "d", "missing")]
+    early_imports.start_imports(folders, "cpu").join()
+    assert imported == ["omnistage.hf", "transformers.models.llama.modeling_llama"]
+    early_imports.start_imports([], None).join()
+    assert imported[2:] == ["omnistage.hf", "torch._inductor.compile_fx"]
+
+
+def test_an_import_that_fails_is_left_to_whoever_needs_it(imported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        assert not gc.isenabled()
+        imported.append(name)
+        raise RuntimeError(name)
+
+    monkeypatch.setattr(early_imports, "import_module", fail)
+    early_imports.start_imports([], None).join()
+    assert imported == ["omnistage.hf"]
+    assert gc.isenabled()
