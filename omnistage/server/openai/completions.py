@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from fastapi import Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
@@ -35,18 +35,22 @@ router = api_router()
 _MAX_PROMPTS = 64
 
 
-def _check_prompts(value: object) -> object:
-    """Refuse a list before pydantic visits the items. Token ids are bounded by the values that a body may have."""
-    if not isinstance(value, list):
+_Prompt = str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+
+
+def _parse_prompt(value: object) -> _Prompt:
+    """By the types of a list's items: pydantic would try every kind of prompt on every one of many thousand items."""
+    if isinstance(value, str):
         return value
-    kinds = set(map(type, value))
-    if kinds != {int} and len(value) > _MAX_PROMPTS:
-        raise LimitExceededError(f"{len(value)} prompts exceed the limit of {_MAX_PROMPTS}", param="prompt")
-    if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
-        return value
-    if kinds not in ({int}, {str}, set()):
-        raise ValueError("must be a text, token ids, or a list of either")
-    return value
+    if isinstance(value, list | tuple):
+        kinds = set(map(type, value))
+        if kinds != {int} and len(value) > _MAX_PROMPTS:
+            raise LimitExceededError(f"{len(value)} prompts exceed the limit of {_MAX_PROMPTS}", param="prompt")
+        if kinds <= {list, tuple} and all(set(map(type, ids)) <= {int} for ids in value):
+            return tuple(map(tuple, value))
+        if kinds in ({int}, {str}):
+            return tuple(value)
+    raise ValueError("must be a text, token ids, or a list of either")
 
 
 class CompletionRequest(SamplingFields):
@@ -55,9 +59,7 @@ class CompletionRequest(SamplingFields):
     not_exposed: ClassVar[frozenset[str]] = SamplingFields.not_exposed | {"structured"}
     derived: ClassVar[frozenset[str]] = frozenset()
 
-    prompt: Annotated[
-        str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...], BeforeValidator(_check_prompts)
-    ]
+    prompt: Annotated[_Prompt, PlainValidator(_parse_prompt), WithJsonSchema(TypeAdapter(_Prompt).json_schema())]
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
