@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from omnistage.core.errors import OmniError, StageError
+from omnistage.core.errors import InternalError, OmniError, StageError
 
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
@@ -47,6 +47,14 @@ def log_defect(where: str, error: BaseException) -> None:
     raise_interrupt(error)
     frames = "".join(traceback.format_tb(error.__traceback__))
     _log.error("%s failed with %s\n%s", where, type(error).__name__, frames)
+
+
+def internal_error(what: str, error: BaseException) -> InternalError:
+    """Log an unexpected error; what a request is told of it, which is its kind alone."""
+    log_defect(what, error)
+    failure = InternalError(f"{what} failed with {type(error).__name__}")
+    failure.__cause__ = error
+    return failure
 
 
 def raise_interrupt(error: BaseException) -> None:

@@ -26,14 +26,13 @@ from omnistage.core.errors import (
     ShutdownError,
     StageError,
 )
-from omnistage.core.failures import log_defect
+from omnistage.core.failures import internal_error
 from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
 from omnistage.pipeline.deadlines import DeadlineTimer
-from omnistage.pipeline.ending import emit_final
 from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import loop_threads, sharing
@@ -41,7 +40,7 @@ from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.planning import RequestPlanner, check_parts
 from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun
-from omnistage.pipeline.routing import call_bridge, check_length, internal_error
+from omnistage.pipeline.routing import call_bridge, check_length
 from omnistage.pipeline.supervision import Rebuild, Supervisor
 
 _RECENT_FINISHES = 64
@@ -225,10 +224,9 @@ class Orchestrator:
         except OmniError as error:
             self._end(run, FinishReason.ERROR, error)
         except BaseException as error:
-            log_defect(f"routing a chunk of stage {chunk.stage!r}", error)
             self._end(run, FinishReason.ERROR, internal_error(f"routing a chunk of stage {chunk.stage!r}", error))
         if run.final_due:  # it ended while this thread was in its sink
-            emit_final(run)
+            run.emit_final()
 
     def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
         pending = deque([chunk])
@@ -347,7 +345,7 @@ class Orchestrator:
                     self._history.popitem(last=False)
                 self._room.notify_all()
         finally:
-            emit_final(run)
+            run.emit_final()
         return True
 
     # ------------------------------------------------------------------------------------------ inspection

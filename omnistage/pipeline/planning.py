@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
-from omnistage.core.failures import log_defect
+from omnistage.core.failures import internal_error
 from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
@@ -15,7 +15,6 @@ from omnistage.core.stage import Stage
 from omnistage.core.types import StageInput
 from omnistage.pipeline.commands import answers
 from omnistage.pipeline.request import OmniRequest, RequestPlan, Route, spread
-from omnistage.pipeline.routing import internal_error
 
 
 class RequestPlanner:
@@ -83,7 +82,6 @@ def _checking() -> Iterator[None]:
     except OmniError:
         raise
     except BaseException as error:  # the boundary to a stage's code
-        log_defect("checking a request", error)
         raise internal_error("checking the request", error) from error
 
 

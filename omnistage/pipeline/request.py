@@ -11,6 +11,7 @@ from functools import reduce
 from typing import Self
 
 from omnistage.core.errors import BridgeError, OmniError
+from omnistage.core.failures import internal_error, log_defect
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import (
@@ -38,7 +39,7 @@ from omnistage.core.types import (
 )
 from omnistage.media.budget import MediaHold
 from omnistage.pipeline.output import OutputAssembler, Sink
-from omnistage.pipeline.outputs import StageTrace, Trace, Usage
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, StageTrace, Trace, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +320,32 @@ class RequestRun:
             cached_tokens=self.cached_tokens,
             prompt_media=self.prompt_media,
         )
+
+    def emit_final(self) -> None:
+        """Give the sink of a request that is over its last item, once.
+
+        Where another thread is in the sink, that one does it when it comes out: nobody waits for a consumer, least of
+        all the thread that ends requests at their deadlines.
+        """
+        while self.final_due and self.emit_lock.acquire(blocking=False):
+            try:
+                if self.final_due:
+                    self.final_due = False
+                    self.sink(self._final_item())
+            except BaseException as failure:
+                # The boundary of a consumer: it is gone or broken, and its request is over anyway.
+                log_defect("the consumer of a request's last item", failure)
+            finally:
+                self.emit_lock.release()
+
+    def _final_item(self) -> OutputChunk:
+        try:
+            return self.output.final(self.reason or FinishReason.ERROR, self.error, self.usage(), self.trace)
+        except BaseException as failure:
+            # Every request must end: one whose output cannot be put together ends without it.
+            output = OmniRequestOutput(self.info.request_id, finish_reason=FinishReason.ERROR, trace=self.trace)
+            output.error = self.error or internal_error("assembling the output", failure)
+            return OutputChunk(self.info.request_id, Modality.TEXT, final=output)
 
     def trace_now(self) -> Trace:
         """A copy of the trace, which the stages no longer change."""

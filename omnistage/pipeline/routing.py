@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnistage.core.errors import BridgeError, InternalError, OmniError, PromptTooLongError
+from omnistage.core.errors import BridgeError, OmniError, PromptTooLongError
 from omnistage.core.failures import log_defect
 from omnistage.core.family import Bridge
 from omnistage.core.types import StageChunk, StageFeed, StagePayloadIn
@@ -35,9 +35,3 @@ def call_bridge(
 def check_length(payload: StagePayloadIn, limit: int | None) -> None:
     if limit is not None and (tokens := count_tokens(payload)) > limit:
         raise PromptTooLongError(f"has {tokens} tokens, over the limit of {limit}; shorten it", param="prompt")
-
-
-def internal_error(what: str, error: BaseException) -> InternalError:
-    failure = InternalError(f"{what} failed with {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from omnistage.omni import AsyncOmni
-from tests.server.harness import Held, Running, until
+from tests.server.harness import Held, Running, raw, until
 
 LONG: dict[str, Any] = {"model": "lm", "ignore_eos": True}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -117,3 +118,14 @@ def test_every_answer_of_a_model_names_its_request(server: Running) -> None:
         drawn = client.images.generate(model="draw", prompt="a", size="64x64", extra_body={"steps": 1})
         assert drawn._request_id is not None
         assert httpx.get(f"{server.url}/v1/requests/{drawn._request_id}").status_code == 200
+
+
+@pytest.mark.parametrize("length", [100, 1_000_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/videos"])
+def test_a_client_that_leaves_in_its_body_is_no_defect(
+    server: Running, audit: list[dict[str, Any]], caplog: pytest.LogCaptureFixture, path: str, length: int
+) -> None:
+    raw(server, b'{"model":', f"Content-Length: {length}\r\n", path).close()
+    until(lambda: len(audit) == 1, "the end of the request")
+    assert audit[0]["ended"] == "disconnected"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
-from starlette.requests import ClientDisconnect
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.server.http.body_limits import BODY_HOLD
@@ -63,20 +62,15 @@ class BodyRequest(Request):
         """Raises `LimitExceededError` for too much JSON before all of it is there."""
         if hasattr(self, "_body"):
             return self._body
-        if self._model is not None and not self._is_short():
+        length = self.headers.get("content-length", "")
+        is_short = len(length) <= MAX_SMALL_DIGITS and length.isdecimal()
+        if self._model is not None and not is_short:
             body = PartialBody(self.app.state.json_limits)
-            try:
-                async for chunk in self.stream():
-                    if body.add(chunk):
-                        await run_json(body.check, small=False, owner=self._owner())
-            except ClientDisconnect:
-                raise InvalidRequestError("the body is incomplete; send it again") from None
+            async for chunk in self.stream():
+                if body.add(chunk):
+                    await run_json(body.check, small=False, owner=self._owner())
             self._body = body.join()  # where Starlette keeps it
         return await super().body()
-
-    def _is_short(self) -> bool:
-        length = self.headers.get("content-length", "")
-        return len(length) <= MAX_SMALL_DIGITS and length.isdecimal()
 
     def _owner(self) -> str | None:
         holder: Holder | None = self.scope["state"].get("holder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -11,12 +12,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from typing_extensions import TypedDict
 
+from omnistage.core.memory import host_memory, resident_memory
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.sse import event, stream_response
-from omnistage.server.observe.memory import memory_usage
 from omnistage.server.observe.status import find_trace, read_stats, unknown_request
 from omnistage.server.service import Service
 
@@ -90,6 +91,16 @@ async def stats(request: Request) -> Stats:
     return Stats(
         object="stats",
         models=await read_stats(lambda: {name: asdict(omni.stats()) for name, omni in models.items()}),
-        memory=asdict(memory_usage()),
+        memory=_memory(),
         limits={"max_body_bytes": request.app.state.max_body_bytes},
     )
+
+
+def _memory() -> dict[str, int | None]:
+    """Of this process, of the machine or the container, and of the current CUDA device, used by all processes."""
+    torch = sys.modules.get("torch")
+    used = total = None
+    if torch is not None and torch.cuda.is_initialized():  # the query must not initialise CUDA
+        free, total = torch.cuda.mem_get_info()
+        used = total - free
+    return {"process": resident_memory(), "host": host_memory(), "device": used, "device_total": total}
