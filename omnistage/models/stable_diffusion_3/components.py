@@ -99,6 +99,7 @@ class Denoiser(DiffusersDenoiser):
             if "mask" in condition.shared:
                 context = {"picture": picture, "noise": gaussian, "mask": condition.shared["mask"].to(self.device)}
         else:
+            scheduler.set_begin_index(0)  # else its first step waits for the device to find the timestep's index
             cell = self.pipe.vae_scale_factor
             shape = (1, self.pipe.transformer.config.in_channels, condition.height // cell, condition.width // cell)
             latents = noise(shape, generator, self.device, condition.positive["embeds"].dtype)
