@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -127,3 +128,39 @@ def test_the_error_codes_on_the_pages_exist() -> None:
     assert rows
     for name, code in rows:
         assert getattr(errors, name).code == code
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+
+def bounds() -> dict[str, float | None]:
+    """Every bound of the configuration and of `omnistage serve`, by its key, with its default."""
+    from omnistage.cli.serve import AccessOptions, MediaOptions, ServiceOptions
+    from omnistage.config.schema import DeploymentConfig, LimitsConfig
+    from omnistage.media.limits import MediaLimits
+
+    found: dict[str, float | None] = {}
+    models = {"deployment": DeploymentConfig, "limits": LimitsConfig, "limits.media": MediaLimits}
+    for path, model in models.items():
+        found |= {f"{path}.{name}": field.default for name, field in model.model_fields.items()}
+    for options in (ServiceOptions, AccessOptions, MediaOptions):
+        for field in dataclasses.fields(options):
+            found["--" + field.name.replace("_", "-")] = field.default
+    return {key: value for key, value in found.items() if re.search(r"\bmax[_-]|[_-]max[_-]|[_-]seconds$", key)}
+
+
+def test_the_table_of_limits_has_every_key_with_its_default() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    section = page[page.index("\n## Limits") : page.index("\n## What it does not")]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    found = bounds()
+    assert len(found) > 25
+    for key, default in found.items():
+        row = next((row for row in rows if f"`{key}`" in row[1]), None)
+        assert row is not None, f"{key} is not in the table of limits in docs/security.md"
+        if default is not None:
+            units = f"{default / 1e6:,.3g} MP", f"{default / 2**20:,.0f} MiB", f"{default / 2**30:,.0f} GiB"
+            spellings = "|".join(map(re.escape, (f"{default:,.0f}", *units)))
+            assert re.search(rf"(?<![\d,.])({spellings})\b", row[2]), (
+                f"{key}: its default {default} is not in {row[2]!r}"
+            )
