@@ -161,6 +161,4 @@ def test_the_table_of_limits_has_every_key_with_its_default() -> None:
         if default is not None:
             units = f"{default / 1e6:,.3g} MP", f"{default / 2**20:,.0f} MiB", f"{default / 2**30:,.0f} GiB"
             spellings = "|".join(map(re.escape, (f"{default:,.0f}", *units)))
-            assert re.search(rf"(?<![\d,.])({spellings})\b", row[2]), (
-                f"{key}: {default} is not in {row[2]!r}"
-            )
+            assert re.search(rf"(?<![\d,.])({spellings})\b", row[2]), f"{key}: {default} is not in {row[2]!r}"
