@@ -26,6 +26,7 @@ from omnistage.engines.diffusion.graphs import StepGraphs, captured_rows, graph_
 from omnistage.engines.diffusion.stage import DenoiseStage
 from omnistage.engines.graphs import Function
 from omnistage.engines.peak_memory import META
+from omnistage.models._diffusers.base import DiffusersDenoiser
 from omnistage.models._diffusers.verify import load_components
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, resolve
@@ -164,6 +165,16 @@ def test_a_start_prepares_for_the_sizes_that_are_configured_or_for_the_default(
     assert warm_sizes(flux, DiffusionBudget(), DiffusionParams(width=512, height=256)) == [(512, 256, 1)]
     configured = DiffusionBudget(warm_sizes=("256x256", "512x512", "4096x4096"), max_batch_tokens=2000)
     assert warm_sizes(flux, configured, DiffusionParams(width=64)) == [(512, 512, 1), (256, 256, 1)]
+
+
+def test_a_family_that_names_no_shapes_starts_unprepared(
+    checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denoiser, rows = rows_of(checkpoint_of("stable_diffusion_3"))
+    monkeypatch.setattr(type(denoiser), "text_shapes", DiffusersDenoiser.text_shapes)
+    started = DenoiseStage("denoise", denoiser, DiffusionBudget(warm_sizes=("64x64",)))
+    started.warm_up()
+    assert len(started._runner._forward(rows[:2])) == 2
 
 
 @pytest.mark.parametrize("family", ["stable_diffusion_3", "z_image"])

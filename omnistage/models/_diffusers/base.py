@@ -182,11 +182,13 @@ class DiffusersDenoiser(Denoiser):
         return cls(pipe, context.device, context.dtype)
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of a prompt's tensors, as the encoder gives them at its usual length."""
-        raise InternalError(f"{type(self).__name__} has no text_shapes")
+        """The shapes of a prompt's tensors, as the encoder gives them at its usual length; none: unknown."""
+        return {}
 
-    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition:
+    def planned_condition(self, width: int, height: int, num_frames: int) -> Condition | None:
         tensors = {n: torch.zeros(s, dtype=self.dtype, device=self.device) for n, s in self.text_shapes().items()}
+        if not tensors:
+            return None
         return Condition(tensors, None, self.planned_shared(width, height, num_frames), width, height, num_frames)
 
     def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
