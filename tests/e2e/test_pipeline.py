@@ -301,8 +301,8 @@ def test_each_stage_reads_its_own_weights_only_and_each_once(
     rows: list[int] = []
     stock_tensors, stock_rows = Checkpoint.tensors, Checkpoint.rows
 
-    def tensors(self: Checkpoint, prefix: str = "") -> dict[str, torch.Tensor]:
-        found = stock_tensors(self, prefix)
+    def tensors(self: Checkpoint, prefix: str = "", *given: Any) -> dict[str, torch.Tensor]:
+        found = stock_tensors(self, prefix, *given)
         read.setdefault(prefix, []).extend(found)
         return found
 
