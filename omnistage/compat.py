@@ -49,3 +49,15 @@ def prepare_torchvision(*, required: bool = True) -> None:
                 schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 _library.define(schema)  # type: ignore[no-untyped-call]
             importlib.import_module("torchvision")
+
+
+def import_without(package: str, module: str) -> None:
+    """Import `module` as if `package` were not installed; nothing where that is not, or is imported already."""
+    with _lock:
+        if package in sys.modules or importlib.util.find_spec(package) is None:
+            return
+        sys.modules[package] = None  # type: ignore[assignment]  # what Python takes for "there is none"
+        try:
+            importlib.import_module(module)
+        finally:
+            del sys.modules[package]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from omnistage.compat import prepare_torchvision
+from omnistage.compat import import_without, prepare_torchvision
 
 prepare_torchvision(required=False)
 
 import transformers  # noqa: E402  (importing almost anything of it imports torchvision where that is installed)
+
+# Older versions (5.17) import scikit-learn, which takes a second, for a way of assisted generation nobody uses here.
+import_without("sklearn", "transformers.generation.candidate_generator")
 
 __all__ = ["transformers"]

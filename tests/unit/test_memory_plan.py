@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from omnistage.cli import app
-from omnistage.config import OmniEngineArgs, ResolvedConfig, resolve
+from omnistage.config import ARStageConfig, OmniEngineArgs, ResolvedConfig, resolve
 from omnistage.core.errors import CapacityError
 from omnistage.core.family import LoadContext
 from omnistage.core.stage_memory import GIB, StageMemory
+from omnistage.engines.ar import memory as ar_memory
 from omnistage.engines.ar.memory import ARNeeds
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.models.causal_lm import component
@@ -66,6 +68,29 @@ def test_shared_weights_count_once() -> None:
     second.weight = first.weight
     assert weight_bytes([first, second, first]) == 8 * 8 * 4
     gc.collect()
+
+
+def test_a_step_is_planned_from_two_layers_of_each_kind_and_takes_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = REGISTRY.family("causal_lm").tiny
+    assert tiny is not None
+    tiny(tmp_path, seed=0)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 9}))
+    resolved = resolve(OmniEngineArgs(model=str(tmp_path), device="cpu"), registry=REGISTRY)
+    stage = resolved.config.pipeline.stages["thinker"]
+    assert isinstance(stage, ARStageConfig)
+    planned = component.load(LoadContext(resolved.model, "thinker", stage, META, torch.float32))
+    runs: list[int] = []
+    for layer in planned.decoder.layers:
+        layer.register_forward_hook(lambda *_: runs.append(1))
+    few = ar_memory.ar_needs(planned, stage.budget, cuda=True)
+    assert len(runs) == 2 * 2  # a step with the most tokens, and the largest captured one
+    assert len(planned.decoder.layers) == 9
+    monkeypatch.setattr(ar_memory, "_few_layers", nullcontext)
+    assert ar_memory.ar_needs(planned, stage.budget, cuda=True) == few
+    assert len(runs) == 2 * 2 + 2 * 9
 
 
 def test_headers_give_the_sizes_of_weights(tmp_path: Path) -> None:
