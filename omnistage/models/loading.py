@@ -198,11 +198,16 @@ def load_model(
     )
     check_complete(cls.__name__, info)
     loaded: Model = freeze(model)
-    loaded.to(device)
+    return on_device(loaded, device)
+
+
+def on_device(model: Model, device: torch.device) -> Model:
+    """The model there, with all of its weights."""
+    model.to(device)
     if device.type == "cuda":  # pragma: no cover  (needs CUDA)
         # The last weights may still be on their way; stages compute on streams that do not wait for this one.
         torch.cuda.current_stream(device).synchronize()
-    return loaded
+    return model
 
 
 def check_quantisation(config: PreTrainedConfig) -> bool:

@@ -23,6 +23,7 @@ from omnistage.core.stage_memory import GIB, StageMemory
 from omnistage.engines.ar import memory as ar_memory
 from omnistage.engines.ar.memory import ARNeeds
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.models import loading, stored
 from omnistage.models.causal_lm import component
 from omnistage.models.loading import straight_to
 from omnistage.models.registry import REGISTRY
@@ -280,8 +281,13 @@ def test_weights_go_straight_to_their_device_and_are_the_same(
     stage = resolved.config.pipeline.stages["thinker"]
     context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
     plain = component.load(context).model.state_dict()
-    monkeypatch.setattr(component, "straight_to", lambda device: {"device_map": {"": device}})
+    for module in (component, loading):
+        monkeypatch.setattr(module, "straight_to", lambda device: {"device_map": {"": device}})
+    reads: list[object] = []
+    read = stored._read
+    monkeypatch.setattr(stored, "_read", lambda source: reads.append(source) or read(source))
     straight = component.load(context).model.state_dict()
+    assert len(reads) >= len({tensor.data_ptr() for tensor in plain.values()}) - 1
     assert plain.keys() == straight.keys()
     assert all(torch.equal(straight[name], tensor) for name, tensor in plain.items())
 

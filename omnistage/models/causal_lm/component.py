@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from omnistage.models.loading import (
     end_token_ids,
     kv_shape,
     max_sequence_length,
+    on_device,
     positive,
     read_auto_config,
     read_generation_config,
+    read_weights,
     straight_to,
 )
 
@@ -156,24 +158,26 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
     generation = read_generation_config(folder)
-    _check_room(folder)
+    options: dict[str, Any] = {
+        "dtype": context.dtype,
+        "ignore_mismatched_sizes": True,  # so that we can name them
+        "output_loading_info": True,
+        **straight_to(context.device),
+    }
+    skeleton = _checked_skeleton(folder)
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=context.dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # so that we can name them
-            output_loading_info=True,
-            **straight_to(context.device),
-        )
+        if straight_to(context.device) and not check_quantisation(skeleton.config):
+            tensors = read_weights(context)
+            model, info = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=tensors, **options)
+        else:
+            options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     check_complete(type(model).__name__, info)
     if generation is not None:
         model.generation_config = generation
-    return adapter(model.to(context.device), load_tokenizer(folder))
+    return adapter(on_device(model, context.device), load_tokenizer(folder))
 
 
 def _skeleton(context: LoadContext) -> PreTrainedModel:
@@ -186,8 +190,8 @@ def _skeleton(context: LoadContext) -> PreTrainedModel:
     return model.to(context.dtype)
 
 
-def _check_room(folder: Path) -> None:
-    """Find a config out that asks for far more than the weights, before `transformers` makes room for it."""
+def _checked_skeleton(folder: Path) -> PreTrainedModel:
+    """The model without weights; a config that asks for far more than there are is found out here."""
     config, checkpoint = read_auto_config(folder), Checkpoint(folder)
     kv_shape(config.get_text_config())
     check_repeats(config.to_dict(), len(list(checkpoint.names())))
@@ -196,3 +200,4 @@ def _check_room(folder: Path) -> None:
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_size(skeleton, checkpoint.num_elements() * share)
+    return skeleton
