@@ -10,7 +10,7 @@ from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
 from omnistage.core.failures import internal_error
 from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
-from omnistage.core.params import StageParams
+from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import StageInput
 from omnistage.pipeline.commands import answers
@@ -40,7 +40,8 @@ class RequestPlanner:
         for name in route.stages:
             if name != route.lead and answers(params[name]) > 1:
                 raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")
-        return RequestPlan(request, route, params, count)
+        pictures = [each.n for name in route.stages if isinstance(each := params[name], DiffusionParams)]
+        return RequestPlan(request, route, params, count, max(count, *pictures) if pictures else count)
 
     def check(self, plan: RequestPlan) -> None:
         """Ask the stages. Raises what they say; what else one raises is its defect."""

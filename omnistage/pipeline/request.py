@@ -111,14 +111,10 @@ class RequestPlan:
     request: OmniRequest
     route: Route
     params: Mapping[str, StageParams]
-    answers: int = 1
+    answers: int
     """Completions of the lead stage."""
-
-    @property
-    def places(self) -> int:
-        """What it counts in `max_inflight`: its completions, or its pictures where they are more."""
-        drawings = (self.params[name] for name in self.route.stages)
-        return max(self.answers, *(each.n for each in drawings if isinstance(each, DiffusionParams)), 1)
+    places: int
+    """What it counts in `max_inflight`: its completions, or its pictures where they are more."""
 
 
 def spread(params: Mapping[str, StageParams], types: Mapping[str, type[StageParams]]) -> dict[str, StageParams]:

@@ -182,7 +182,7 @@ class Supervisor:
         with self._changed:
             attempts.count += 1  # until it has run for long
             attempts.running_since = self._clock()
-            attempts.steps = _steps(self._loops[name])
+            attempts.steps = sum(self._loops[name].step_seconds().counts)
             health.rebuilds += 1
         self._on_replaced(name, stage)
         _log.warning("stage %s has been rebuilt", name)
@@ -225,8 +225,8 @@ class Supervisor:
     def _limit(self, loop: WatchedLoop) -> float:
         if self._max_step_seconds is None:
             return float("inf")
-        warm = _steps(loop) - self._attempts[loop.health.name].steps >= WARM_UP_STEPS
-        return self._max_step_seconds * (1 if warm else WARM_UP_FACTOR)
+        steps = sum(loop.step_seconds().counts) - self._attempts[loop.health.name].steps
+        return self._max_step_seconds * (1 if steps >= WARM_UP_STEPS else WARM_UP_FACTOR)
 
     def _note(self, loop: WatchedLoop, overdue: float | None) -> None:
         health = loop.health
@@ -250,10 +250,6 @@ class Supervisor:
             self._reported[name] = started
             _log.error("stage %s has been in one step for %.0f s\n%s", name, seconds, _stacks(name, loop.thread))
         return seconds
-
-
-def _steps(loop: WatchedLoop) -> int:
-    return sum(loop.step_seconds().counts)
 
 
 @contextmanager
