@@ -9,6 +9,7 @@ Writes the checkpoint if the folder is not there, starts the service as a user w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import signal
@@ -18,6 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,21 @@ def ready_after(service: subprocess.Popen[bytes], limit: float) -> float:
     raise SystemExit("the service is not ready")
 
 
+@contextlib.contextmanager
+def profiled(pid: int, path: Path | None) -> Iterator[None]:
+    """Who holds the interpreter meanwhile: stacks in py-spy's raw format, where py-spy is installed and asked for."""
+    if path is None:
+        yield
+        return
+    command = ["py-spy", "record", "--gil", "--rate", "250", "--duration", "600", "--format", "raw"]
+    profiler = subprocess.Popen([*command, "--pid", str(pid), "--output", str(path)], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        profiler.send_signal(signal.SIGINT)
+        profiler.wait(30)
+
+
 def bench(name: str, *options: str) -> dict[str, Any]:
     """One run of `omnistage bench serve`; its report."""
     with tempfile.TemporaryDirectory() as out:
@@ -81,6 +98,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="passed to serve")
     parser.add_argument("--listeners", type=int, nargs="*", default=[1, 8, 24])
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--profile", type=Path, default=None, help="a folder for py-spy's stacks of each load")
+    parser.add_argument("--ready-limit", type=float, default=150.0, help="seconds after which starting is given up")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     if not (options.folder / "config.json").exists():
@@ -93,25 +112,27 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as log:
         service = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            figures["ready_seconds"] = ready_after(service, 110)
+            figures["ready_seconds"] = ready_after(service, options.ready_limit)
             print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
             text = ("--prompt-tokens", "128", "--max-tokens", "128")
             for count in options.streams:
                 for temperature in ("0", "1"):
                     name = f"text_{count}_temperature_{temperature}"
                     many = ("--concurrency", str(count), "--requests", str(4 * count), "--warmup", "2")
-                    figures[name] = bench(name, *text, *many, "--temperature", temperature)
+                    with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
+                        figures[name] = bench(name, *text, *many, "--temperature", temperature)
             for count in options.listeners:
                 name = f"speech_{count}"
                 many = ("--concurrency", str(count), "--requests", str(2 * count), "--warmup", "1")
-                figures[name] = bench(name, "--mix", "speech", *text, *many)
+                with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
+                    figures[name] = bench(name, "--mix", "speech", *text, *many)
         finally:
             service.send_signal(signal.SIGTERM)
             try:
                 service.wait(60)
             except subprocess.TimeoutExpired:
                 service.kill()
-            print(Path(log.name).read_text(encoding="utf-8", errors="replace")[-3000:], flush=True)
+            print(Path(log.name).read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
