@@ -64,12 +64,12 @@ def ready_after(service: subprocess.Popen[bytes], limit: float) -> float:
 
 
 @contextlib.contextmanager
-def profiled(pid: int, path: Path | None) -> Iterator[None]:
-    """Who holds the interpreter meanwhile: stacks in py-spy's raw format, where py-spy is installed and asked for."""
+def profiled(pid: int, path: Path | None, *, gil: bool = True) -> Iterator[None]:
+    """Who holds the interpreter meanwhile (or runs at all): stacks in py-spy's raw format, where they are asked for."""
     if path is None:
         yield
         return
-    command = ["py-spy", "record", "--gil", "--rate", "250", "--duration", "600", "--format", "raw"]
+    command = ["py-spy", "record", *(["--gil"] if gil else []), "--rate", "250", "--duration", "600", "--format", "raw"]
     profiler = subprocess.Popen([*command, "--pid", str(pid), "--output", str(path)], stdout=subprocess.DEVNULL)
     try:
         yield
@@ -112,7 +112,8 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as log:
         service = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            figures["ready_seconds"] = ready_after(service, options.ready_limit)
+            with profiled(service.pid, options.profile and options.profile / "start.txt", gil=False):
+                figures["ready_seconds"] = ready_after(service, options.ready_limit)
             print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
             text = ("--prompt-tokens", "128", "--max-tokens", "128")
             for count in options.streams:
