@@ -69,7 +69,7 @@ def profiled(pid: int, path: Path | None, *, gil: bool = True) -> Iterator[None]
     if path is None:
         yield
         return
-    command = ["py-spy", "record", *(["--gil"] if gil else []), "--rate", "250", "--duration", "600", "--format", "raw"]
+    command = ["py-spy", "record", *(["--gil"] if gil else []), "--nonblocking", "--rate", "100", "--duration", "600", "--format", "raw"]
     profiler = subprocess.Popen([*command, "--pid", str(pid), "--output", str(path)], stdout=subprocess.DEVNULL)
     try:
         yield
