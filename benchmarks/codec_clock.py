@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=float, default=0.040, help="seconds from the request to its first code")
     parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
-    parser.add_argument("--max-chunk", type=int, default=16)
+    parser.add_argument("--max-chunk", type=int, default=8)
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=1, help="runs with other random numbers")
     parser.add_argument("--cold", action="store_true", help="the scheduler has not learned any cost before")

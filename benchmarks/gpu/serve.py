@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import signal
 import subprocess
@@ -69,13 +70,18 @@ def profiled(pid: int, path: Path | None, *, gil: bool = True) -> Iterator[None]
     if path is None:
         yield
         return
-    command = ["py-spy", "record", *(["--gil"] if gil else []), "--nonblocking", "--rate", "100", "--duration", "600", "--format", "raw"]
+    command = ["py-spy", "record", "--nonblocking", "--rate", "100", "--duration", "600", "--format", "raw"]
+    command += ["--gil"] if gil else []
     profiler = subprocess.Popen([*command, "--pid", str(pid), "--output", str(path)], stdout=subprocess.DEVNULL)
     try:
         yield
     finally:
         profiler.send_signal(signal.SIGINT)
         profiler.wait(30)
+
+
+def load(count: int, waves: int, seed: str) -> tuple[str, ...]:
+    return "--concurrency", str(count), "--requests", str(waves * count), "--warmup", "2", "--seed", seed
 
 
 def bench(name: str, *options: str) -> dict[str, Any]:
@@ -116,17 +122,21 @@ def main() -> None:
                 figures["ready_seconds"] = ready_after(service, options.ready_limit)
             print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
             text = ("--prompt-tokens", "128", "--max-tokens", "128")
+            seeds = map(str, itertools.count())  # each load has prompts of its own, which nobody has cached
             for count in options.streams:
                 for temperature in ("0", "1"):
                     name = f"text_{count}_temperature_{temperature}"
-                    many = ("--concurrency", str(count), "--requests", str(4 * count), "--warmup", "2")
+                    many = load(count, 4, next(seeds))
                     with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
                         figures[name] = bench(name, *text, *many, "--temperature", temperature)
             for count in options.listeners:
                 name = f"speech_{count}"
-                many = ("--concurrency", str(count), "--requests", str(2 * count), "--warmup", "1")
+                many = load(count, 2, next(seeds))
                 with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
                     figures[name] = bench(name, "--mix", "speech", *text, *many)
+            with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
+                metrics = answer.read().decode().splitlines()
+            print("\n".join(line for line in metrics if "step_seconds" in line and "#" not in line), flush=True)
         finally:
             service.send_signal(signal.SIGTERM)
             try:

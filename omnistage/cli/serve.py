@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from omnistage.server.observe.tracing import Tracing
     from omnistage.server.service import Service
 
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 """After which a thread that needs the interpreter gets it from another. While a long request is prepared, Python's 5 ms
 are waited for several times a token."""
 

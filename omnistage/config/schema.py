@@ -189,7 +189,9 @@ class CodecBudget(ConfigModel):
     )
     max_running: Count = Field(default=64, description="Requests held at once.")
     first_chunk_blocks: Count = Field(default=1, description="Blocks in the first chunk: small means early audio.")
-    max_chunk_blocks: Count = Field(default=16, description="Chunks double up to this many blocks.")
+    max_chunk_blocks: Count = Field(
+        default=8, description="Each chunk is as long as all before it, up to this many blocks."
+    )
     lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
     max_hold_seconds: float = Field(
         default=0.8,

@@ -19,6 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as _Pool
 
+from omnistage.engines.streams import CODEC_PRIORITY
+
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -71,6 +73,7 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool, stream: torch.cuda.Stream) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
+        self._last = inputs
         self._graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
@@ -86,8 +89,10 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
         current.wait_stream(stream)
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for static, tensor in zip(self._inputs, inputs, strict=True):
-            static.copy_(tensor, non_blocking=True)
+        for static, tensor, last in zip(self._inputs, inputs, self._last, strict=True):
+            if tensor is not last:
+                static.copy_(tensor, non_blocking=True)
+        self._last = inputs
         self._graph.replay()
         return self._output
 
@@ -101,13 +106,15 @@ class GraphCache:
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
-        """Where all of them are captured: the allocator gives memory of one stream to no other."""
+        """Where all of them are captured: the allocator gives memory of one stream to no other. Kernels keep the
+        priority of the stream that they were captured on."""
         self.captures = 0
 
     def __call__(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`function(*inputs)`. The answers may be buffers that the next call overwrites.
 
-        Calls with an equal key must have the same function and shapes. A failed capture turns graphs off for good.
+        Calls with an equal key must have the same function and shapes. A tensor that was the last such call's input is
+        not read again: it must not have changed. A failed capture turns graphs off for good.
         """
         if not self.enabled or inputs[0].device.type != "cuda":
             return function(*inputs)
@@ -120,7 +127,7 @@ class GraphCache:
         if graph is None:
             if self._pool is None or self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(priority=CODEC_PRIORITY)  # type: ignore[no-untyped-call]
             try:
                 graph = _Graph(function, inputs, self._pool, self._stream)
             except RuntimeError as error:

@@ -8,6 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
+# The nearer to a listener or reader, the sooner: what upstream made early is late here. The lower number goes first.
+PRIORITY = -1
+FED_PRIORITY = -2
+"""Of a language model that another one feeds while both run."""
+CODEC_PRIORITY = -3
+
 
 class DeviceStream:
     """A CUDA stream of a stage's own where its device is CUDA; nothing more than inference mode elsewhere."""

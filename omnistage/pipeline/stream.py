@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestPlan
+
+_SECONDS_A_READER = 0.00015
+"""Readers are woken again after so long for each of the last ones: where there are many, a write has several tokens,
+and the threads of the stages get their share of the interpreter."""
+
+
+class _Readers:
+    """Wakes the readers of one event loop from other threads, all that have something to read at one go."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._call = loop.call_soon_threadsafe
+        self._later = loop.call_later
+        self._time = loop.time
+        self._ready: deque[asyncio.Event] = deque()
+        self._called = False
+        self._not_before = 0.0
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Set the event soon. Each call into the loop is a write to a socket, so that one stands for many events."""
+        self._ready.append(event)
+        if not self._called:
+            self._called = True
+            self._call(self._begin)
+
+    def _begin(self) -> None:
+        if (wait := self._not_before - self._time()) > 0:
+            self._later(wait, self._wake_all)
+        else:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._called = False  # first: who comes from here on calls again
+        woken = 0
+        while self._ready:
+            self._ready.popleft().set()
+            woken += 1
+        self._not_before = self._time() + woken * _SECONDS_A_READER
+
+
+_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers] = WeakKeyDictionary()
 
 
 class OutputStream(AsyncIterator[OutputChunk]):
@@ -20,8 +62,10 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self._ready = asyncio.Event()
         self._done = False
         # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
-        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._ready.set)
-        self._buffer = OutputBuffer(limit, wake)
+        loop = asyncio.get_running_loop()
+        if (readers := _readers.get(loop)) is None:
+            readers = _readers[loop] = _Readers(loop)
+        self._buffer = OutputBuffer(limit, partial(readers.wake, self._ready))
         self._orchestrator = orchestrator
         self._run = orchestrator.start(plan, self._buffer.put)
         self.trace = self._run.trace

@@ -74,8 +74,8 @@ def sizes(codes: int, feed: int, *, end_late: bool = False) -> list[int]:
     return emits
 
 
-def test_chunks_double_up_to_the_largest() -> None:
-    assert sizes(60, 60) == [3, 6, 12, 12, 12, 12, 3]
+def test_each_chunk_is_as_long_as_all_before_it_up_to_the_largest() -> None:
+    assert sizes(60, 60) == [3, 3, 6, 12, 12, 12, 12]
 
 
 @pytest.mark.parametrize("codes", [*range(1, 40), 60])
@@ -138,7 +138,7 @@ def test_a_window_that_reaches_the_end_emits_its_lookahead_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "emits"), [(5, [5]), (6, [3, 3]), (11, [3, 8]), (12, [3, 6, 3]), (24, [3, 6, 12, 3])]
+    ("codes", "emits"), [(5, [5]), (6, [3, 3]), (11, [3, 3, 5]), (12, [3, 3, 6]), (24, [3, 3, 6, 12])]
 )
 def test_the_last_window_takes_what_is_less_than_a_chunk_and_its_lookahead(codes: int, emits: list[int]) -> None:
     scheduler = CodecScheduler(LAYOUT, Limits())
@@ -187,7 +187,8 @@ def test_lower_priority_values_go_first_then_the_oldest() -> None:
 
 def playing(dry_in: dict[str, float], *, fixed: float = 0.05, block: float = 0.01) -> CodecScheduler:
     """Requests whose players run dry after so many seconds, each with a window of 3 blocks at hand."""
-    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), Limits(), clock=lambda: 0.0)
+    limits = Limits(first_chunk_blocks=2)
+    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), limits, clock=lambda: 0.0)
     for name in dry_in:
         scheduler.add(name, None)
         scheduler.extend(name, range(15), final=False)
@@ -213,8 +214,8 @@ def test_a_window_joins_a_batch_unless_that_makes_a_player_run_dry() -> None:
 def test_a_batch_leaves_time_for_a_player_whose_codes_are_still_to_come() -> None:
     dry_in = {"now": 0.3, "then": 0.5, "starved": 0.4}
     for starved, batch in ((False, ["now", "starved"]), (True, ["now"])):
-        # A window takes 0.05 s and 0.03 s for each of its 3 blocks; "starved" must begin at 0.26 s.
-        scheduler = playing(dry_in, fixed=0.05, block=0.03)
+        # A window takes 0.05 s and 0.024 s for each of its 5 blocks; "starved" must begin at 0.28 s.
+        scheduler = playing(dry_in, fixed=0.05, block=0.024)
         if starved:
             scheduler._requests["starved"].codes = scheduler._requests["starved"].codes[:9]
         assert list(emitted(run(scheduler))) == batch
@@ -224,7 +225,7 @@ def test_a_new_listener_comes_before_players_with_much_to_play_and_after_others(
     for dry_in, first in ((3.0, "new"), (0.1, "old")):
         scheduler = playing({"old": dry_in}, block=1.0)
         scheduler.add("new", None)
-        scheduler.extend("new", range(6), final=False)
+        scheduler.extend("new", range(9), final=False)
         assert list(emitted(run(scheduler))) == [first]
 
 
@@ -233,13 +234,13 @@ def test_first_sound_waits_until_the_next_window_is_expected_in_time() -> None:
     limits = Limits(max_hold_seconds=2.0)
     scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), limits, clock=lambda: now)
     for blocks in (2, 20):
-        scheduler.costs.observe(blocks, 0.1 * blocks)
+        scheduler.costs.observe(blocks, 0.2 * blocks)
     for name in "ab":
         scheduler.add(name, None)
         scheduler.extend(name, range(30), final=False)
     output = scheduler.schedule()
     scheduler.update(output, (), {"a": 0.5, "b": 0.5})
-    assert scheduler.release() == []  # two windows of 3 blocks take 0.6 s
+    assert scheduler.release() == []  # two windows of 2 blocks take 0.8 s
     scheduler.remove("b")
     assert scheduler.release() == ["a"]
     assert scheduler.playing("a")

@@ -300,8 +300,15 @@ class Runner:
     # --------------------------------------------------------------------------------------------- pieces
 
     def _is_decode(self, item: ScheduledSequence) -> bool:
-        """A generated token that the next one is sampled from: what a captured step does."""
-        return item.sample and item.count == 1 and item.start >= self._rows[item.key].prompt_length
+        """One token that the next one is sampled from, as a captured step takes it."""
+        rows = self._rows[item.key]
+        if not item.sample or item.count != 1:
+            return False
+        if item.start >= rows.prompt_length:
+            return True
+        # The last token of a prompt that was cached up to there, if there is nothing special about it.
+        plain = rows.embeds is None and not len(rows.media_index) and not rows.payload.streaming
+        return plain and (rows.positions is not None or not rows.payload.position_delta)
 
     def _encode_media(self, rows: SequenceRows) -> torch.Tensor:
         parts = []

@@ -41,6 +41,7 @@ from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceS
 from omnistage.engines.ar.text import TextStream
 from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compiling
 from omnistage.engines.stage import BatchedStage
+from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
 MAX_LOGPROBS = 2**19
 """Log probabilities of one request, over all tokens of all answers: 25,000 tokens with the 20 most likely ones each."""
@@ -71,7 +72,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     payload_type = ARInput
 
     def __init__(self, name: str, component: ARComponent, budget: ARBudget) -> None:
-        super().__init__(name, component.device, stream_priority=-1)
+        priority = FED_PRIORITY if component.spec.side_input else PRIORITY
+        super().__init__(name, component.device, stream_priority=priority)
         self.component = component
         self._budget = budget
         max_length = max_length_of(component, budget)

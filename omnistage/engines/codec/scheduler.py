@@ -84,7 +84,7 @@ class _Request:
 class CodecScheduler:
     """Picks one batch of windows at a time: what is due first, and with it what delays nobody.
 
-    Chunks double from window to window: the first is small for early sound, later ones spread the cost of look-ahead
+    Each chunk is as long as all before it: the first is small for early sound, later ones spread the cost of look-ahead
     over more of it. A player is due when it runs dry, a new listener soon after its first code. Lower priorities go
     first, and waiting makes up for priority.
     """
@@ -218,15 +218,13 @@ class CodecScheduler:
 
     def chunk_blocks(self, index: int) -> int:
         """Blocks of an utterance's window of this number, unless it is the last."""
-        first = self._limits.first_chunk_blocks
-        if index == 0:
-            return max(first, self._layout.first_blocks)
-        return min(first << min(index, 32), self._limits.max_chunk_blocks)
+        first = max(self._limits.first_chunk_blocks, self._layout.first_blocks)
+        return first if index == 0 else min(first << min(index - 1, 32), self._limits.max_chunk_blocks)
 
     def chunk_sizes(self) -> list[int]:
         """Blocks of the windows of an utterance until they grow no more."""
         sizes = [self.chunk_blocks(0)]
-        while sizes[-1] < self._limits.max_chunk_blocks:  # the first may be as large as the second
+        while len(sizes) < 2 or sizes[-1] < self._limits.max_chunk_blocks:
             sizes.append(self.chunk_blocks(len(sizes)))
         return sizes
 

@@ -75,6 +75,8 @@ class BlockBatch:
         counts = [-(-len(window.codes) // block_codes) for window in windows]
         self._starts = [sum(counts[:i]) for i in range(len(counts))]
         self._left = [window.left for window in windows if window.left is not None]
+        self._stacked: Kept = {}
+        """What was kept, of all windows together."""
         self._keepers = [i for i, window in enumerate(windows) if window.emit_blocks]
         blocks = sum(counts)
         size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._left))
@@ -108,10 +110,13 @@ class BlockBatch:
 
     def left(self, guided: bool, evaluation: int, empty: Tensor) -> Tensor:
         """The kept rows for one evaluation; `empty` is `[look-back layers, g, 0, frames, hidden]`."""
-        rows = [kept[guided][evaluation] for kept in self._left]
-        stacked = torch.stack(rows, dim=2) if rows else empty
-        missing = self.size.windows - stacked.shape[2]
-        return functional.pad(stacked, (0, 0, 0, 0, 0, missing)).flatten(1, 2)
+        if guided not in self._stacked:
+            rows = [kept[guided] for kept in self._left]
+            stacked = torch.stack(rows, dim=3) if rows else empty[None]
+            missing = self.size.windows - stacked.shape[3]
+            self._stacked[guided] = functional.pad(stacked, (0, 0, 0, 0, 0, missing)).flatten(2, 3)
+        stacked = self._stacked[guided]
+        return stacked[evaluation] if self._left else stacked[0]
 
     def solutions(self, mel: Tensor, seen: dict[bool, list[Tensor]]) -> list[Solution]:
         """Each window's share of the state at the end and of the rows that were kept in every evaluation."""

@@ -27,6 +27,7 @@ from omnistage.engines.codec.component import CodecComponent, CodecLayout, Windo
 from omnistage.engines.codec.flow import SOLVERS, integrate, time_grid
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.engines.streams import CODEC_PRIORITY
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
 from omnistage.models.qwen2_5_omni.dit import (
     SpeakerRows,
@@ -162,7 +163,7 @@ class Token2Wav(CodecComponent):
         self._nothing_kept = torch.empty(shape, device=self.device, dtype=self._dtype)
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":  # pragma: no cover  (needs CUDA)
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device, priority=CODEC_PRIORITY)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the voices were encoded there
 
     @property
@@ -248,7 +249,7 @@ class Token2Wav(CodecComponent):
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """The component's device and its own stream; the language models' have a higher priority."""
+        """The component's device and its own stream, before those of the language models."""
         if self._stream is None:
             yield
             return
@@ -359,7 +360,12 @@ class Token2Wav(CodecComponent):
             if plan.sent > streams[i].sent:
                 # The end of an utterance has any length: a graph for each would be captured to be used once.
                 by_length[len(plan.mel), windows[i].last].append(i)
-        for (_, last), members in by_length.items():
+        # No more at once than graphs were captured for: capturing one takes longer than running two.
+        most = WARM_BATCHES[-1]
+        groups = [
+            (last, equal[i : i + most]) for (_, last), equal in by_length.items() for i in range(0, len(equal), most)
+        ]
+        for last, members in groups:
             wave = self._vocode(torch.stack([plans[i].mel for i in members]), graphed=not last).float().cpu()
             for i, samples in zip(members, wave, strict=True):
                 first = streams[i].total - len(streams[i].mel)  # the frame with which plan.mel begins

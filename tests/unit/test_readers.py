@@ -1,0 +1,93 @@
+"""How the readers of output streams are woken: all at one go, and where they are many, not for every token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from omnistage.pipeline import stream
+from omnistage.pipeline.stream import _Readers
+
+
+class Loop:
+    """What `_Readers` needs of an event loop, run by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[Callable[[], None]] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon_threadsafe(self, function: Callable[[], None]) -> None:
+        self.calls.append(function)
+
+    def call_later(self, delay: float, function: Callable[[], None]) -> None:
+        self.later.append((delay, function))
+
+    def run(self) -> None:
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
+
+
+def make() -> tuple[Loop, _Readers]:
+    loop = Loop()
+    return loop, _Readers(loop)  # type: ignore[arg-type]
+
+
+def test_many_readers_cost_one_call_into_the_loop() -> None:
+    loop, readers = make()
+    events = [asyncio.Event() for _ in range(64)]
+    for event in events:
+        readers.wake(event)
+    assert len(loop.calls) == 1
+    loop.run()
+    assert all(event.is_set() for event in events)
+    readers.wake(asyncio.Event())
+    assert len(loop.calls) == 1
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_readers_are_woken_again_after_their_share_of_time(count: int) -> None:
+    loop, readers = make()
+    for _ in range(count):
+        readers.wake(asyncio.Event())
+    loop.run()
+    again = asyncio.Event()
+    readers.wake(again)
+    loop.run()
+    assert not again.is_set()
+    ((delay, wake_all),) = loop.later
+    assert delay == pytest.approx(count * stream._SECONDS_A_READER)
+    readers.wake(other := asyncio.Event())
+    assert not loop.calls
+    loop.now += delay
+    wake_all()
+    assert again.is_set()
+    assert other.is_set()
+    loop.now += 1.0
+    readers.wake(late := asyncio.Event())
+    loop.run()
+    assert late.is_set()
+
+
+def test_no_wake_is_lost_between_threads() -> None:
+    async def run() -> None:
+        readers = _Readers(asyncio.get_running_loop())
+        events = [asyncio.Event() for _ in range(2000)]
+        threads = [
+            threading.Thread(target=lambda part: [readers.wake(e) for e in part], args=(events[i::4],))
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), timeout=30)
+        for thread in threads:
+            thread.join()
+
+    asyncio.run(run())
