@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.05
 MAX_FAILED_STEPS = 5
 """Steps in a row that may raise before the stage is given up: one request at fault ends its step, not the stage."""
+_turn = threading.local()
+"""`outgoing` of a thread whose loop delivers what a step gave: commands for other loops, sent when all is delivered."""
 _RECENT_REQUESTS = 1024
 """Ids kept to tell a late chunk of a request that has ended from one that belongs to nobody."""
 
@@ -106,8 +108,16 @@ class StageLoop(Generic[Owner]):
             self.changed.notify_all()
 
     def feed(self, request_id: str, feed: StageFeed, owner: Owner) -> None:
+        """What one turn of another loop feeds comes together, at its end: its receivers run in one batch."""
+        command = Feed(owner, request_id, feed)
+        if (outgoing := getattr(_turn, "outgoing", None)) is not None:
+            outgoing.setdefault(self, []).append(command)
+        else:
+            self._post([command])
+
+    def _post(self, commands: Sequence[Command[Owner]]) -> None:
         with self.changed:
-            self._inbox.append(Feed(owner, request_id, feed))
+            self._inbox.extend(commands)
             self.changed.notify_all()
 
     def abort(self, request_id: str, owner: Owner) -> None:
@@ -201,8 +211,7 @@ class StageLoop(Generic[Owner]):
                 chunks = self.stage.step()
                 if not self.stage.only_waited:
                     self._step_timer.add(time.perf_counter() - start)
-                for chunk in chunks:
-                    self._deliver(chunk)
+                self._deliver_all(chunks)
                 self._failed_steps = 0
                 busy = True
         except BaseException as error:
@@ -273,6 +282,17 @@ class StageLoop(Generic[Owner]):
             self._fail(command.owner, request_id, self._stage_error(call, error))
             if loses_device(error):
                 self.give_up(error)
+
+    def _deliver_all(self, chunks: Iterable[StageChunk]) -> None:
+        outgoing: dict[StageLoop[Owner], list[Command[Owner]]] = {}
+        _turn.outgoing = outgoing
+        try:
+            for chunk in chunks:
+                self._deliver(chunk)
+        finally:
+            _turn.outgoing = None
+            for loop, commands in outgoing.items():
+                loop._post(commands)
 
     def _deliver(self, chunk: StageChunk) -> None:
         """Hand a chunk over. Raises if the stage is at fault and it cannot be known which request is concerned."""

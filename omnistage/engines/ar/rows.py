@@ -13,6 +13,8 @@ from omnistage.core.types import ARInput
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
+_MAX_BORROWED = 64
+"""Side rows that are left in the upstream's memory."""
 UNREAD = -1
 """In place of a token id: the device is sampling it, or has sampled it and nobody has read it."""
 
@@ -32,9 +34,10 @@ class SequenceRows:
     media_index: np.ndarray
     """Prompt indices filled by media, ascending; `media_rows` is in this order once encoded."""
     media_rows: torch.Tensor | None = None
-    side: torch.Tensor | None = None
-    side_count: int = 0
+    side: list[torch.Tensor] = field(default_factory=list)
     side_final: bool = False
+    _owned: int = 0
+    """Side rows that are copies of its own."""
     emitted: int = 0
     sampled_row: int = 0
     """Where its unread token stands among those that the last step samples."""
@@ -105,28 +108,27 @@ class SequenceRows:
 
     # ------------------------------------------------------------------------------------------ side rows
 
-    def feed(self, rows: torch.Tensor, *, final: bool, device: torch.device, dtype: torch.dtype) -> None:
-        """Append side rows; they are copied, so that the upstream's memory is free again."""
-        count = len(rows)
-        if self.side is None:
-            capacity = max(64, count)
-            self.side = torch.empty(capacity, rows.shape[1], device=device, dtype=dtype)
-        if self.side_count + count > len(self.side):
-            capacity = max(2 * len(self.side), self.side_count + count)
-            buffer = torch.empty(capacity, self.side.shape[1], device=device, dtype=dtype)
-            buffer[: self.side_count] = self.side[: self.side_count]
-            self.side = buffer
-        self.side[self.side_count : self.side_count + count] = rows.to(device=device, dtype=dtype)
-        self.side_count += count
+    def feed(self, rows: torch.Tensor, *, final: bool) -> None:
+        """Append side rows. They are views of the upstream's memory until `own_side_rows`."""
+        self.side.extend(rows.unbind(0))
         self.side_final = self.side_final or final
+
+    @property
+    def borrows_much(self) -> bool:
+        """Whether it is time for `own_side_rows`."""
+        return len(self.side) - self._owned >= _MAX_BORROWED
+
+    def own_side_rows(self) -> None:
+        """Copy the side rows that came last, so that the upstream's memory is free again: a row's tensor is shared by
+        all requests of a step."""
+        self.side[self._owned :] = torch.stack(self.side[self._owned :]).unbind(0)
+        self._owned = len(self.side)
 
     def side_row(self, index: int) -> torch.Tensor:
         """The row for the generated token at sequence index `index`."""
         step = index - self.prompt_length
-        if step >= self.side_count:
-            if not self.side_final or self.side_count == 0:
+        if step >= len(self.side):
+            if not self.side_final or not self.side:
                 raise InternalError(f"sequence {self.key!r} was scheduled past its side rows")
-            step = self.side_count - 1
-        if self.side is None:
-            raise InternalError(f"sequence {self.key!r} has no side rows")
+            step = -1
         return self.side[step]

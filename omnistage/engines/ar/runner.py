@@ -124,23 +124,27 @@ class Runner:
             rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
             if payload.side_rows is not None and len(payload.side_rows):
                 self._stream.share(payload.side_rows)
-                rows.feed(payload.side_rows, final=False, device=device, dtype=dtype)
+                rows.feed(payload.side_rows.to(device, dtype), final=False)
             if payload.embeds is not None:
                 self._stream.share(payload.embeds)
             self._rows[key] = rows
 
     def feed(self, key: str, side: SideRows) -> int:
         """Append side rows, the component's final ones after the last; how many came."""
-        rows = self._rows[key]
+        rows, new = self._rows[key], side.rows
         device, dtype = self.component.device, self.component.dtype
-        with self._stream.use():
-            self._stream.share(side.rows)
-            new = side.rows
-            if side.final:
-                tail = self.component.final_side_rows()
-                new = torch.cat((new.to(tail), tail)) if len(new) else tail
-            rows.feed(new, final=side.final, device=device, dtype=dtype)
+        self._stream.share(new)
+        if new.device == device and new.dtype == dtype and not (side.final or rows.borrows_much):
+            rows.feed(new, final=False)  # most of the time: nothing is computed
             return len(new)
+        with self._stream.use():
+            new = new.to(device, dtype)
+            if side.final:
+                new = torch.cat((new, self.component.final_side_rows()))
+            rows.feed(new, final=side.final)
+            if rows.borrows_much:
+                rows.own_side_rows()
+        return len(new)
 
     def remove(self, key: str) -> None:
         self._rows.pop(key, None)
