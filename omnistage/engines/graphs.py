@@ -19,8 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as _Pool
 
-from omnistage.engines.streams import CODEC_PRIORITY
-
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -71,9 +69,16 @@ def bucket(count: int, parts: int = 1) -> int:
 class _Graph:  # pragma: no cover  (needs a CUDA device)
     """One captured call with its static inputs and output."""
 
-    def __init__(self, function: Function, inputs: tuple[Tensor, ...], pool: _Pool, stream: torch.cuda.Stream) -> None:
-        self._inputs = tuple(tensor.clone() for tensor in inputs)
-        self._last = inputs
+    def __init__(
+        self,
+        function: Function,
+        inputs: tuple[Tensor, ...],
+        constants: tuple[Tensor, ...],
+        pool: _Pool,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in (*inputs, *constants))
+        self._constants = constants
         self._graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
@@ -88,11 +93,13 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
                 self._graph.capture_end()
         current.wait_stream(stream)
 
-    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for static, tensor, last in zip(self._inputs, inputs, self._last, strict=True):
+    def __call__(self, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for static, tensor in zip(self._inputs, inputs, strict=False):
+            static.copy_(tensor, non_blocking=True)
+        known, self._constants = self._constants, constants
+        for static, tensor, last in zip(self._inputs[len(inputs) :], constants, known, strict=True):
             if tensor is not last:
                 static.copy_(tensor, non_blocking=True)
-        self._last = inputs
         self._graph.replay()
         return self._output
 
@@ -100,9 +107,10 @@ class _Graph:  # pragma: no cover  (needs a CUDA device)
 class GraphCache:
     """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream."""
 
-    def __init__(self, *, enabled: bool, capacity: int = 96) -> None:
+    def __init__(self, *, enabled: bool, capacity: int = 96, priority: int = 0) -> None:
         self.enabled = enabled
         self.capacity = capacity
+        self._priority = priority
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -110,31 +118,33 @@ class GraphCache:
         priority of the stream that they were captured on."""
         self.captures = 0
 
-    def __call__(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function(*inputs)`. The answers may be buffers that the next call overwrites.
+    def __call__(
+        self, key: Hashable, function: Function, *inputs: Tensor, constants: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...]:
+        """`function(*inputs, *constants)`. The answers may be buffers that the next call overwrites.
 
-        Calls with an equal key must have the same function and shapes. A tensor that was the last such call's input is
-        not read again: it must not have changed. A failed capture turns graphs off for good.
+        Calls with an equal key must have the same function and shapes. One of the `constants` that the last such call
+        had in this place is not read again: it must not have changed. A failed capture turns graphs off for good.
         """
         if not self.enabled or inputs[0].device.type != "cuda":
-            return function(*inputs)
-        return self._replay(key, function, inputs)  # pragma: no cover  (needs a CUDA device)
+            return function(*inputs, *constants)
+        return self._replay(key, function, inputs, constants)  # pragma: no cover  (needs a CUDA device)
 
     def _replay(
-        self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]
+        self, key: Hashable, function: Function, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:  # pragma: no cover  (needs a CUDA device)
         graph = self._graphs.get(key)
         if graph is None:
             if self._pool is None or self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream(priority=CODEC_PRIORITY)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
             try:
-                graph = _Graph(function, inputs, self._pool, self._stream)
+                graph = _Graph(function, inputs, constants, self._pool, self._stream)
             except RuntimeError as error:
                 self.clear()
                 self.enabled = False
                 logger.warning("CUDA graph capture failed, running without graphs from here on: %s", error)
-                return function(*inputs)
+                return function(*inputs, *constants)
             self.captures += 1
             self._graphs[key] = graph
             if len(self._graphs) > self.capacity:
@@ -142,7 +152,7 @@ class GraphCache:
                 torch.cuda.current_stream().synchronize()
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return graph(inputs)
+        return graph(inputs, constants)
 
     def clear(self) -> None:
         """Give the graphs' memory back."""

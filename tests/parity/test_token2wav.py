@@ -354,9 +354,14 @@ def test_the_warm_up_captures_what_requests_run(model: Qwen2_5OmniToken2WavModel
     component = Token2Wav(model, voices(), early_vocoder=True)
     keys: set[object] = set()
 
-    def note(key: object, function: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> object:
+    def note(
+        key: object,
+        function: Callable[..., tuple[torch.Tensor, ...]],
+        *inputs: torch.Tensor,
+        constants: tuple[torch.Tensor, ...] = (),
+    ) -> object:
         keys.add(key)
-        return function(*inputs)
+        return function(*inputs, *constants)
 
     with mock.patch.object(component, "_graphs", mock.Mock(side_effect=note, enabled=True)):
         limits = budget(chunk=2, max_batch=4, max_batch_blocks=12)

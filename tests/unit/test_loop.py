@@ -13,6 +13,7 @@ from omnistage.core.errors import InvalidRequestError, ShutdownError, StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk, StageInput, TokenChunk
+from omnistage.pipeline.commands import Feed
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread
@@ -374,3 +375,33 @@ def test_a_stage_that_cannot_say_how_long_to_wait_goes_on_serving() -> None:
     rig.loop.stop()
     assert rig.loop.join(30)
     assert rig.finishes("a") == [FinishReason.STOP]
+
+
+def test_what_one_turn_feeds_to_another_loop_arrives_together() -> None:
+    """Else the receiver would run part of its batch, again and again."""
+    source, target = Rig(), Rig()
+    waiting: list[int] = []
+
+    def route(owner: object, chunk: StageChunk) -> None:
+        target.loop.feed(chunk.request_id, SideRows(_Rows(1)), owner)  # type: ignore[arg-type]
+        waiting.append(len(target.loop._inbox))
+
+    source.loop._emit = route
+    for name in "abc":
+        source.submit(name)
+    source.loop.run_pending()
+    fed = [command.request_id for command in target.loop._inbox if isinstance(command, Feed)]
+    assert sorted(set(fed)) == ["a", "b", "c"]
+    assert set(waiting) == {0}
+    target.loop.feed("d", SideRows(_Rows(1)), "d")  # type: ignore[arg-type]
+    assert len(target.loop._inbox) == len(fed) + 1
+
+
+def test_what_was_fed_before_a_chunk_that_breaks_its_stage_still_arrives() -> None:
+    source, target = Rig(), Rig()
+    source.loop._emit = lambda owner, chunk: target.loop.feed(chunk.request_id, SideRows(_Rows(1)), owner)  # type: ignore[arg-type]
+    source.submit("a")
+    step = source.stage.step
+    source.stage.step = lambda: [*step(), "no chunk"]  # type: ignore[list-item,method-assign]
+    source.loop.run_pending()
+    assert "a" in {command.request_id for command in target.loop._inbox if isinstance(command, Feed)}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from omnistage.engines.graphs import bucket
+from omnistage.engines.streams import upload
 
 Kept = dict[bool, Tensor]
 """`[evaluations, look-back layers, g, frames, hidden]` of one block, by whether these evaluations ask for guidance;
@@ -81,10 +83,11 @@ class BlockBatch:
         blocks = sum(counts)
         size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._left))
         self.size = size
-        before, after = list(range(size.blocks)), list(range(size.blocks))
-        valid = torch.ones(size.blocks, frames, dtype=torch.bool)
-        codes = torch.zeros(size.blocks, block_codes, dtype=torch.long)
-        self.noise = windows[0].noise.new_zeros(size.blocks, frames, windows[0].noise.shape[1])
+        # In numpy: calls into torch give the interpreter away, and other stages' threads want it.
+        before, after = np.arange(size.blocks), np.arange(size.blocks)
+        valid = np.ones((size.blocks, frames), dtype=np.bool_)
+        codes = np.zeros((size.blocks, block_codes), dtype=np.int64)
+        noise = np.zeros((size.blocks, frames, windows[0].noise.shape[1]), dtype=np.float32)
         seen = 0
         for window, start, count in zip(windows, self._starts, counts, strict=True):
             before[start + 1 : start + count] = range(start, start + count - 1)
@@ -93,9 +96,9 @@ class BlockBatch:
                 before[start] = size.blocks + seen
                 seen += 1
             length = len(window.codes)
-            codes[start : start + count].view(-1)[:length] = torch.tensor(window.codes)
-            self.noise[start : start + count].flatten(0, 1)[: length * repeats] = window.noise
-            valid[start : start + count].view(-1)[length * repeats :] = False
+            codes[start : start + count].reshape(-1)[:length] = window.codes
+            noise[start : start + count].reshape(count * frames, -1)[: length * repeats] = window.noise.numpy()
+            valid[start : start + count].reshape(-1)[length * repeats :] = False
         self._device = device
         self._repeats = repeats
         owners = [i for i, count in enumerate(counts) for _ in range(count)]
@@ -104,9 +107,10 @@ class BlockBatch:
         self.reference = torch.cat([windows[i].reference for i in owners])
         keep = [self._starts[i] + windows[i].emit_blocks - 1 for i in self._keepers]
         keep += [0] * (size.windows - len(keep)) if padded else []
-        self.codes = codes.to(device)
-        self.neighbours = (torch.tensor(before, device=device), torch.tensor(after, device=device), valid.to(device))
-        self.keep = torch.tensor(keep, dtype=torch.long, device=device)
+        self.noise = torch.from_numpy(noise)
+        self.codes = upload(codes, device)
+        self.neighbours = (upload(before, device), upload(after, device), upload(valid, device))
+        self.keep = upload(np.array(keep, dtype=np.int64), device)
 
     def left(self, guided: bool, evaluation: int, empty: Tensor) -> Tensor:
         """The kept rows for one evaluation; `empty` is `[look-back layers, g, 0, frames, hidden]`."""
@@ -122,10 +126,12 @@ class BlockBatch:
         """Each window's share of the state at the end and of the rows that were kept in every evaluation."""
         kept: dict[int, Kept] = {i: {} for i in self._keepers}
         for guided, evaluations in seen.items():
-            for place, i in enumerate(self._keepers):
-                parts = [rows[:, place :: len(self.keep)] for rows in evaluations]
-                if parts:
-                    kept[i][guided] = torch.stack(parts)
+            if evaluations and self._keepers:
+                together, count = torch.stack(evaluations), len(self.keep)
+                together = together.view(*together.shape[:2], together.shape[2] // count, count, *together.shape[3:])
+                evaluations.clear()
+                for place, i in enumerate(self._keepers):
+                    kept[i][guided] = together[:, :, :, place].clone()
         result = []
         for i, (window, start) in enumerate(zip(self._windows, self._starts, strict=True)):
             frames = len(window.codes) * self._repeats

@@ -141,7 +141,7 @@ class Token2Wav(CodecComponent):
         self._quality = quality
         # TF32 is a way of CUDA's; half precision works anywhere, if seldom faster.
         self._precision: Precision = "float32" if precision == "tf32" and self.device.type != "cuda" else precision
-        self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda")
+        self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda", priority=CODEC_PRIORITY)
         self._default_voice = default_voice or first_voice(speakers)
         self._voices = self._encode_voices(dit, speakers)
         if self._default_voice not in self._voices:
@@ -270,8 +270,9 @@ class Token2Wav(CodecComponent):
         if self._half is None:
             return self._solve(streams, windows, half=False)
         solutions = self._solve(streams, windows, half=True)
-        finite = torch.stack([solution.mel.isfinite().all() for solution in solutions]).tolist()
-        bad = [i for i, is_finite in enumerate(finite) if not is_finite]
+        sums = torch.cat([solution.mel for solution in solutions]).sum(dim=1).cpu().numpy()
+        ends = np.cumsum([len(solution.mel) for solution in solutions])
+        bad = [i for i, part in enumerate(np.split(sums, ends[:-1])) if not np.isfinite(part).all()]
         if bad:
             again = self._solve([streams[i] for i in bad], [windows[i] for i in bad], half=False)
             for i, solution in zip(bad, again, strict=True):
@@ -287,16 +288,20 @@ class Token2Wav(CodecComponent):
         scale = torch.full((1,), params.guidance_scale, device=self.device, dtype=self._dtype)
         if params.guidance_scale < _NO_GUIDANCE:
             scale = scale[:0]  # an empty tensor asks for no guidance, which is another graph
+        unguided = scale[:0]
         function = self._velocity_half if half else self._velocity
         seen: dict[bool, list[Tensor]] = {True: [], False: []}
 
         def field(x: Tensor, t: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-            asked = scale if guided else scale[:0]
+            asked = scale if guided else unguided
             left = batch.left(guided, len(seen[guided]), self._nothing_kept[:, : 1 + len(asked)])
-            condition = (batch.codes, batch.cond, batch.reference, asked)
-            inputs = (x, self._modulation(t.item()), *condition, *batch.neighbours, batch.keep, left)
-            key = ("dit", batch.size, len(asked), half)
-            plain, guidance, kept = self._graphs(key, function, *inputs) if graphed else function(*inputs)
+            constants = (batch.codes, batch.cond, batch.reference, asked, *batch.neighbours, batch.keep)
+            inputs = (x, self._modulation(t.item()), left)
+            if graphed:
+                key = ("dit", batch.size, len(asked), half)
+                plain, guidance, kept = self._graphs(key, function, *inputs, constants=constants)
+            else:
+                plain, guidance, kept = function(*inputs, *constants)
             seen[guided].append(kept.clone())
             return plain, guidance if len(guidance) else None
 
@@ -326,12 +331,13 @@ class Token2Wav(CodecComponent):
             emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
         )
 
-    def _velocity(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return velocity(self._dit, *inputs, fused=self._fused)
+    def _velocity(self, x: Tensor, times: Tensor, left: Tensor, *constants: Tensor) -> tuple[Tensor, ...]:
+        return velocity(self._dit, x, times, *constants, left, fused=self._fused)
 
-    def _velocity_half(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _velocity_half(self, x: Tensor, times: Tensor, left: Tensor, *constants: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
-            return tuple(tensor.float() for tensor in velocity(self._half, *inputs, fused=self._fused_half))
+            found = velocity(self._half, x, times, *constants, left, fused=self._fused_half)
+            return tuple(tensor.float() for tensor in found)
 
     def _sample_noise(self, generator: torch.Generator, frames: int) -> Tensor:
         """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""
