@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,13 @@ def _import(folders: list[str], device: str | None) -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        for module in _modules(folders, device):
-            import_module(module)
+        import_module("omnistage.hf")
+        for kind in _model_types(folders):
+            if find_spec(f"transformers.models.{kind}") is not None:
+                import_module(f"transformers.models.{kind}.modeling_{kind}")
+        if _compiles(folders, device):
+            import_module("omnistage.engines.compiling").start_compile_workers()
+            import_module("torch._inductor.compile_fx")
     except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
         return
     finally:
@@ -38,15 +43,16 @@ def _import(folders: list[str], device: str | None) -> None:
             gc.enable()
 
 
-def _modules(folders: list[str], device: str | None) -> Iterator[str]:
-    yield "omnistage.hf"
-    for kind in _model_types(folders):
-        if find_spec(f"transformers.models.{kind}") is not None:
-            yield f"transformers.models.{kind}.modeling_{kind}"
+def _compiles(folders: list[str], device: str | None) -> bool:
+    """Whether a model is likely to be compiled: a large one, on a GPU."""
     import torch
 
-    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-        yield "torch._inductor.compile_fx"
+    from omnistage.engines.compiling import MIN_BYTES
+
+    if not torch.cuda.is_available() or not (device is None or device.startswith("cuda")):
+        return False
+    files = (file for folder in folders for file in Path(folder).glob("**/*.safetensors"))
+    return sum(file.stat().st_size for file in files) >= MIN_BYTES
 
 
 def _model_types(folders: list[str]) -> list[str]:

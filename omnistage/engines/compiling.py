@@ -15,14 +15,14 @@ MIN_SIZE = 2
 """Captured batches of one are padded to it: one token is compiled for itself, which would double a start's time."""
 _VARIANTS = 64
 """Compiled variants that may lie side by side: all layers, of all stages, are compiled under one code object."""
-_MIN_BYTES = 1 << 29
+MIN_BYTES = 1 << 29
 """Weights of a network from which on compiled steps are worth a start that is some seconds longer."""
 
 
 def worth_compiling(networks: Iterable[nn.Module]) -> bool:
     """Whether networks are compiled where nobody says: large ones on CUDA."""
     weights = [weight for network in networks for weight in network.parameters()]
-    return all(weight.is_cuda for weight in weights) and sum(weight.nbytes for weight in weights) >= _MIN_BYTES
+    return all(weight.is_cuda for weight in weights) and sum(weight.nbytes for weight in weights) >= MIN_BYTES
 
 
 def distinct_sizes() -> AbstractContextManager[object]:
@@ -35,6 +35,21 @@ def distinct_sizes() -> AbstractContextManager[object]:
     return patched
 
 
+def keep_compiled_code() -> None:
+    """Have compiled code kept in the user's cache, unless the environment says where."""
+    # torch's own default is in /tmp, which does not outlive a machine's or a container's start.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels. They take seconds; until then kernels are compiled one by one."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    keep_compiled_code()  # they take the environment with them
+    maybe_warm_pool()
+
+
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
     """Compile each layer when it first runs: once for all of the same shapes, for any number of tokens.
 
@@ -43,9 +58,7 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") ->
     torch gives up on a code object after 8 variants by default and runs it uncompiled. A thinker and a talker together
     have more: other widths, one token or many.
     """
-    # torch's own default is in /tmp, which does not outlive a machine's or a container's start.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    keep_compiled_code()
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     for layer in layers:
