@@ -13,9 +13,10 @@ from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestPlan
 
-_SECONDS_A_READER = 0.00015
+_SECONDS_A_READER = 0.00025
+_MAX_PAUSE_SECONDS = 0.02
 """Readers are woken again after so long for each of the last ones: where there are many, a write has several tokens,
-and the threads of the stages get their share of the interpreter."""
+and the threads of the stages get their share of the interpreter. Nobody sees pauses that are this short."""
 
 
 class _Readers:
@@ -48,7 +49,7 @@ class _Readers:
         while self._ready:
             self._ready.popleft().set()
             woken += 1
-        self._not_before = self._time() + woken * _SECONDS_A_READER
+        self._not_before = self._time() + min(woken * _SECONDS_A_READER, _MAX_PAUSE_SECONDS)
 
 
 _readers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers] = WeakKeyDictionary()
