@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -158,6 +159,15 @@ def test_what_is_not_there_is_said_in_the_same_form(server: Running, method: str
 
 
 # ------------------------------------------------------------------------------------------------- 503, 401, 422
+
+
+def test_a_service_that_loads_says_what_it_is_doing(service: Service) -> None:
+    service.loading = True
+    with serving(service) as server:
+        assert httpx.get(f"{server.url}/ready", timeout=20).json() == {"status": "loading"}
+        service.report_loading("chat", "thinker: compiling", 0.6)
+        step = httpx.get(f"{server.url}/ready", timeout=20).json()["step"]
+    assert re.fullmatch(r"chat: thinker: compiling, 60% after \d+ s", step)
 
 
 @pytest.mark.parametrize("state", ["loading", "draining"])
