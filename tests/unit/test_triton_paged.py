@@ -27,8 +27,9 @@ PACKAGE = "omnistage.engines.ar.attention"
 @functools.cache
 def kernels() -> ModuleType:
     """The modules by their paths: they need torch and triton alone, and the package around them needs more."""
-    if f"{PACKAGE}.triton_kernels" not in sys.modules:
-        load(f"{PACKAGE}.triton_kernels", FOLDER / "triton_kernels.py")
+    for name in ("triton_kernels", "triton_decode"):
+        if f"{PACKAGE}.{name}" not in sys.modules:
+            load(f"{PACKAGE}.{name}", FOLDER / f"{name}.py")
     return load("triton_paged_under_test", FOLDER / "triton_paged.py")
 
 
@@ -62,11 +63,13 @@ class Case:
 
 @dataclass
 class Result:
-    """`error` is relative to the largest value; `alone` and `clean` say what the tests below are named after."""
+    """`error` is relative to the largest value; the others say what the tests below are named after."""
 
     error: float
     alone: bool
     clean: bool
+    fused: bool
+    looped: bool
 
 
 def random_case(seed: int) -> Case:
@@ -129,6 +132,7 @@ COMPILED = [
     for dtype in (("bfloat16",) if case.name.startswith("random") else ("float32", "float16", "bfloat16"))
     if case.name != "float16"
 ]
+COMPILED_VARIANTS = ("decode many splits", "decode with padding", "decode window over splits", "mixed", "head dim 80")
 TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 
 
@@ -168,7 +172,7 @@ class Batch:
         self.block_tables = tables.to(device)
         self.scale = case.head_dim**-0.5
 
-    def attend(self) -> torch.Tensor:
+    def attend(self, **options: object) -> torch.Tensor:
         triton_paged = kernels()
         case = self.case
         triton_paged.paged_attention(
@@ -183,8 +187,24 @@ class Batch:
             max_query_len=case.max_query_len or max(case.q_lens),
             max_seq_len=case.max_seq_len or max(case.seq_lens),
             sliding_window=case.window,
+            **options,
         )
         return self.out
+
+    def attend_writing(self) -> tuple[torch.Tensor, bool]:
+        """The result with this step's keys and values handed over; whether caches and counters end as they should."""
+        full = self.caches.clone()
+        slots = torch.full(self.query.shape[:1], -1)
+        for i, count in enumerate(self.case.q_lens):
+            if self.case.seq_lens[i]:
+                slots[self.rows(i)] = torch.tensor(self.slots[i][len(self.slots[i]) - count :], dtype=torch.int64)
+        slots = slots.to(self.query.device)
+        new = torch.where((slots < 0)[None, :, None, None], float("nan"), full[:, slots.clamp(min=0)])
+        self.caches[:, slots[slots >= 0]] = float("nan")
+        counters = torch.zeros(len(self.case.q_lens) * self.case.heads[1], dtype=torch.int32, device=slots.device)
+        self.out.fill_(float("nan"))
+        out = self.attend(new=(new[0], new[1], slots), counters=counters).clone()
+        return out, torch.equal(self.caches.nan_to_num(7.0), full.nan_to_num(7.0)) and not counters.any().item()
 
     def attend_alone(self, index: int) -> torch.Tensor:
         """Sequence `index` as a batch of one, with bounds as tight as they can be."""
@@ -236,7 +256,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-9)).item()
 
 
-def run_case(case: Case, device: str) -> Result:
+def run_case(case: Case, device: str, variants: bool = True) -> Result:
+    """`variants`: also the kernels that write keys, and those whose programs take several splits."""
     batch = Batch(case, device)
     out = batch.attend().clone()
     covered = sum(case.q_lens)
@@ -245,7 +266,16 @@ def run_case(case: Case, device: str) -> Result:
     if case.max_seq_len is not None and case.max_seq_len < max(case.seq_lens):
         judged = []
     alone = all(torch.equal(out[batch.rows(i)], batch.attend_alone(i)) for i in judged)
-    return Result(relative_error(out[:covered], batch.reference()), alone, bool(out[covered:].isnan().all()))
+    error = relative_error(out[:covered], batch.reference())
+    clean = bool(out[covered:].isnan().all())
+    if not variants:
+        return Result(error, alone, clean, fused=True, looped=True)
+    written, intact = batch.attend_writing()
+    fused = intact and torch.equal(written[:covered], out[:covered])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[f"{PACKAGE}.triton_decode"], "MAX_PROGRAMS", 2)
+        looped = torch.equal(batch.attend()[:covered], out[:covered])
+    return Result(error, alone, clean, fused, looped)
 
 
 def run_write(device: str, dtype: str, kv_heads: int, head_dim: int) -> bool:
@@ -304,6 +334,22 @@ def test_rows_of_no_sequence_are_left_alone(interpreted: dict[str, dict[str, dic
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_keys_written_by_attention_give_the_bits_of_keys_written_before(
+    interpreted: dict[str, dict[str, dict[str, float]]], case: Case
+) -> None:
+    assert interpreted["attention"][case.name]["fused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_program_that_takes_several_splits_gives_the_same_bits(
+    interpreted: dict[str, dict[str, dict[str, float]]], case: Case
+) -> None:
+    assert interpreted["attention"][case.name]["looped"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("args", WRITES, ids=str)
 def test_write_kv_changes_the_mapped_slots_only(
     interpreted: dict[str, dict[str, dict[str, float]]], args: tuple[str, int, int]
@@ -335,10 +381,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @needs_gpu
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.name} {case.dtype}")
 def test_compiled_attention_matches_the_reference(case: Case) -> None:
-    result = run_case(case, "cuda")
+    result = run_case(case, "cuda", variants=case.name in COMPILED_VARIANTS)
     assert result.error < TOLERANCE[case.dtype]
     assert result.alone
     assert result.clean
+    assert result.fused
+    assert result.looped
 
 
 @pytest.mark.gpu

@@ -37,6 +37,14 @@ class TritonPlan(AttentionPlan):
     block_tables: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    _counters: torch.Tensor | None = None
+
+    def counters(self, kv_heads: int) -> torch.Tensor:
+        """Zeros for `paged_attention`; the same ones for every layer, and for every replay of a graph."""
+        count = self.seq_lens.shape[0] * kv_heads
+        if self._counters is None or self._counters.shape[0] < count:
+            self._counters = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
+        return self._counters
 
 
 class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
@@ -126,7 +134,6 @@ def _attend_op(
     plan = paged.plan
     if not isinstance(plan, TritonPlan):
         raise TypeError(f"plan of another backend: {type(plan).__name__}")
-    triton_paged.write_kv(key, value, k_cache, v_cache, paged.slot_mapping)
     triton_paged.paged_attention(
         query,
         k_cache,
@@ -139,6 +146,8 @@ def _attend_op(
         max_query_len=plan.max_query_len,
         max_seq_len=plan.max_seq_len,
         sliding_window=window or None,
+        new=(key, value, paged.slot_mapping),
+        counters=plan.counters(k_cache.shape[2]),
     )
 
 

@@ -16,7 +16,8 @@ if HAS_TRITON:
     import triton.language as tl
 
 _METADATA = ["query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "slot_mapping_ptr"]
-_COUNTS = ["num_seqs", "num_splits", "stride_table"]
+_METADATA += ["partial_m_ptr", "partial_norm_ptr"]
+_COUNTS = ["num_seqs", "num_splits", "stride_table", "table_width"]
 
 
 def _jit(fn: Callable[..., None] | Callable[..., Any]) -> Any:

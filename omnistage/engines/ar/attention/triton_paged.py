@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from omnistage.engines.ar.attention.triton_decode import new_counters, paged_decode
 from omnistage.engines.ar.attention.triton_kernels import (
     HAS_TRITON,
     _decode_kernel,
@@ -40,6 +41,7 @@ LOG2_E = math.log2(math.e)
 MIN_SPLIT = 128  # keys; a multiple of every decode tile
 MAX_SPLITS = 32  # bounds the workspace; longer sequences get longer splits
 REDUCE_WAVE = 8  # splits that are summed at a time
+ONE_LAUNCH_DECODE = True  # `triton_decode`, which also writes K and V, instead of three launches
 # Enough programs to fill any GPU; past it a program takes several splits rather than adding idle ones to the grid.
 MAX_DECODE_PROGRAMS = 4096
 
@@ -107,14 +109,8 @@ def write_kv(
     The slots of one call are distinct.
     """
     _check_caches(k_cache, v_cache)
+    _check_new(key, value, slot_mapping, k_cache)
     tokens, heads, head_dim = key.shape
-    if value.shape != key.shape or k_cache.shape[2:] != key.shape[1:] or slot_mapping.shape != (tokens,):
-        raise ValueError(
-            f"key {list(key.shape)}, value {list(value.shape)}, slot_mapping {list(slot_mapping.shape)} and "
-            f"k_cache {list(k_cache.shape)} do not agree"
-        )
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError("the last dimension of key and value must have stride 1")
     if tokens == 0:
         return
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]  # not annotated by torch
@@ -139,6 +135,8 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     sliding_window: int | None = None,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of `query` [T, num_q_heads, head_dim] over the cached keys, into `out` of the same shape.
 
@@ -146,6 +144,9 @@ def paged_attention(
     position, the last `sliding_window` of them where that is given. `max_query_len` and `max_seq_len` are upper
     bounds known on the host; a loose `max_seq_len` costs idle programs and workspace, no arithmetic. Rows of a
     sequence with `seq_len` 0 become zero; rows past `query_start_loc[-1]` are left as they are.
+
+    `new`: this step's key, value and slot mapping, stored first as `write_kv` does; None where they have been.
+    `counters`: at least num_seqs * num_kv_heads zeros, which are zeros again afterwards; None: they are allocated.
     """
     _check_caches(k_cache, v_cache)
     tokens, num_q_heads, head_dim = query.shape
@@ -168,13 +169,26 @@ def paged_attention(
         raise ValueError(f"sliding_window is {sliding_window}; give a positive number or None")
     if tokens == 0 or num_seqs == 0:
         return
+    if new is not None:
+        if max_query_len > 1 or not ONE_LAUNCH_DECODE:
+            write_kv(new[0], new[1], k_cache, v_cache, new[2])
+            new = None
+        else:
+            _check_new(*new, k_cache)
     window = sliding_window or 0
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # not annotated by torch
         # A lone sequence needs one launch only; under a loose bound its single query is a prefill of one.
         both = max_query_len > 1 and num_seqs > 1
         if max_query_len > 1:
             _prefill(query, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, scale, window, 1 + both)
-        if max_query_len <= 1 or both:
+        if (max_query_len <= 1 or both) and ONE_LAUNCH_DECODE:
+            if counters is None:
+                counters = new_counters(num_seqs, kv_heads, query.device)
+            paged_decode(
+                query, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, counters,
+                scale=scale, max_seq_len=max_seq_len, window=window, new=new,
+            )  # fmt: skip
+        elif max_query_len <= 1 or both:
             _decode(query, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, scale, window, max_seq_len)
 
 
@@ -254,3 +268,13 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         raise ValueError("k_cache and v_cache must have the same shape, strides and dtype")
     if k_cache.stride(3) != 1:
         raise ValueError("the last dimension of the caches must have stride 1")
+
+
+def _check_new(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
+    if value.shape != key.shape or k_cache.shape[2:] != key.shape[1:] or slot_mapping.shape != key.shape[:1]:
+        raise ValueError(
+            f"key {list(key.shape)}, value {list(value.shape)}, slot_mapping {list(slot_mapping.shape)} and "
+            f"k_cache {list(k_cache.shape)} do not agree"
+        )
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError("the last dimension of key and value must have stride 1")
