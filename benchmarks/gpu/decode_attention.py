@@ -1,16 +1,15 @@
-"""Compares configurations of the paged decode kernel, at the shapes of Qwen2.5-7B, and prints which to take.
+"""Compares configurations of the paged decode kernel, at the shapes of Qwen2.5-7B; the first is the chosen one.
 
-    python benchmarks/gpu/decode_attention.py [--quick]
+    python benchmarks/gpu/decode_attention.py
 
 Needs a CUDA device, and the package installed or PYTHONPATH set to the repository. What is timed is a step's work per
-layer: a small kernel that produces this step's query, key and value, then whatever writes these to the cache and
+layer: a small kernel that produces this step's query, key and value, then the one that writes these to the cache and
 attends. A CUDA graph runs 28 such layers, each over memory of its own, after the L2 cache has been overwritten. The
 row "producer" is that small kernel alone. Every row is checked against attention in float32 first.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import statistics
@@ -22,7 +21,6 @@ from functools import partial
 
 import torch
 
-from omnistage.engines.ar.attention import triton_paged
 from omnistage.engines.ar.attention.triton_decode import DecodeConfig, decode_config, new_counters, paged_decode
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 28, 4, 128, 16, 28
@@ -33,29 +31,13 @@ CASES = ((64, 192, 192), (256, 384, 384), (1, 200, 200), (8, 4096, 4096), (24, 5
 """Sequences, and the range that their lengths are spread over."""
 VARIANTS = [
     DecodeConfig(64, 4, 3, 256),
-    DecodeConfig(64, 4, 2, 256),
-    DecodeConfig(64, 4, 4, 256),
-    DecodeConfig(64, 8, 3, 256),
-    DecodeConfig(64, 2, 3, 256),
-    DecodeConfig(32, 4, 3, 256),
-    DecodeConfig(32, 4, 5, 256),
-    DecodeConfig(32, 2, 4, 256),
-    DecodeConfig(32, 2, 6, 256),
-    DecodeConfig(128, 8, 2, 256),
-    DecodeConfig(128, 8, 3, 256),
-    DecodeConfig(128, 4, 2, 256),
-    DecodeConfig(64, 4, 3, 128),
-    DecodeConfig(32, 4, 4, 128),
-    DecodeConfig(128, 8, 2, 128),
-    DecodeConfig(64, 4, 3, 512),
+    DecodeConfig(64, 4, 2, 512),
     DecodeConfig(64, 4, 4, 512),
-    DecodeConfig(32, 4, 4, 512),
     DecodeConfig(64, 8, 4, 512),
+    DecodeConfig(64, 4, 3, 1024),
+    DecodeConfig(32, 4, 3, 256),
+    DecodeConfig(32, 4, 4, 512),
     DecodeConfig(128, 8, 2, 512),
-    DecodeConfig(64, 4, 3, 256, wave=8),
-    DecodeConfig(64, 4, 3, 256, overlap=True),
-    DecodeConfig(32, 4, 4, 256, overlap=True),
-    DecodeConfig(128, 8, 2, 256, overlap=True),
 ]
 
 
@@ -124,18 +106,10 @@ class Case:
 Attend = Callable[[Case, Layer], None]
 
 
-def one_launch(config: DecodeConfig, case: Case, layer: Layer) -> None:
+def attend_with(config: DecodeConfig, case: Case, layer: Layer) -> None:
     paged_decode(
         layer.fused[:, :Q_HEADS], layer.k_cache, layer.v_cache, layer.out, case.starts, case.lengths, layer.tables,
         case.counters, scale=SCALE, max_seq_len=case.bound, new=layer.new, config=config,
-    )  # fmt: skip
-
-
-def three_launches(case: Case, layer: Layer) -> None:
-    triton_paged.ONE_LAUNCH_DECODE = False
-    triton_paged.paged_attention(
-        layer.fused[:, :Q_HEADS], layer.k_cache, layer.v_cache, layer.out, case.starts, case.lengths, layer.tables,
-        scale=SCALE, max_query_len=1, max_seq_len=case.bound, new=layer.new,
     )  # fmt: skip
 
 
@@ -178,7 +152,7 @@ def compile_variant(config: DecodeConfig) -> str:
     """Into Triton's cache on disk; the reason where the device cannot take it."""
     case = Case(2, 300, 300, layers=1)
     try:
-        one_launch(config, case, case.layers[0])
+        attend_with(config, case, case.layers[0])
         torch.cuda.synchronize()
     except Exception as error:  # a variant that does not fit the device is left out of the table
         return f"{type(error).__name__}: {error}"
@@ -186,24 +160,21 @@ def compile_variant(config: DecodeConfig) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the present kernels and the chosen configuration only")
-    quick = parser.parse_args().quick
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     began = time.perf_counter()
     chosen = decode_config(HEAD_DIM, DTYPE, DEVICE)
-    variants = [chosen] + ([] if quick else [variant for variant in VARIANTS if variant != chosen])
+    variants = [chosen, *(variant for variant in VARIANTS if variant != chosen)]
     with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
         reasons = list(pool.map(compile_variant, variants))
     for variant, reason in zip(variants, reasons, strict=True):
         if reason:
             print(f"{variant}: {reason}")
-    rows: dict[str, Attend | None] = {"producer": None, "three launches": three_launches}
+    rows: dict[str, Attend | None] = {"producer": None}
     for variant, reason in zip(variants, reasons, strict=True):
         if not reason:
-            name = f"{variant.keys:3} w{variant.warps} s{variant.stages} split {variant.min_split} wave {variant.wave}"
-            rows[name + (" overlap" if variant.overlap else "")] = partial(one_launch, variant)
+            name = f"{variant.keys:3} w{variant.warps} s{variant.stages} split {variant.min_split}"
+            rows[name] = partial(attend_with, variant)
     times: dict[str, list[float]] = {name: [] for name in rows}
     floors: list[float] = []
     errors: dict[str, float] = {}
@@ -228,14 +199,6 @@ def print_table(times: dict[str, list[float]], floors: list[float], errors: dict
     for name, row in times.items():
         error = f"  {errors[name]:.1e}" + ("" if errors[name] < 2e-2 else " WRONG") if name in errors else ""
         print(f"{name:{width}}" + "".join(f"{us:11.1f}" for us in row) + error)
-    valid = [name for name in errors if errors[name] < 2e-2 and name != "three launches"]
-    best = [min(times[name][i] for name in valid) for i in range(len(CASES))]
-    ranked = sorted(
-        valid, key=lambda name: sum(math.log(us / least) for us, least in zip(times[name], best, strict=True))
-    )
-    print("by the geometric mean over all cases:", "; ".join(ranked[:5]))
-    ranked = sorted(valid, key=lambda name: sum(times[name][i] for i in (0, 1)))
-    print(f"by {names[0]} and {names[1]}:", "; ".join(ranked[:5]))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ Shapes and conventions are those of `triton_paged.py`. Short contexts are bound 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 
-from omnistage.engines.ar.attention.triton_kernels import HAS_TRITON, _jit
+from omnistage.engines.ar.attention.triton_kernels import HAS_TRITON, LOG2_E, _jit, has_small_shared_memory
 
 if HAS_TRITON:
     import triton.language as tl
 
-LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32  # bounds the workspace; longer sequences get longer splits
 # Enough programs to fill any GPU; past it a program takes several splits rather than adding idle ones to the grid.
 MAX_PROGRAMS = 4096
@@ -42,32 +40,17 @@ class DecodeConfig:
     stages: int
     min_split: int
     """Keys of a split, while these give at most `MAX_SPLITS`; a multiple of `keys`."""
-    wave: int = 4
-    """Splits that are summed at a time."""
-    overlap: bool = False
-    """Programmatic dependent launch: programs start, and load lengths and tables, while the kernel before ends."""
-
-
-# By shared memory ("large": 227 KB a block as Hopper has, "small": about 100 KB), element size and head dim up to.
-# benchmarks/gpu/decode_attention.py compares candidates.
-CONFIGS: dict[tuple[str, int], tuple[tuple[int, DecodeConfig], ...]] = {
-    ("large", 2): ((128, DecodeConfig(64, 4, 3, 256)), (256, DecodeConfig(64, 4, 2, 256))),
-    ("small", 2): ((128, DecodeConfig(64, 4, 2, 256)), (256, DecodeConfig(32, 4, 2, 256))),
-    ("large", 4): ((128, DecodeConfig(32, 8, 2, 256)), (256, DecodeConfig(16, 4, 2, 256))),
-    ("small", 4): ((128, DecodeConfig(32, 8, 2, 256)), (256, DecodeConfig(16, 4, 2, 256))),
-}
 
 
 @functools.cache
 def decode_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> DecodeConfig:
-    """The entry of `CONFIGS` for a model's heads on a device."""
-    memory = "large"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        if properties.shared_memory_per_block_optin < 160 * 1024:  # type: ignore[attr-defined]  # not in the stub
-            memory = "small"
-    entries = CONFIGS[memory, max(2, dtype.itemsize)]
-    return next((config for limit, config in entries if head_dim <= limit), entries[-1][1])
+    """The last was chosen on an H200 with benchmarks/gpu/decode_attention.py; the others are not measured."""
+    if dtype == torch.float32:
+        return DecodeConfig(32, 8, 2, 256) if head_dim <= 128 else DecodeConfig(16, 4, 2, 256)
+    small = has_small_shared_memory(device)
+    if head_dim > 128:
+        return DecodeConfig(32 if small else 64, 4, 2, 256)
+    return DecodeConfig(64, 4, 2 if small else 3, 512)
 
 
 def split_count(max_seq_len: int, window: int, config: DecodeConfig) -> int:
@@ -121,9 +104,8 @@ def paged_decode(
         out.stride(0), out.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         GROUP=group, GROUP_PAD=group_pad, ROWS=max(16, group_pad), HEAD_DIM=head_dim,
         DIM_PAD=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_SIZE=block_size, TILE_N=config.keys, WINDOW=window,
-        MIN_SPLIT=config.min_split, MAX_SPLITS=MAX_SPLITS, WAVE=config.wave, WRITE=new is not None,
-        LOOP=programs < num_splits, OVERLAP=config.overlap, num_warps=config.warps, num_stages=config.stages,
-        **({"launch_pdl": True} if config.overlap else {}),
+        MIN_SPLIT=config.min_split, MAX_SPLITS=MAX_SPLITS, WRITE=new is not None, LOOP=programs < num_splits,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -174,7 +156,7 @@ def _split_state(  # type: ignore[no-untyped-def]  # kernel
 def _sum_splits(  # type: ignore[no-untyped-def]  # kernel
     acc_ptr, m_ptr, norm_ptr,  # of one sequence and KV head: [num_splits, GROUP, HEAD_DIM], [num_splits, GROUP] twice
     out_ptr, stride_out_h, used,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, WAVE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):
     """The result of `used` splits. Other programs wrote them, so they are read past L1, which may hold older ones."""
     member = tl.arange(0, GROUP_PAD)
@@ -183,8 +165,8 @@ def _sum_splits(  # type: ignore[no-untyped-def]  # kernel
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for first in range(0, used, WAVE):
-        for i in tl.static_range(WAVE):  # unrolled, so that the loads of a wave are in flight together
+    for first in range(0, used, 4):
+        for i in tl.static_range(4):  # unrolled, so that the loads of four splits are in flight together
             present = tl.where(first + i < used, 1, 0)
             cell = (first + i) * GROUP + known
             m = tl.load(m_ptr + cell, mask=member < GROUP_PAD * present, other=float("-inf"), cache_modifier=".cg")
@@ -269,8 +251,7 @@ def _paged_decode_kernel(  # type: ignore[no-untyped-def]  # kernel
     stride_out_t, stride_out_h, stride_block, stride_slot, stride_head, stride_table,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, WAVE: tl.constexpr, WRITE: tl.constexpr, LOOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, WRITE: tl.constexpr, LOOP: tl.constexpr,
 ):
     """Program (s, kv_head, p): splits p, p + P, ... of sequence s for all query heads of one KV head."""
     seq = tl.program_id(0).to(tl.int64)
@@ -284,8 +265,6 @@ def _paged_decode_kernel(  # type: ignore[no-untyped-def]  # kernel
     guess = program * MIN_SPLIT
     entry = (guess + tl.arange(0, TILE_N)) // BLOCK_SIZE
     blocks = tl.load(table_ptr + entry, mask=entry < table_width, other=0)
-    if OVERLAP:  # only the metadata above is older than the kernel before this one
-        tl.extra.cuda.gdc_wait()
     if next_row - row != 1:
         return
     first = seq_len * 0
@@ -318,15 +297,17 @@ def _paged_decode_kernel(  # type: ignore[no-untyped-def]  # kernel
             stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_N, WRITE,
         )
     if used > 1:
-        tl.debug_barrier()  # every thread has stored its part before one of them says so
+        # Whoever adds the last split sees all of them: the barrier orders this program's stores before the release,
+        # the release (one thread's, for the GPU) before the last one's acquire, and that before the loads below.
+        tl.debug_barrier()
         mine = tl.cdiv(used - program, tl.num_programs(2))
-        if tl.atomic_add(counters_ptr + pair, mine, sem="acq_rel") + mine == used:
+        if tl.atomic_add(counters_ptr + pair, mine, sem="acq_rel", scope="gpu") + mine == used:
             tl.debug_barrier()
             tl.store(counters_ptr + pair, 0)
             _sum_splits(
                 partial_acc_ptr + cells * HEAD_DIM, partial_m_ptr + cells, partial_norm_ptr + cells,
                 out_ptr + row * stride_out_t + kv_head * GROUP * stride_out_h, stride_out_h, used,
-                GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, WAVE,
+                GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD,
             )
 
 

@@ -1,13 +1,17 @@
-"""The Triton kernels of paged attention; `triton_paged.py` launches them and has the shapes.
+"""The Triton kernels that write K and V and prefill; `triton_paged.py` launches them and has the shapes.
 
-Triton compiles what it reads here, so a kernel calls only what this file defines.
+Triton compiles what it reads here, so a kernel calls only what its file defines.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -15,6 +19,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+LOG2_E = math.log2(math.e)
 _METADATA = ["query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "slot_mapping_ptr"]
 _METADATA += ["partial_m_ptr", "partial_norm_ptr"]
 _COUNTS = ["num_seqs", "num_splits", "stride_table", "table_width"]
@@ -30,6 +35,15 @@ def _jit(fn: Callable[..., None] | Callable[..., Any]) -> Any:
         do_not_specialize=[name for name in names if name in _COUNTS],
         do_not_specialize_on_alignment=[name for name in names if name in _METADATA],
     )
+
+
+@functools.cache
+def has_small_shared_memory(device: torch.device) -> bool:
+    """True on chips with about 100 KB of shared memory a block (consumer ones), where Hopper has 227."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) < 160 * 1024  # type: ignore[attr-defined]  # not in the stub
 
 
 # Kernels: Triton reads their arguments' annotations itself, so only constexpr ones have any.
@@ -102,113 +116,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]  # kernel
     norm = norm * decay + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, m_new, norm
-
-
-@_jit
-def _decode_kernel(  # type: ignore[no-untyped-def]  # kernel
-    query_ptr, k_cache_ptr, v_cache_ptr,
-    out_ptr,  # written where DIRECT, else the workspace is
-    partial_acc_ptr,  # [S, num_q_heads, num_splits, head_dim] float32
-    partial_ml_ptr,  # [S, num_q_heads, num_splits, 2] float32
-    query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_splits, qk_scale,
-    stride_query_t, stride_query_h, stride_out_t, stride_out_h, stride_block, stride_slot, stride_head,
-    stride_table,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, DIRECT: tl.constexpr,
-):
-    """Program (s, kv_head, p): splits p, p + P, ... of sequence s for all query heads of one KV head."""
-    seq = tl.program_id(0).to(tl.int64)
-    row = tl.load(query_start_loc_ptr + seq).to(tl.int64)
-    next_row = tl.load(query_start_loc_ptr + seq + 1)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    if next_row - row != 1:
-        return
-    first = seq_len * 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0)
-    split_len = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seq_len - first, MAX_SPLITS), TILE_N) * TILE_N)
-    used = tl.minimum(tl.cdiv(seq_len - first, split_len), num_splits)
-    if DIRECT:
-        used = num_splits  # 1, also for padding: its zeros must be written
-    if tl.program_id(2) >= used:
-        return
-
-    kv_head = tl.program_id(1)
-    member = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + member
-    dim = tl.arange(0, DIM_PAD)
-    mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    q_ptrs = query_ptr + row * stride_query_t + head[:, None] * stride_query_h + dim[None, :]
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
-    q_pos = tl.zeros([GROUP_PAD], tl.int32) + seq_len - 1
-    table_ptr = block_tables_ptr + seq * stride_table
-    for split in range(tl.program_id(2), used, tl.num_programs(2)):
-        start = first + split * split_len
-        # The last split takes what is left, so that a bound set too low costs time and not a wrong result.
-        end = tl.where(split == used - 1, seq_len, start + split_len)
-        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-        m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        norm = tl.zeros([GROUP_PAD], tl.float32)
-        for tile in range(start, end, TILE_N):
-            acc, m, norm = _attend_tile(
-                acc, m, norm, q, q_pos, tile, end, table_ptr, k_cache_ptr + kv_head * stride_head,
-                v_cache_ptr + kv_head * stride_head, stride_block, stride_slot, qk_scale,
-                HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_N, WINDOW, True, False,
-            )
-        if DIRECT:
-            result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
-            out_ptrs = out_ptr + row * stride_out_t + head[:, None] * stride_out_h + dim[None, :]
-            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            cell = (seq * tl.num_programs(1) * GROUP + head) * num_splits + split
-            tl.store(partial_acc_ptr + cell[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)
-            tl.store(partial_ml_ptr + cell * 2, m, mask=member < GROUP)
-            tl.store(partial_ml_ptr + cell * 2 + 1, norm, mask=member < GROUP)
-
-
-@_jit
-def _reduce_kernel(  # type: ignore[no-untyped-def]  # kernel
-    partial_acc_ptr, partial_ml_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits,
-    stride_out_t, stride_out_h,
-    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WAVE: tl.constexpr,
-):
-    """Program (s, head): sums the splits, WAVE of them at a time as a tree; absent ones are zero."""
-    seq = tl.program_id(0).to(tl.int64)
-    row = tl.load(query_start_loc_ptr + seq).to(tl.int64)
-    next_row = tl.load(query_start_loc_ptr + seq + 1)
-    length = tl.load(seq_lens_ptr + seq)
-    if next_row - row != 1:
-        return
-    if WINDOW > 0:
-        length = tl.minimum(length, WINDOW)
-    split_len = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(length, MAX_SPLITS), TILE_N) * TILE_N)
-    used = tl.minimum(tl.cdiv(length, split_len), num_splits)
-
-    head = tl.program_id(1)
-    dim = tl.arange(0, DIM_PAD)
-    cells = (seq * tl.num_programs(1) + head) * num_splits
-    result = tl.zeros([DIM_PAD], tl.float32)
-    total = (length * 0).to(tl.float32)
-    top = total - float("inf")
-    for first in range(0, used, WAVE):
-        split = first + tl.arange(0, WAVE)
-        cell = cells + split
-        m = tl.load(partial_ml_ptr + cell * 2, mask=split < used, other=float("-inf"))
-        norm = tl.load(partial_ml_ptr + cell * 2 + 1, mask=split < used, other=0.0)
-        mask = (split < used)[:, None] & (dim < HEAD_DIM)[None, :]
-        acc = tl.load(partial_acc_ptr + cell[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(m, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        scale = tl.exp2(m - safe)
-        decay = tl.exp2(top - safe)
-        total = total * decay + tl.sum(norm * scale, 0)
-        result = result * decay + tl.sum(acc * scale[:, None], 0)
-        top = new_top
-    result = result / tl.where(total == 0.0, 1.0, total)
-    out_ptrs = out_ptr + row * stride_out_t + head * stride_out_h + dim
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @_jit
