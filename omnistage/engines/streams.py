@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -52,6 +53,26 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def complete(device: torch.device) -> Iterator[None]:
+    """What is computed within is there at the end of the block, and so are the tensors read that it was made of.
+
+    For bridges: they run on no stage's stream, and the stages' streams wait for no other.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _bridge_stream(device)  # pragma: no cover  (needs CUDA)
+    with torch.cuda.stream(stream):  # pragma: no cover
+        yield
+    stream.synchronize()  # pragma: no cover
+
+
+@lru_cache
+def _bridge_stream(device: torch.device) -> torch.cuda.Stream:  # pragma: no cover  (needs CUDA)
+    return torch.cuda.Stream(device, priority=CODEC_PRIORITY)  # type: ignore[no-untyped-call]
 
 
 class Download:

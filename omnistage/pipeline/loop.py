@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -36,7 +36,7 @@ _RETRY_SECONDS = 0.05
 MAX_FAILED_STEPS = 5
 """Steps in a row that may raise before the stage is given up: one request at fault ends its step, not the stage."""
 _turn = threading.local()
-"""`outgoing` of a thread whose loop delivers what a step gave: commands for other loops, sent when all is delivered."""
+"""`fed` of a thread whose loop delivers what a step gave: the loops that it feeds, told when all is delivered."""
 _RECENT_REQUESTS = 1024
 """Ids kept to tell a late chunk of a request that has ended from one that belongs to nobody."""
 
@@ -77,6 +77,8 @@ class StageLoop(Generic[Owner]):
         self._emit = emit
         self._clock = clock
         self._inbox: deque[Command[Owner]] = deque()
+        self._feeds: deque[Feed[Owner]] = deque()
+        """In the order in which they came; they go into the inbox together."""
         self.stopping = False
         """Whether it was told to stop."""
         self._drain = True
@@ -109,15 +111,17 @@ class StageLoop(Generic[Owner]):
 
     def feed(self, request_id: str, feed: StageFeed, owner: Owner) -> None:
         """What one turn of another loop feeds comes together, at its end: its receivers run in one batch."""
-        command = Feed(owner, request_id, feed)
-        if (outgoing := getattr(_turn, "outgoing", None)) is not None:
-            outgoing.setdefault(self, []).append(command)
+        # In one line whoever feeds: what several stages feed a request stays in the order of these calls.
+        self._feeds.append(Feed(owner, request_id, feed))
+        if (fed := getattr(_turn, "fed", None)) is not None:
+            fed[self] = None
         else:
-            self._post([command])
+            self._take_feeds()
 
-    def _post(self, commands: Sequence[Command[Owner]]) -> None:
+    def _take_feeds(self) -> None:
         with self.changed:
-            self._inbox.extend(commands)
+            while self._feeds:
+                self._inbox.append(self._feeds.popleft())
             self.changed.notify_all()
 
     def abort(self, request_id: str, owner: Owner) -> None:
@@ -284,15 +288,15 @@ class StageLoop(Generic[Owner]):
                 self.give_up(error)
 
     def _deliver_all(self, chunks: Iterable[StageChunk]) -> None:
-        outgoing: dict[StageLoop[Owner], list[Command[Owner]]] = {}
-        _turn.outgoing = outgoing
+        fed: dict[StageLoop[Owner], None] = {}
+        _turn.fed = fed
         try:
             for chunk in chunks:
                 self._deliver(chunk)
         finally:
-            _turn.outgoing = None
-            for loop, commands in outgoing.items():
-                loop._post(commands)
+            _turn.fed = None
+            for loop in fed:
+                loop._take_feeds()
 
     def _deliver(self, chunk: StageChunk) -> None:
         """Hand a chunk over. Raises if the stage is at fault and it cannot be known which request is concerned."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer
@@ -52,7 +52,8 @@ class _Readers:
         self._not_before = self._time() + min(woken * _SECONDS_A_READER, _MAX_PAUSE_SECONDS)
 
 
-_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers] = WeakKeyDictionary()
+_readers: WeakValueDictionary[asyncio.AbstractEventLoop, _Readers] = WeakValueDictionary()
+"""Kept by the streams of each loop: they know the loop, so that by its key they would live for ever."""
 
 
 class OutputStream(AsyncIterator[OutputChunk]):

@@ -18,6 +18,7 @@ from omnistage.core.types import (
     StageChunk,
     TokenChunk,
 )
+from omnistage.engines.streams import complete
 from omnistage_starter.sentences import Sentences
 
 SIZE = 96
@@ -100,9 +101,10 @@ def think2draw(request: RequestInfo, state: object, chunk: StageChunk) -> Bridge
     if draw.count < end:
         return draw, ()
     draw.emitted = True
-    rows = torch.cat(draw.rows)
+    with complete(payload.hidden.device):
+        condition = condition_of(torch.cat(draw.rows))
     draw.rows.clear()
-    return draw, (condition_of(rows),)
+    return draw, (condition,)
 
 
 def condition_of(rows: torch.Tensor) -> Condition:

@@ -896,6 +896,18 @@ def test_the_last_final_row_serves_every_further_token(talker: Around) -> None:
     assert drain(stage)["a", 0].tokens == repeated
 
 
+def test_when_the_upstream_has_ended_none_of_its_memory_is_held(talker: Around) -> None:
+    stage = make_stage(talker)
+    stage.submit(request("a", streaming(), max_tokens=10))
+    for row in SIDE[:3]:
+        stage.feed("a", SideRows(row.repeat(50, 1)[:1]))
+    stage.feed("a", SideRows(SIDE[3:4].repeat(50, 1)[:1], final=True))
+    (rows,) = stage.runner._rows.values()
+    assert len(rows.side) == 5
+    assert max(row.untyped_storage().nbytes() for row in rows.side) == 5 * SIDE[0].nbytes
+    assert len(drain(stage)["a", 0].tokens) == 10
+
+
 def test_more_rows_than_a_buffer_holds_are_kept(talker: Around) -> None:
     rows = random_rows(150, 9)
     stage = make_stage(talker)

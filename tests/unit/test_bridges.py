@@ -23,7 +23,7 @@ from omnistage.core.types import (
     StageChunk,
     TokenChunk,
 )
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
+from omnistage.models.qwen2_5_omni.bridges import _PendingTalker, talker2token2wav, thinker2talker
 
 INFO = RequestInfo("r")
 CONTEXT = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
@@ -150,6 +150,14 @@ class TestThinker2Talker:
         assert len(start.embeds) == 4
         assert (len(start.side_rows), len(end.rows), end.final) == (0, 0, True)
         assert end.rows.shape[1] == WIDTH
+
+    def test_the_prompts_rows_are_not_held_while_the_reply_is_spoken(self) -> None:
+        state: object = None
+        for chunk in thinker_chunks(100, (3, 4, 5), (100,), FinishReason.STOP)[:-1]:
+            state, inputs = thinker2talker(INFO, state, chunk)
+        assert isinstance(state, _PendingTalker)
+        for tensor in (*state.rows, inputs[0].side_rows):
+            assert tensor.untyped_storage().nbytes() == 0
 
     def test_an_end_without_rows_still_ends_the_input(self) -> None:
         chunks = thinker_chunks(3, (3, 4, 5), (3,), FinishReason.STOP)[:-1]

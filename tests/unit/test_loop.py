@@ -405,3 +405,34 @@ def test_what_was_fed_before_a_chunk_that_breaks_its_stage_still_arrives() -> No
     source.stage.step = lambda: [*step(), "no chunk"]  # type: ignore[list-item,method-assign]
     source.loop.run_pending()
     assert "a" in {command.request_id for command in target.loop._inbox if isinstance(command, Feed)}
+
+
+def test_what_two_stages_feed_a_request_comes_in_the_order_in_which_it_was_fed() -> None:
+    """One of them is still delivering when the other, which fed later, is done."""
+    target = Rig()
+    first_fed, second_done = threading.Event(), threading.Event()
+
+    def feed_first(owner: object, chunk: StageChunk) -> None:
+        if chunk.payload is not None:
+            target.loop.feed("a", rows(1), "a")
+            first_fed.set()
+            assert second_done.wait(30)
+
+    def feed_second(owner: object, chunk: StageChunk) -> None:
+        if chunk.payload is not None:
+            target.loop.feed("a", rows(2, final=True), "a")
+
+    first: StageLoop[object] = StageLoop(FakeStage("first"), feed_first)
+    second: StageLoop[object] = StageLoop(FakeStage("second"), feed_second)
+    for source in (first, second):
+        source.submit(StageInput(RequestInfo("a"), SamplingParams(), ARInput((1,))), "a")
+    thread = threading.Thread(target=first.run_pending)
+    thread.start()
+    assert first_fed.wait(30)
+    second.run_pending()
+    second_done.set()
+    thread.join(30)
+    assert [(len(c.feed.rows), c.feed.final) for c in target.loop._inbox if isinstance(c, Feed)] == [  # type: ignore[union-attr]
+        (1, False),
+        (2, True),
+    ]

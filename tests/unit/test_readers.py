@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from omnistage.core.types import RequestInfo
 from omnistage.pipeline import stream
 from omnistage.pipeline.stream import _Readers
 
@@ -91,3 +95,20 @@ def test_no_wake_is_lost_between_threads() -> None:
             thread.join()
 
     asyncio.run(run())
+
+
+def test_an_event_loop_that_is_closed_is_not_kept() -> None:
+    class Door:
+        """An orchestrator that starts nothing."""
+
+        def start(self, plan: object, sink: object) -> SimpleNamespace:
+            return SimpleNamespace(trace=None)
+
+    async def open_stream() -> weakref.ref[asyncio.AbstractEventLoop]:
+        plan = SimpleNamespace(request=SimpleNamespace(info=RequestInfo("a")))
+        stream.OutputStream(Door(), plan, 4)  # type: ignore[arg-type]
+        return weakref.ref(asyncio.get_running_loop())
+
+    loops = [asyncio.run(open_stream()) for _ in range(3)]
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3

@@ -32,10 +32,21 @@ def test_the_upstreams_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_MAX_BORROWED", 3)
     rows, steps = opened(), torch.arange(10.0).view(10, 1, 1).repeat(1, 4, 2)
     for i, step in enumerate(steps):
-        rows.feed(step[:1].clone(), final=False)
-        if rows.borrows_much:
-            assert i % 3 == 2
+        step = step.clone()
+        may_borrow = rows.may_borrow(step[:1])
+        rows.feed(step[:1], final=False)
+        if not may_borrow:
+            assert i % 4 == 3
             rows.own_side_rows()
     assert [rows.side_row(2 + i)[1].item() for i in range(10)] == list(range(10))
-    assert {row.untyped_storage().data_ptr() for row in rows.side[:3]} == {rows.side[0].untyped_storage().data_ptr()}
-    assert rows.side[0].untyped_storage().data_ptr() != rows.side[3].untyped_storage().data_ptr()
+    assert {row.untyped_storage().data_ptr() for row in rows.side[:4]} == {rows.side[0].untyped_storage().data_ptr()}
+    assert rows.side[0].untyped_storage().data_ptr() != rows.side[4].untyped_storage().data_ptr()
+
+
+def test_a_large_tensor_is_not_held_for_the_sake_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.zeros(100, 2)
+    monkeypatch.setattr(module, "_MAX_BORROWED_BYTES", step.nbytes)
+    assert opened().may_borrow(step[:1])
+    monkeypatch.setattr(module, "_MAX_BORROWED_BYTES", step.nbytes - 1)
+    assert not opened().may_borrow(step[:1])
+    opened().own_side_rows()  # nothing to copy is no error

@@ -15,6 +15,8 @@ _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
 _MAX_BORROWED = 64
 """Side rows that are left in the upstream's memory."""
+_MAX_BORROWED_BYTES = 2 << 20
+"""Of the tensor that a borrowed row is in; those of steps with prompts are larger."""
 UNREAD = -1
 """In place of a token id: the device is sampling it, or has sampled it and nobody has read it."""
 
@@ -113,16 +115,16 @@ class SequenceRows:
         self.side.extend(rows.unbind(0))
         self.side_final = self.side_final or final
 
-    @property
-    def borrows_much(self) -> bool:
-        """Whether it is time for `own_side_rows`."""
-        return len(self.side) - self._owned >= _MAX_BORROWED
+    def may_borrow(self, rows: torch.Tensor) -> bool:
+        """Whether more rows can be fed without `own_side_rows`."""
+        return len(self.side) - self._owned < _MAX_BORROWED and rows.untyped_storage().nbytes() <= _MAX_BORROWED_BYTES
 
     def own_side_rows(self) -> None:
         """Copy the side rows that came last, so that the upstream's memory is free again: a row's tensor is shared by
         all requests of a step."""
-        self.side[self._owned :] = torch.stack(self.side[self._owned :]).unbind(0)
-        self._owned = len(self.side)
+        if self._owned < len(self.side):
+            self.side[self._owned :] = torch.stack(self.side[self._owned :]).unbind(0)
+            self._owned = len(self.side)
 
     def side_row(self, index: int) -> torch.Tensor:
         """The row for the generated token at sequence index `index`."""

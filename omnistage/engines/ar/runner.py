@@ -134,7 +134,7 @@ class Runner:
         rows, new = self._rows[key], side.rows
         device, dtype = self.component.device, self.component.dtype
         self._stream.share(new)
-        if new.device == device and new.dtype == dtype and not (side.final or rows.borrows_much):
+        if new.device == device and new.dtype == dtype and not side.final and rows.may_borrow(new):
             rows.feed(new, final=False)  # most of the time: nothing is computed
             return len(new)
         with self._stream.use():
@@ -142,8 +142,7 @@ class Runner:
             if side.final:
                 new = torch.cat((new, self.component.final_side_rows()))
             rows.feed(new, final=side.final)
-            if rows.borrows_much:
-                rows.own_side_rows()
+            rows.own_side_rows()
         return len(new)
 
     def remove(self, key: str) -> None:

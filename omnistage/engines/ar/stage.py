@@ -196,6 +196,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     def _prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         # On the stage's stream: what it makes is read there, with nothing else to order the two.
         with self.stream.use():
+            if payload.embeds is not None:
+                self.stream.share(payload.embeds)
             return self.component.prepare(info, payload)
 
     def _add(self, stage_input: StageInput, params: SamplingParams, payload: ARInput) -> None:

@@ -20,6 +20,7 @@ from omnistage.core.types import (
     StagePayloadIn,
     TokenChunk,
 )
+from omnistage.engines.streams import complete
 
 
 @dataclass(slots=True)
@@ -58,10 +59,9 @@ def thinker2talker(request: RequestInfo, state: object, chunk: StageChunk) -> Br
         if start is not None:
             inputs.append(start)
             if final:
-                inputs.append(SideRows(start.embeds[:0], final=True))  # type: ignore[index]
+                inputs.append(SideRows(pending.rows[0], final=True))
     elif rows is not None or final:
-        empty = pending.rows[0][:0]
-        inputs.append(SideRows(empty if rows is None else rows, final=final))
+        inputs.append(SideRows(pending.rows[0] if rows is None else rows, final=final))
     return pending, inputs
 
 
@@ -72,17 +72,19 @@ def _start_talker(pending: _PendingTalker) -> ARInput | None:
     needed = len(pending.prompt.token_ids) + 1
     if pending.count < needed:
         return None
-    rows = torch.cat(pending.rows)
+    with complete(pending.rows[0].device):
+        rows = torch.cat(pending.rows)
+        later = rows[needed:].clone()  # views, even of no rows, would hold all of the prompt's while it is spoken
     if len(rows) != pending.count:
         raise BridgeError("rows of the thinker are missing or repeated")
     pending.started = True
-    pending.rows = [rows[:0]]
+    pending.rows = [later[:0].clone()]
     return ARInput(
         token_ids=(*pending.prompt.token_ids, pending.first_token),
         embeds=rows[:needed],
         context=pending.prompt.context,
         streaming=True,
-        side_rows=rows[needed:],
+        side_rows=later,
     )
 
 
