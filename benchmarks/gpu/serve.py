@@ -115,11 +115,18 @@ def main() -> None:
     for value in lengths:
         command += ["--set", value]
     figures: dict[str, Any] = {}
+
+    def keep(name: str, value: object) -> None:
+        """At once: a load that fails takes no other one's figures with it."""
+        figures[name] = value
+        if options.out is not None:
+            options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
     with tempfile.NamedTemporaryFile() as log:
         service = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             with profiled(service.pid, options.profile and options.profile / "start.txt", gil=False):
-                figures["ready_seconds"] = ready_after(service, options.ready_limit)
+                keep("ready_seconds", ready_after(service, options.ready_limit))
             print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
             text = ("--prompt-tokens", "128", "--max-tokens", "128")
             seeds = map(str, itertools.count())  # each load has prompts of its own, which nobody has cached
@@ -128,12 +135,12 @@ def main() -> None:
                     name = f"text_{count}_temperature_{temperature}"
                     many = load(count, 4, next(seeds))
                     with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
-                        figures[name] = bench(name, *text, *many, "--temperature", temperature)
+                        keep(name, bench(name, *text, *many, "--temperature", temperature))
             for count in options.listeners:
                 name = f"speech_{count}"
                 many = load(count, 2, next(seeds))
                 with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
-                    figures[name] = bench(name, "--mix", "speech", *text, *many)
+                    keep(name, bench(name, "--mix", "speech", *text, *many))
             with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
                 metrics = answer.read().decode().splitlines()
             print("\n".join(line for line in metrics if "step_seconds" in line and "#" not in line), flush=True)
@@ -144,8 +151,6 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 service.kill()
             print(Path(log.name).read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -145,13 +145,13 @@ def main() -> None:
         for name, values in found.items():
             shown = values if isinstance(values, float) else {k: round(v, 3) for k, v in values.items()}
             print(f"{variant:9} {name}: {shown}", flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         if options.trace is not None and variant == options.variants[-1]:
             trace(stage, options.trace)
         del stage
         gc.collect()
         torch.cuda.empty_cache()
-    if options.out is not None:
-        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
 
 def trace(stage: ARStage, path: Path) -> None:
