@@ -35,7 +35,11 @@ class _Readers:
         self._ready.append(event)
         if not self._called:
             self._called = True
-            self._call(self._begin)
+            try:
+                self._call(self._begin)
+            except RuntimeError:  # the loop is closed, and every request that has its reader there is to know it
+                self._called = False
+                raise
 
     def _begin(self) -> None:
         if (wait := self._not_before - self._time()) > 0:

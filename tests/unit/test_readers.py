@@ -112,3 +112,13 @@ def test_an_event_loop_that_is_closed_is_not_kept() -> None:
     loops = [asyncio.run(open_stream()) for _ in range(3)]
     gc.collect()
     assert [loop() for loop in loops] == [None] * 3
+
+
+def test_every_reader_of_a_closed_loop_is_told() -> None:
+    """A request whose reader is gone ends with this error instead of running on."""
+    loop = asyncio.new_event_loop()
+    readers = _Readers(loop)
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            readers.wake(asyncio.Event())
