@@ -241,6 +241,32 @@ def test_numbers_that_json_does_not_have_are_refused(empty: Running) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters.maximum")
 
 
+@pytest.mark.parametrize("more", [0, 5000])
+def test_long_numbers_are_refused_before_they_are_read(more: int) -> None:
+    """Python and pydantic read up to 4,300 digits, at a cost of their square: half a second for a body of 8 MiB."""
+    numbers = ",".join(["9" * 4299] * 20 + ["1"] * more)
+    with pytest.raises(InvalidRequestError, match="digits"):
+        parse_json(f"[{numbers}]".encode(), JsonLimits())
+
+
+@pytest.mark.parametrize("more", [0, 5000])
+def test_digits_in_a_text_are_no_number(more: int) -> None:
+    text = "7" * 100_000
+    values, _ = parse_json(json.dumps([text, *range(more)]).encode(), JsonLimits())
+    assert values == [text, *range(more)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_large_body_must_be_utf_8(encoding: str) -> None:
+    limits = JsonLimits(max_text_bytes=100_000)
+    body = json.dumps({"messages": [{"data": "A" * 100_000}]}).encode(encoding)
+    arriving = PartialBody(limits)
+    assert arriving.add(body[:120_000])
+    for read in (arriving.check, lambda: parse_json(body, limits)):
+        with pytest.raises(LimitExceededError, match="UTF-8"):
+            read()
+
+
 def test_many_values_count_in_the_memory_of_all_bodies(service: Service, held: Held) -> None:
     """A body of 20 kB with 10,000 values counts a megabyte while its request runs, here more than there is for all."""
     with serving(service, max_body_bytes=2**18, max_held_bytes=2**18) as server, ThreadPoolExecutor() as pool:

@@ -19,6 +19,7 @@ from omnistage.server.realtime import preview
 from omnistage.server.realtime.audio import RATES, FormatName, decode, encode
 from omnistage.server.realtime.config import ServerVad, SessionConfig, for_response, updated
 from omnistage.server.realtime.conversation import Conversation, later_half, to_messages
+from omnistage.server.realtime.events import EventError, parse
 from omnistage.server.realtime.items import CHARS_PER_SECOND, Audio, FunctionOutput, Message, Speech, Text
 from omnistage.server.realtime.response_events import ResponseBuilder
 
@@ -391,3 +392,9 @@ def test_the_preview_has_names_of_its_own() -> None:
     assert preview.wants_preview("realtime=v1", ())
     assert preview.wants_preview(None, ("realtime", "openai-beta.realtime-v1"))
     assert not preview.wants_preview(None, ("realtime",))
+
+
+def test_long_numbers_are_refused_before_they_are_read() -> None:
+    numbers = ",".join(["9" * 4299] * 3)
+    with pytest.raises(EventError, match="digits"):
+        parse(f'{{"type": "session.update", "session": [{numbers}]}}')

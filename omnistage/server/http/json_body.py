@@ -36,6 +36,9 @@ _BLOCK = 2**12
 """Strings of twice this length are recognised as media."""
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_\\"
 """With the backslash of escaped slashes and newlines."""
+MAX_DIGITS = 1000
+"""Of a whole number. Reading one takes time with the square of them, in which no other thread runs."""
+_SAME_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep; flatten it"
 _MAX_URL_HEAD = 200
 _MEDIA_ROOTS = frozenset({"messages", "input", "input_reference", "item", "response", "audio"})
@@ -85,7 +88,7 @@ class PartialBody:
     def check(self) -> None:
         """Raises `LimitExceededError`. It takes a while, and is due again once twice as much has arrived."""
         self._checked_size, self._checked_separators = 2 * self._size, 2 * self._separators
-        if json.detect_encoding(self.join()[:4]) == "utf-8":  # others are counted once they are complete
+        if _encoding(self.join(), self._limits) is None:  # others are counted once they are complete
             # The beginning of a medium is not recognised as one.
             _checked_count(self.join(), self._limits, unknown_bytes=2 * _BLOCK)
 
@@ -99,16 +102,15 @@ def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
     """What a body contains, and how many values at most.
 
     Raises `LimitExceededError` before parsing more than `limits` allow, and `InvalidRequestError` for what is not JSON,
-    is nested too deeply, or has strings that are not text or numbers that are not finite.
+    is nested too deeply, or has strings that are not text, numbers that are not finite or too many digits of one.
     """
-    body = _as_utf8(body)
+    body = _as_utf8(body, limits)
     count = _checked_count(body, limits)
     problem = None
     try:
-        if (
-            len(body) > _SMALL_BYTES and count <= _SMALL_VALUES
-        ):  # long texts, with which Python's parser is the faster one
-            values = json.loads(body)
+        # Python's parser is the faster one with long texts, and lets other threads run between numbers.
+        if len(body) > _SMALL_BYTES and (count <= _SMALL_VALUES or _has_long_number(body)):
+            values = json.loads(body, parse_int=read_int)
             check_readable(values)
         else:
             values = from_json(body, allow_inf_nan=False)  # refuses strings that are not text, too
@@ -128,15 +130,42 @@ def parse_json(body: bytes, limits: JsonLimits) -> tuple[Any, int]:
 # ------------------------------------------------------------------------------------------------- before parsing
 
 
-def _as_utf8(body: bytes) -> bytes:
-    """What is counted must be what is parsed: in UTF-16 the bytes of a letter may be those of a quote."""
-    encoding = json.detect_encoding(body)
+def _encoding(body: bytes, limits: JsonLimits) -> str | None:
+    """None for UTF-8, which JSON has to be in. Raises for a large body in another: converting it takes too long."""
+    encoding = json.detect_encoding(body[:4])
     if encoding in ("utf-8", "utf-8-sig"):
+        return None
+    if len(body) > limits.max_text_bytes:
+        raise LimitExceededError(
+            f"the body has {len(body)} bytes or more in {encoding}, over the limit of {limits.max_text_bytes}; "
+            "send it in UTF-8"
+        )
+    return encoding
+
+
+def _as_utf8(body: bytes, limits: JsonLimits) -> bytes:
+    """What is counted must be what is parsed: in UTF-16 the bytes of a letter may be those of a quote."""
+    encoding = _encoding(body, limits)
+    if encoding is None:
         return body.removeprefix(codecs.BOM_UTF8)
     try:
         return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except ValueError:
         raise InvalidRequestError(NOT_JSON) from None
+
+
+def _has_long_number(body: bytes) -> bool:
+    """Whether there may be one with more than `MAX_DIGITS`; strings are looked at, too."""
+    long = b"0" * (MAX_DIGITS + 1)
+    pieces = (body[at : at + _PIECE + MAX_DIGITS] for at in range(0, len(body), _PIECE))
+    return any(long in piece.translate(_SAME_DIGITS) for piece in pieces)
+
+
+def read_int(digits: str) -> int:
+    """`parse_int` of what clients send. Raises `InvalidRequestError` for too many digits."""
+    if len(digits) > MAX_DIGITS:
+        raise InvalidRequestError(f"the body has a number of {len(digits)} digits, over the limit of {MAX_DIGITS}")
+    return int(digits)
 
 
 def _checked_count(body: bytes, limits: JsonLimits, unknown_bytes: int = 0) -> int:

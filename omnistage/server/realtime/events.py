@@ -10,7 +10,7 @@ from pydantic import Field
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
-from omnistage.server.http.json_body import check_readable, run_json
+from omnistage.server.http.json_body import check_readable, read_int, run_json
 from omnistage.server.realtime.base import ClientModel, JsonObject, validate
 
 _MAX_ID_CHARS = 512
@@ -112,7 +112,7 @@ def _load(text: str) -> JsonObject:
             f"the message has {count} commas and brackets, and may have {MAX_VALUES}; send less, or in several messages"
         )
     try:
-        values = json.loads(text)
+        values = json.loads(text, parse_int=read_int)
     except (ValueError, RecursionError):
         raise InvalidRequestError("the message is not valid JSON; check it") from None
     if not isinstance(values, dict):
