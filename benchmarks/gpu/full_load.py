@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--codes", type=int, default=192, help="codec tokens of a spoken answer")
     parser.add_argument("--compile", action="store_true", help="as the service does by default; a longer start")
     parser.add_argument("--set", action="append", default=[], help="passed to serve")
-    parser.add_argument("--ready-limit", type=float, default=90.0, help="seconds after which starting is given up")
+    parser.add_argument("--ready-limit", type=float, default=60.0, help="seconds after which starting is given up")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for all requests")
     parser.add_argument("--dry-run", action="store_true", help="the CPU, to try the script out")
     parser.add_argument("--out", type=Path, default=None)

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,11 +62,13 @@ def commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
     if options.trace:
         text += ["--trace", str(out / "trace.json")]
     first = [*serve, *loads, "--out", str(out / "serve.json")]
-    if options.trace:
-        (out / "profile").mkdir(exist_ok=True)
-        first += ["--profile", str(out / "profile")]
     again = [*serve, "--listeners", "--streams", "--out", str(out / "serve_again.json")]
     parts = [("serve", first), ("serve", again), ("text", text), ("diffusion", diffusion)]
+    if options.trace and shutil.which("py-spy"):
+        (out / "profile").mkdir(parents=True, exist_ok=True)
+        few = ["--listeners", "1" if quick else "8", "--streams", "1" if quick else "64"]
+        # By itself and without figures: a profiler takes time of what it looks at.
+        parts.append(("serve", [*serve, *few, "--profile", str(out / "profile")]))
     return [(part, command) for part, command in parts if part not in options.skip]
 
 
@@ -100,13 +103,14 @@ def run_all(options: argparse.Namespace) -> Figures:
             "TRITON_CACHE_DIR": f"{caches}/triton",
         }
         for part, command in commands(options):
-            file = Path(command[command.index("--out") + 1])
-            file.unlink(missing_ok=True)
+            file = Path(command[command.index("--out") + 1]) if "--out" in command else None
+            if file is not None:
+                file.unlink(missing_ok=True)  # of an earlier run
+                files.append(file)
             reason = run(command, options.limit, environment)
             if reason is not None:
                 print(reason, flush=True)
                 reasons.setdefault(part, reason)
-            files.append(file)
     return read((file for file in files if file.exists()), reasons)
 
 
@@ -214,7 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for each script")
     parser.add_argument("--caches", type=Path, default=None, help="a folder of compiled code; default: an empty one")
-    parser.add_argument("--trace", action="store_true", help="profiles of decode steps, and of the service's threads")
+    parser.add_argument("--trace", action="store_true", help="profiles of decode steps, and with py-spy of the service")
     parser.add_argument("--docs", type=Path, default=None, help="a page whose table is replaced")
     parser.add_argument("--plot", type=Path, default=PLOT)
     parser.add_argument("--no-plot", action="store_true")
