@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from omnistage.core.errors import OmniError, StageError
 from omnistage.core.types import (
@@ -70,9 +71,9 @@ class OutputAssembler:
             return OutputChunk(self._request_id, self._main_modality, progress=payload)
         if modality is None or self.closed:
             return None
-        item = OutputChunk(self._request_id, modality, chunk.index, finish_reason=chunk.finish)
         if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
             raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
+        item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
         if modality is Modality.TEXT:
             answer = self._answers[chunk.index]
             answer.finish_reason = chunk.finish
@@ -80,21 +81,21 @@ class OutputAssembler:
                 answer.token_ids.extend(payload.token_ids)
                 answer.logprobs.extend(payload.logprobs)
                 self._text[chunk.index].append(payload.text)
-                return replace(item, text=payload.text, token_ids=payload.token_ids, logprobs=payload.logprobs)
+                return item(chunk.index, text=payload.text, token_ids=payload.token_ids, logprobs=payload.logprobs)
         elif modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
             if self._audio and self._audio[0].sample_rate != payload.sample_rate:
                 raise StageError(f"stage {chunk.stage!r} changed its sample rate within a request")
             self._audio.append(payload)
-            return replace(item, audio=payload)
+            return item(chunk.index, audio=payload)
         elif isinstance(payload, ImageChunk):
             if not payload.preview:
                 self._pictures[payload.index] = payload
-            return replace(item, index=payload.index, image=payload)
+            return item(payload.index, image=payload)
         elif isinstance(payload, VideoChunk):
             if not payload.preview:
                 self._videos[payload.index] = payload
-            return replace(item, index=payload.index, video=payload)
-        return item if chunk.finish is not None else None
+            return item(payload.index, video=payload)
+        return item(chunk.index) if chunk.finish is not None else None
 
     def final(self, reason: FinishReason, error: OmniError | None, usage: Usage, trace: Trace) -> OutputChunk:
         """Close the stream; answers that had not ended get the request's own reason."""
