@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -215,7 +215,15 @@ class StageLoop(Generic[Owner]):
                 chunks = self.stage.step()
                 if not self.stage.only_waited:
                     self._step_timer.add(time.perf_counter() - start)
-                self._deliver_all(chunks)
+                fed: dict[StageLoop[Owner], None] = {}
+                _turn.fed = fed
+                try:
+                    for chunk in chunks:
+                        self._deliver(chunk)
+                finally:
+                    _turn.fed = None
+                    for loop in fed:
+                        loop._take_feeds()
                 self._failed_steps = 0
                 busy = True
         except BaseException as error:
@@ -286,17 +294,6 @@ class StageLoop(Generic[Owner]):
             self._fail(command.owner, request_id, self._stage_error(call, error))
             if loses_device(error):
                 self.give_up(error)
-
-    def _deliver_all(self, chunks: Iterable[StageChunk]) -> None:
-        fed: dict[StageLoop[Owner], None] = {}
-        _turn.fed = fed
-        try:
-            for chunk in chunks:
-                self._deliver(chunk)
-        finally:
-            _turn.fed = None
-            for loop in fed:
-                loop._take_feeds()
 
     def _deliver(self, chunk: StageChunk) -> None:
         """Hand a chunk over. Raises if the stage is at fault and it cannot be known which request is concerned."""

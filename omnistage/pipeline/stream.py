@@ -36,18 +36,15 @@ class _Readers:
         if not self._called:
             self._called = True
             try:
-                self._call(self._begin)
+                self._call(self._wake_all)
             except RuntimeError:  # the loop is closed, and every request that has its reader there is to know it
                 self._called = False
                 raise
 
-    def _begin(self) -> None:
+    def _wake_all(self) -> None:
         if (wait := self._not_before - self._time()) > 0:
             self._later(wait, self._wake_all)
-        else:
-            self._wake_all()
-
-    def _wake_all(self) -> None:
+            return
         self._called = False  # first: who comes from here on calls again
         woken = 0
         while self._ready:

@@ -369,7 +369,10 @@ class ObservedStream(OutputStream):
         self._inner.close()
 
     def _observe(self, chunk: OutputChunk) -> None:
-        self._record.count(chunk)
+        if chunk.text and chunk.final is None:
+            self._record.usage.completion_tokens += len(chunk.token_ids)  # most of the time
+        else:
+            self._record.count(chunk)
         if chunk.modality not in self._timed and (chunk.token_ids or chunk.audio is not None):
             self._timed.add(chunk.modality)
             metrics = self._service.metrics

@@ -211,7 +211,10 @@ class Runner:
         if step.done is not None:
             step.done.wait()
         if step.tokens is not None:
-            for (key, rows, place), sampled in zip(step.sampled, self.sampler.read(step.tokens), strict=True):
+            results = step.tokens.results  # known already where they were sampled on the host
+            if results is None:
+                results = self.sampler.read(step.tokens)
+            for (key, rows, place), sampled in zip(step.sampled, results, strict=True):
                 result.sampled[key] = sampled
                 rows.tokens[place] = sampled.token_id
             if self.sampler.constrained:
