@@ -33,6 +33,11 @@ class DeviceStream:
         with torch.inference_mode(), torch.cuda.stream(stream):
             yield
 
+    def follow(self) -> None:
+        """Begin nothing before all that the current stream was given so far is done."""
+        if self.cuda is not None:
+            self.cuda.wait_stream(torch.cuda.current_stream(self.cuda.device))
+
     def share(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that another stage's tensor is read on this stream."""
         if self.cuda is not None and tensor.is_cuda:

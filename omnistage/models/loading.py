@@ -42,6 +42,7 @@ _SMALL_BUFFERS = 2**24
 
 _T = TypeVar("_T")
 Model = TypeVar("Model", bound="PreTrainedModel")
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class Checkpoint:
@@ -201,7 +202,7 @@ def load_model(
     return on_device(loaded, device)
 
 
-def on_device(model: Model, device: torch.device) -> Model:
+def on_device(model: Network, device: torch.device) -> Network:
     """The model there, with all of its weights."""
     model.to(device)
     if device.type == "cuda":  # pragma: no cover  (needs CUDA)

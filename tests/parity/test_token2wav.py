@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +24,7 @@ from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInf
 from omnistage.engines.codec import CodecStage, Window  # noqa: E402
 from omnistage.engines.codec.flow import integrate, time_grid  # noqa: E402
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
+from omnistage.models.qwen2_5_omni.blocks import BlockBatch, WindowRows
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context  # noqa: E402
 
@@ -501,3 +503,20 @@ def test_graphs_are_plain_calls_off_cuda_and_tf32_is_restored() -> None:
     assert matmul.allow_tf32 == before
     with allow_tf32(False):
         assert matmul.allow_tf32 == before
+
+
+def test_rows_on_the_left_are_let_go_before_those_of_the_next_window_are_copied() -> None:
+    """Both are as large as all that is kept of a batch."""
+    layers, frames, hidden = 2, 4, 8
+    kept = torch.randn(3, layers, 1, frames, hidden)  # of three evaluations
+    one = torch.zeros(1, 1)
+    window = WindowRows((0, 0), torch.zeros(frames, 5), one, one, {False: kept}, emit_blocks=1)
+    batch = BlockBatch([window], 2, 2, torch.device("cpu"), padded=False)
+    left = batch.left(False, 0, torch.empty(layers, 1, 0, frames, hidden))
+    assert torch.equal(left, kept[0])
+    stacked = weakref.ref(batch._stacked[False])
+    del left
+    solutions = batch.solutions(torch.zeros(1, frames, 5), {False: [kept[i] for i in range(3)]})
+    assert stacked() is None
+    assert solutions[0].kept is not None
+    assert torch.equal(solutions[0].kept[False], kept)

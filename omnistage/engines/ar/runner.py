@@ -109,6 +109,7 @@ class Runner:
         self.last_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
         """The tokens that the last step sampled, in its order: the next one may begin before they are read."""
         self._rows: dict[str, SequenceRows] = {}
+        self._stream.follow()  # merged weights and the caches' zeros may still be written
         self.graphs: DecodeGraphs | None = None
         if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
             with self._stream.use():

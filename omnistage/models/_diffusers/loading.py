@@ -22,7 +22,7 @@ from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError, MissingDependencyError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
-from omnistage.models.loading import check_repeats, check_size, nested_settings, straight_to
+from omnistage.models.loading import check_repeats, check_size, nested_settings, on_device, straight_to
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -128,7 +128,7 @@ class Parts:
             raise CheckpointError(f"{len(missing)} weights of {name} are missing in {folder}, first {missing[0]}")
         model.eval()
         model.requires_grad_(False)
-        return model.to(device)
+        return on_device(model, device)
 
     def stand_in(self, name: str) -> ModelMixin:
         """A part's module with its config and no weights: pipelines read sizes from it."""

@@ -124,6 +124,7 @@ class BlockBatch:
 
     def solutions(self, mel: Tensor, seen: dict[bool, list[Tensor]]) -> list[Solution]:
         """Each window's share of the state at the end and of the rows that were kept in every evaluation."""
+        self._stacked.clear()  # as large as what follows
         kept: dict[int, Kept] = {i: {} for i in self._keepers}
         for guided, evaluations in seen.items():
             if evaluations and self._keepers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,16 +99,22 @@ class Talker(DecoderComponent):
         """Thinker rows `[p + 1]` → prompt rows `[p + 2]`: prompt, the speaker's beginning, first reply token."""
         if payload.embeds is None or len(payload.token_ids) < 2:
             raise InvalidRequestError("the talker's prompt is made of the thinker's rows")
-        begin = int(self._speaker(info)["bos_token"])
-        model, table = self.model, self.model.get_input_embeddings()
+        begin, model = int(self._speaker(info)["bos_token"]), self.model
         with torch.inference_mode():
-            codes = table(torch.tensor([model.codec_pad_token, model.codec_bos_token], device=self.device))
+            pad, bos = self._first_codes
             rows = payload.embeds.to(self.device, self.dtype)
-            embeds = torch.cat((rows[:-1], (self._rows[begin] + codes[0])[None], (rows[-1] + codes[1])[None]))
+            embeds = torch.cat((rows[:-1], (self._rows[begin] + pad)[None], (rows[-1] + bos)[None]))
         text_ids = (*payload.token_ids[:-1], begin, payload.token_ids[-1])
         ids = (model.codec_mask_token,) * (len(text_ids) - 2) + (model.codec_pad_token, model.codec_bos_token)
         prepared = _with_positions(model, payload, text_ids)
         return replace(prepared, token_ids=ids, embeds=embeds)
+
+    @cached_property
+    def _first_codes(self) -> torch.Tensor:
+        # Once: ids that are copied to a GPU wait there for the talker's steps.
+        ids = (self.model.codec_pad_token, self.model.codec_bos_token)
+        codes: torch.Tensor = self.model.get_input_embeddings()(torch.tensor(ids, device=self.device))
+        return codes
 
     def _speaker(self, info: RequestInfo) -> Mapping[str, torch.Tensor | int]:
         name = info.voice or first_voice(self._speakers)
