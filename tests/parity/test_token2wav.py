@@ -24,7 +24,7 @@ from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInf
 from omnistage.engines.codec import CodecStage, Window  # noqa: E402
 from omnistage.engines.codec.flow import integrate, time_grid  # noqa: E402
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
-from omnistage.models.qwen2_5_omni.blocks import BlockBatch, WindowRows
+from omnistage.models.qwen2_5_omni.blocks import BlockBatch, WindowRows  # noqa: E402
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context  # noqa: E402
 
