@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 from collections.abc import Iterable
@@ -39,6 +40,9 @@ def _import(folders: list[str], device: str | None) -> None:
         return
     finally:
         gc.freeze()
+        atexit.register(
+            gc.unfreeze
+        )  # what is never collected is reported as leaked, by xgrammar's and Triton's bindings
         if collects:
             gc.enable()
 
