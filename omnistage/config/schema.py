@@ -194,7 +194,7 @@ class CodecBudget(ConfigModel):
     )
     lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
     max_hold_seconds: float = Field(
-        default=0.8,
+        default=3.0,
         ge=0.0,
         le=60.0,
         description="First sound is held back, at most so long after the first code, until more will follow in time.",

@@ -229,21 +229,43 @@ def test_a_new_listener_comes_before_players_with_much_to_play_and_after_others(
         assert list(emitted(run(scheduler))) == [first]
 
 
-def test_first_sound_waits_until_the_next_window_is_expected_in_time() -> None:
+def test_first_sound_waits_until_what_follows_is_expected_in_time() -> None:
     now = 0.0
     limits = Limits(max_hold_seconds=2.0)
     scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), limits, clock=lambda: now)
-    for blocks in (2, 20):
-        scheduler.costs.observe(blocks, 0.2 * blocks)
     for name in "ab":
         scheduler.add(name, None)
         scheduler.extend(name, range(30), final=False)
     output = scheduler.schedule()
-    scheduler.update(output, (), {"a": 0.5, "b": 0.5})
+    scheduler.update(output, (), {"a": 0.6, "b": 0.6})
+    scheduler.costs = CostModel()
+    for blocks in (2, 20):
+        scheduler.costs.observe(blocks, 0.2 * blocks)
     assert scheduler.release() == []  # two windows of 2 blocks take 0.8 s
     scheduler.remove("b")
     assert scheduler.release() == ["a"]
     assert scheduler.playing("a")
+
+
+def test_first_sound_waits_where_a_later_window_would_be_late() -> None:
+    """Codes come at twice the speed of sound: the next window is in time, and the one of 4 blocks is not."""
+    now = 0.0
+    layout = replace(LAYOUT, mixed_windows=True, code_seconds=0.02)
+    scheduler = CodecScheduler(layout, Limits(max_chunk_blocks=8, max_hold_seconds=9.0), clock=lambda: now)
+    for blocks in (2, 20):
+        scheduler.costs.observe(blocks, 0.01 * blocks)
+    scheduler.add("a", None)
+    released = []
+    for code in range(60):
+        scheduler.extend("a", [code], final=False)
+        now += 0.01
+        while scheduler.has_work():
+            output = scheduler.schedule()
+            now += 0.001
+            scheduler.update(output, (), {w.request_id: 0.02 * w.emit for w in output.windows})
+            released += [code] * len(scheduler.release())
+    (first,) = released
+    assert first > 6  # the first window was there with the sixth code
 
 
 def test_first_sound_does_not_wait_for_long() -> None:

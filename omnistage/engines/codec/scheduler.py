@@ -24,7 +24,7 @@ MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
 INF = float("inf")
 _SAFETY = 0.9
-"""Share of the sound at hand in which the next window must be expected for the first to go out."""
+"""Share of the sound at hand in which more must be expected for the first to go out."""
 
 
 class Shape(NamedTuple):
@@ -187,10 +187,10 @@ class CodecScheduler:
             self.remove(request_id)
 
     def release(self) -> list[str]:
-        """Requests whose sound goes out from now on: their players are not expected to run dry at once."""
+        """Requests whose sound goes out from now on: their players are not expected to run dry."""
         now = self._clock()
         playing = [
-            r for r in self._requests.values() if r.held and (self._hold_limit(r) <= 0 or self._next_is_in_time(r, now))
+            r for r in self._requests.values() if r.held and (self._hold_limit(r) <= 0 or self._stays_in_time(r, now))
         ]
         for request in playing:
             request.dry_at = now + request.held
@@ -273,19 +273,30 @@ class CodecScheduler:
         """Seconds for which the request's sound may still be held back; infinite where none is."""
         return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
 
-    def _next_is_in_time(self, request: _Request, now: float) -> bool:
-        """Whether the next window of a request whose sound went out now is expected before its player runs dry."""
-        dry_at = now + request.held
-        blocks = self.blocks(self._needed(request))
-        before = sum(
-            self.blocks(self._needed(r))
-            for r in self._requests.values()
-            if r is not request and r.streaming and r.codes and (now + r.held if r.held else self.due(r)) <= dry_at
-        )
-        missing = 0 if request.final else max(0, self._needed(request) - len(request.codes) + request.done)
-        wait = missing * (now - request.first_code) / len(request.codes)
-        expected = max(wait + self.costs.seconds(blocks), self.costs.seconds(before + blocks))
-        return expected <= _SAFETY * request.held
+    def _stays_in_time(self, request: _Request, now: float) -> bool:
+        """Whether a player that starts now is expected not to run dry while its windows grow, whoever else is served.
+
+        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came.
+        """
+        layout, limits = self._layout, self._limits
+        listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
+        pace = (now - request.first_code) / len(request.codes)
+        code_seconds = layout.code_seconds or request.held / request.done
+        ready, played, done, index = 0.0, request.held, request.done, request.windows
+        while done < len(request.codes) or not request.final:
+            size = self.chunk_blocks(index)
+            done, index = done + size * layout.block_codes, index + 1
+            blocks = size + self.blocks(self.lookahead)
+            missing = 0 if request.final else max(0, done + self.lookahead - len(request.codes))
+            together = self.costs.seconds(listeners * blocks)
+            together += self.costs.seconds(0) * (together // MAX_BATCH_SECONDS)
+            ready = max(ready, missing * pace) + together
+            if ready > _SAFETY * played:
+                return False
+            if size >= limits.max_chunk_blocks:
+                return True
+            played += size * layout.block_codes * code_seconds
+        return True
 
 
 class _Batch:
