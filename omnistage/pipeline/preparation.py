@@ -1,9 +1,9 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
-Four groups of threads. Short prompts never wait for others. Media and constraints have threads of their own, half of
+Five groups of threads. Short prompts never wait for others. Media and constraints have threads of their own, half of
 them for one owner, which mostly wait for the processes that decode and the threads that compile. Long texts, and large
 bodies before them, have one thread, which rests between them: they need the interpreter, which one thread at a time can
-use, and others need it too.
+use, and others need it too. Long texts with media have two, one for each owner: a slow host may keep one of them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ _short = DaemonThreads(_cores + 4, "omnistage-prepare")
 _media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
 _constraints = DaemonThreads(_cores + 4, "omnistage-prepare-constraint")
 _long = DaemonThreads(1, "omnistage-long", max_share=1 / 3)
+_long_media = DaemonThreads(2, "omnistage-long-media", max_share=1 / 4)
 
 
 class Lane(Enum):
-    """What preparing a request may take: hardly anything, decoding, compiling, or time of the interpreter."""
+    """What preparing a request may take: hardly anything, decoding, compiling, time of the interpreter, or that and
+    decoding."""
 
     SHORT = "short"
     MEDIA = "media"
     CONSTRAINT = "constraint"
     LONG = "long"
+    LONG_MEDIA = "long_media"
 
 
-_THREADS = {Lane.MEDIA: _media, Lane.CONSTRAINT: _constraints, Lane.LONG: _long}
+_THREADS = {Lane.MEDIA: _media, Lane.CONSTRAINT: _constraints, Lane.LONG: _long, Lane.LONG_MEDIA: _long_media}
 
 
 def submit_long(owner: str | None, work: Callable[[], _Result]) -> Future[_Result]:
@@ -92,7 +95,7 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
 
 
 def lane_of(prompt: object, tools: object = ()) -> Lane:
-    """Where a prompt is prepared: by its media, or else by its text, messages and tools.
+    """Where a prompt is prepared: by its media, and by its text, messages and tools.
 
     What is no prompt is refused at once.
     """
@@ -104,7 +107,7 @@ def lane_of(prompt: object, tools: object = ()) -> Lane:
         return Lane.LONG if _is_long(prompt.prompt_token_ids) else Lane.SHORT
     if not isinstance(prompt, list | tuple):
         return Lane.LONG if _is_long(prompt) else Lane.SHORT
-    chars = 0
+    chars, has_media = 0, False
     for message in prompt:  # all of them: media may come last, and a slow host must not keep the thread of long texts
         chars += _VALUE_CHARS  # what is left of a message, which templates render piece by piece
         if not isinstance(message, Mapping):
@@ -112,13 +115,16 @@ def lane_of(prompt: object, tools: object = ()) -> Lane:
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else (content,):
             if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
-                return Lane.MEDIA
+                has_media = True
+                continue
             text = part.get("text") or part.get("refusal") if isinstance(part, Mapping) else part
             chars += len(text) if isinstance(text, str) else 0
         calls = message.get("tool_calls")
         chars += _weight(calls, SHORT_CHARS - chars) if calls else 0
     if tools and chars <= SHORT_CHARS:
         chars += _weight(tools, SHORT_CHARS - chars)
+    if has_media:
+        return Lane.LONG_MEDIA if chars > SHORT_CHARS else Lane.MEDIA
     return Lane.LONG if chars > SHORT_CHARS else Lane.SHORT
 
 

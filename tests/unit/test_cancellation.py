@@ -386,7 +386,11 @@ async def test_long_work_does_not_keep_short_work_waiting() -> None:
                 {"role": "user", "content": "a" * (SHORT_CHARS + 1)},
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]},
             ],
-            Lane.MEDIA,
+            Lane.LONG_MEDIA,
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/y.png"}]}] * 300,
+            Lane.LONG_MEDIA,
         ),
         (None, Lane.SHORT),
         ([None, 3, {"content": 4}], Lane.SHORT),
@@ -412,6 +416,8 @@ def test_token_ids_are_not_looked_at_one_by_one() -> None:
 def test_large_tools_make_a_prompt_long(properties: dict[str, object], lane: Lane) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     assert lane_of([{"role": "user", "content": "hello"}], [tool]) is lane
+    drawn = [{"role": "user", "content": [{"type": "image", "image": b"..."}]}]
+    assert lane_of(drawn, [tool]) is (Lane.LONG_MEDIA if lane is Lane.LONG else Lane.MEDIA)
 
 
 @pytest.mark.parametrize("lane", Lane)
