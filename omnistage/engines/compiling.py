@@ -11,6 +11,8 @@ import torch
 import torch.fx.experimental._config
 from torch import nn
 
+from omnistage.engines.triton_jit import has_c_compiler
+
 MIN_SIZE = 2
 """Captured batches of one are padded to it: one token is compiled for itself, which would double a start's time."""
 _VARIANTS = 64
@@ -22,7 +24,8 @@ MIN_BYTES = 1 << 29
 def worth_compiling(networks: Iterable[nn.Module]) -> bool:
     """Whether networks are compiled where nobody says: large ones on CUDA."""
     weights = [weight for network in networks for weight in network.parameters()]
-    return all(weight.is_cuda for weight in weights) and sum(weight.nbytes for weight in weights) >= MIN_BYTES
+    large = sum(weight.nbytes for weight in weights) >= MIN_BYTES
+    return large and all(weight.is_cuda for weight in weights) and has_c_compiler()
 
 
 def distinct_sizes() -> AbstractContextManager[object]:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import shutil
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def has_c_compiler() -> bool:
+    """Whether Triton, and with it torch.compile on CUDA, finds what it builds launchers with."""
+    if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return True
+    logger.warning("no C compiler was found: Triton kernels and torch.compile are not used; install gcc or set CC")
+    return False
 
 
 def jit(*, counts: Collection[str] = (), metadata: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omnistage.core.errors import CheckpointError
 from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
-from omnistage.engines.triton_jit import HAS_TRITON
+from omnistage.engines.triton_jit import HAS_TRITON, has_c_compiler
 from omnistage.models.qwen2_5_omni.activation_kernel import TAPS, fused_activation
 from omnistage.models.qwen2_5_omni.dit import shared_copy
 
@@ -79,7 +79,7 @@ def fuse_activations(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> Qwen2_5OmniTo
 
     The activation's factors are computed here, so the parameters must have their values.
     """
-    if not HAS_TRITON or vocoder.device.type != "cuda":
+    if not HAS_TRITON or vocoder.device.type != "cuda" or not has_c_compiler():
         return vocoder
     swaps = {module: FusedActivation(module) for module in vocoder.modules() if can_fuse(module)}
     return shared_copy(vocoder, swaps)

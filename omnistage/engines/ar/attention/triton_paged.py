@@ -33,6 +33,7 @@ from omnistage.engines.ar.attention.triton_kernels import (
     _write_kv_kernel,
     has_small_shared_memory,
 )
+from omnistage.engines.triton_jit import has_c_compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,9 @@ def _pow2(n: int) -> int:
 
 def is_available() -> bool:
     """Whether these kernels can run here: Triton with a CUDA device, or with its interpreter switched on."""
-    return HAS_TRITON and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+    return HAS_TRITON and (
+        os.environ.get("TRITON_INTERPRET") == "1" or (torch.cuda.is_available() and has_c_compiler())
+    )
 
 
 def write_kv(

@@ -14,7 +14,7 @@ from torch import Tensor
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampling.selection import FAILED, WEIGHT_SCALE, temperature_of
 from omnistage.engines.streams import upload
-from omnistage.engines.triton_jit import HAS_TRITON
+from omnistage.engines.triton_jit import HAS_TRITON, has_c_compiler
 
 NOTHING = -3
 """In place of a token id: no token of the row may be sampled."""
@@ -48,7 +48,7 @@ class DeviceSelector:
 
         `u` has a number in [0, 1) for each row, float64.
         """
-        if x.is_cuda and HAS_TRITON:
+        if x.is_cuda and HAS_TRITON and has_c_compiler():
             from omnistage.engines.ar.sampling import triton_select
 
             return triton_select.select(x, self.temperature, self.top_k, self.top_p, self.min_p, u)

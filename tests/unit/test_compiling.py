@@ -1,0 +1,47 @@
+"""When layers are compiled without being told: where it pays, and where it can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from omnistage.engines import compiling, triton_jit
+from omnistage.engines.ar.attention import make_backend, triton_paged
+from omnistage.engines.ar.attention.sdpa import SdpaBackend
+
+
+def network(**weight: Any) -> Any:
+    weight = {"is_cuda": True, "nbytes": compiling.MIN_BYTES, **weight}
+    return SimpleNamespace(parameters=lambda: iter([SimpleNamespace(**weight)]))
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    triton_jit.has_c_compiler.cache_clear()
+    yield
+    triton_jit.has_c_compiler.cache_clear()
+
+
+def test_large_networks_on_cuda_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc")
+    assert compiling.worth_compiling([network()])
+    assert compiling.worth_compiling([network(nbytes=compiling.MIN_BYTES // 2)] * 2)
+    assert not compiling.worth_compiling([network(nbytes=100)])
+    assert not compiling.worth_compiling([network(), network(is_cuda=False)])
+
+
+def test_without_a_c_compiler_nothing_is_compiled_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_jit.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_paged, "HAS_TRITON", True)
+    assert not compiling.worth_compiling([network()])
+    assert isinstance(make_backend("auto", torch.device("cuda")), SdpaBackend)
+    assert caplog.text.count("install gcc or set CC") == 1
