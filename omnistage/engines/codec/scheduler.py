@@ -276,27 +276,33 @@ class CodecScheduler:
     def _stays_in_time(self, request: _Request, now: float) -> bool:
         """Whether a player that starts now is expected not to run dry while its windows grow, whoever else is served.
 
-        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came.
+        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came. Where these
+        or the device are slower than sound, it will run dry whatever is held back: then nothing is.
         """
-        layout, limits = self._layout, self._limits
+        layout, longest = self._layout, self._limits.max_chunk_blocks
         listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
-        pace = (now - request.first_code) / len(request.codes)
+        pace = 0.0 if request.final else (now - request.first_code) / len(request.codes)
         code_seconds = layout.code_seconds or request.held / request.done
+        block_seconds = layout.block_codes * code_seconds
+        if pace > code_seconds or self._seconds_of(listeners, longest) > longest * block_seconds:
+            return True
         ready, played, done, index = 0.0, request.held, request.done, request.windows
         while done < len(request.codes) or not request.final:
             size = self.chunk_blocks(index)
             done, index = done + size * layout.block_codes, index + 1
-            blocks = size + self.blocks(self.lookahead)
-            missing = 0 if request.final else max(0, done + self.lookahead - len(request.codes))
-            together = self.costs.seconds(listeners * blocks)
-            together += self.costs.seconds(0) * (together // MAX_BATCH_SECONDS)
-            ready = max(ready, missing * pace) + together
+            missing = max(0, done + self.lookahead - len(request.codes))
+            ready = max(ready, missing * pace) + self._seconds_of(listeners, size)
             if ready > _SAFETY * played:
                 return False
-            if size >= limits.max_chunk_blocks:
+            if size >= longest:
                 return True
-            played += size * layout.block_codes * code_seconds
+            played += size * block_seconds
         return True
+
+    def _seconds_of(self, listeners: int, size: int) -> float:
+        """What windows that emit so many blocks, one of each listener, take together."""
+        seconds = self.costs.seconds(listeners * (size + self.blocks(self.lookahead)))
+        return seconds + self.costs.seconds(0) * (seconds // MAX_BATCH_SECONDS)
 
 
 class _Batch:
