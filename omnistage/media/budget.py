@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +32,7 @@ _MIN_DEFAULT = 1024 * MIB
 _DEFAULT_SHARE, _REQUEST_SHARE, _OWNER_SHARE = 4, 2, 4
 MAX_WAIT_SECONDS = 20.0
 """For memory: a request that waits has a thread, which others may need."""
+_DROPPED_SECONDS = 0.5
 _TRIM_BYTES = 64 * MIB
 _TRIM_SECONDS = 1.0
 
@@ -66,7 +67,9 @@ class MediaBudget:
         self.max_bytes = max_bytes
         self.max_request_bytes = max(max_bytes // _REQUEST_SHARE, 1)
         self._max_owned = max(max_bytes // _OWNER_SHARE, 1)
-        self._changed = threading.Condition()  # reentrant: a hold may be collected while its lock is held
+        self._changed = threading.Condition(threading.Lock())
+        self._dropped: deque[_Account] = deque()
+        """Of holds that were collected, which may happen in the middle of any call, also with the lock held."""
         self._numbers = itertools.count()
         self._waiting: list[tuple[_Account, int]] = []
         self._first: _Account | None = None
@@ -100,6 +103,12 @@ class MediaBudget:
                 f"the request's media take {account.size + nbytes} bytes of memory up to here, over the limit of "
                 f"{self.max_request_bytes} for one request; send fewer or smaller ones"
             )
+        try:
+            self._wait_for(account, nbytes)
+        finally:
+            self._take_dropped()
+
+    def _wait_for(self, account: _Account, nbytes: int) -> None:
         cancellation, entry = current_cancellation(), (account, nbytes)
         end = time.monotonic() + MAX_WAIT_SECONDS
         with cancellation.on_cancel(self._wake), self._changed:
@@ -107,6 +116,7 @@ class MediaBudget:
             try:
                 while True:
                     cancellation.check()
+                    self._settle_dropped()
                     if self._fits(account, nbytes):
                         break
                     left, remaining = end - time.monotonic(), cancellation.remaining()
@@ -114,7 +124,8 @@ class MediaBudget:
                         raise QueueFullError(
                             "other requests hold the memory for media; send the request again later", retry_after=5.0
                         )
-                    self._changed.wait(left if remaining is None else min(left, remaining))
+                    # Not for longer: a hold may be collected just before this gives the lock away.
+                    self._changed.wait(min(left, _DROPPED_SECONDS, left if remaining is None else remaining))
                 self._add(account, nbytes)
             finally:
                 self._waiting.remove(entry)
@@ -138,18 +149,34 @@ class MediaBudget:
     def resize(self, account: _Account, nbytes: int, *, settled: bool = False) -> None:
         """Hold so many from now on, which are there already; `settled`: and never more."""
         with self._changed:
-            self._add(account, nbytes - account.size)
-            if settled or not account.size:
-                self._leave(account)
-            self._changed.notify_all()
-            trim = self._freed >= _TRIM_BYTES
-            self._freed = 0 if trim else self._freed
-        if trim:
+            self._resize(account, nbytes, settled)
+        self._take_dropped()
+
+    def _resize(self, account: _Account, nbytes: int, settled: bool) -> None:
+        self._add(account, nbytes - account.size)
+        if settled or not account.size:
+            self._leave(account)
+        self._changed.notify_all()
+
+    def drop(self, account: _Account) -> None:
+        """Give all of it back, from a finalizer: where the lock is taken, who has it does so next."""
+        self._dropped.append(account)
+        self._take_dropped()
+
+    def _take_dropped(self) -> None:
+        """Called without the lock, whenever it was given away."""
+        while self._dropped and self._changed.acquire(blocking=False):
+            try:
+                self._settle_dropped()
+            finally:
+                self._changed.release()
+        if self._freed >= _TRIM_BYTES:
+            self._freed = 0
             _trim_soon()
 
-    def close(self, account: _Account) -> None:
-        """Give all of it back."""
-        self.resize(account, 0, settled=True)
+    def _settle_dropped(self) -> None:
+        while self._dropped:
+            self._resize(self._dropped.popleft(), 0, settled=True)
 
     def _add(self, account: _Account, nbytes: int) -> None:
         account.size += nbytes
@@ -166,6 +193,7 @@ class MediaBudget:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        self._take_dropped()
 
 
 class MediaHold:
@@ -180,7 +208,7 @@ class MediaHold:
         self._account: _Account | None = None
         if budget is not None:
             self._account = budget.open_account(owner)
-            weakref.finalize(self, budget.close, self._account).atexit = False
+            weakref.finalize(self, budget.drop, self._account).atexit = False
 
     @property
     def counted(self) -> bool:
@@ -307,7 +335,7 @@ def current_hold() -> MediaHold:
 
 # ----------------------------------------------------------------------------------------- memory for the system
 
-_trim_lock = threading.RLock()  # reentrant, as above
+_trim_lock = threading.RLock()  # reentrant: a hold may be collected while it is held
 _trimming = False
 
 

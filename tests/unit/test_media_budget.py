@@ -282,6 +282,31 @@ def test_audio_that_a_model_cannot_take_is_refused_before_it_is_decoded(monkeypa
         parse_messages([message], LIMITS, max_clip_seconds=2.0)
 
 
+@pytest.mark.parametrize("moment", range(8))
+def test_a_hold_may_be_collected_in_the_middle_of_any_call(moment: int) -> None:
+    """As by a collection of garbage: one of the same owner, while the bytes of that owner are counted."""
+    pool = MediaBudget(100)
+    others = [MediaHold(pool, "a")]
+    others[0].reserve(10)
+    left = moment
+
+    class Owner(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                others.clear()
+            return super().__hash__()
+
+    account = pool.open_account(Owner("a"))
+    pool.reserve(account, 20)
+    pool.resize(account, 0)
+    others.clear()
+    assert (pool.held, dict(pool._owned)) == (0, {})
+
+
 def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = threading.Event()
     monkeypatch.setattr(budget, "_TRIM_SECONDS", 0.01)
