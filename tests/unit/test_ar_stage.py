@@ -36,8 +36,10 @@ from omnistage.core.types import (
     TokenChunk,
     TokenLogprobs,
 )
+from omnistage.engines.ar import graphs
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.graphs import DecodeGraphs
 from omnistage.engines.ar.memory import block_bytes
 from omnistage.engines.ar.merged import merge_linears
 from omnistage.engines.ar.scheduler import ScheduledSequence
@@ -1217,3 +1219,30 @@ def test_a_warm_up_leaves_nothing_behind(model: CausalLM, budget: dict[str, obje
     assert all_free(stage)
     assert not stage.has_work()
     assert one(stage, (5, 17), max_tokens=3).tokens == expected
+
+
+# --------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def test_steps_that_cannot_be_captured_run_without(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of long sequences are captured when the first comes, and the device may be full by then."""
+    tried: list[int] = []
+
+    def capture(runner: object, size: int, length: int, pool: object) -> object:
+        tried.append(length)
+        if length == 8:
+            return object()
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(graphs, "_LENGTHS", (8,))
+    monkeypatch.setattr(graphs, "_Captured", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    expected = run(make_stage(model), request("a", PROMPT))["a", 0].tokens
+    stage = make_stage(model)
+    stage.runner.graphs = DecodeGraphs(stage.runner, [1, 2], stage.max_length)
+    answer = run(stage, request("a", PROMPT))["a", 0]
+    assert (answer.tokens, answer.finish) == (expected, LENGTH)
+    assert tried == [8, 8, stage.max_length]
+    assert caplog.text.count("no CUDA graph for 1 sequences") == 1

@@ -5,17 +5,21 @@ An optimisation beside the plain path in `runner.py`: off by one flag, same numb
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.scheduler import ScheduledSequence
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 _LENGTHS = (1024, 4096, 16384)
 
@@ -81,27 +85,41 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         self._runner = runner
         self._sizes = sorted(set(batch_sizes))
         self._lengths = length_buckets(max_length)
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured | None] = {}
+        """None: it could not be captured."""
         self._pool: Any = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
-            self._get(size, self._lengths[0])
+            self._capture(size, self._lengths[0])
 
-    def _get(self, size: int, length: int) -> _Captured:
+    def _capture(self, size: int, length: int) -> None:
+        with torch.inference_mode():
+            self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
+
+    def _get(self, size: int, length: int) -> _Captured | None:
         if (size, length) not in self._captured:
-            with torch.inference_mode():
-                self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
+            try:
+                self._capture(size, length)
+            except RuntimeError as error:  # there may be no memory for it
+                if loses_device(error):
+                    raise
+                self._captured[size, length] = None
+                logger.warning(
+                    "no CUDA graph for %d sequences of up to %d tokens, which run without: %s", size, length, error
+                )
         return self._captured[size, length]
 
     def run(
         self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `[len(batch), V]` and emitted rows of a batch of generated tokens, one each."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Logits `[len(batch), V]` and emitted rows of a batch of generated tokens, one each; None: not captured."""
         logits: list[torch.Tensor] = []
         emitted: list[torch.Tensor] = []
         largest = self._sizes[-1]
         for first in range(0, len(batch), largest):
             part = batch[first : first + largest]
             captured = self._replay(part, [sequences[item.key] for item in part])
+            if captured is None:
+                return None
             more = len(batch) > largest
             logits.append(captured.logits[: len(part)].clone() if more else captured.logits[: len(part)])
             if captured.rows is not None:
@@ -110,12 +128,14 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
             return logits[0], emitted[0] if emitted else None
         return torch.cat(logits), torch.cat(emitted) if emitted else None
 
-    def _replay(self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]) -> _Captured:
+    def _replay(self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]) -> _Captured | None:
         count = len(part)
         longest = max(item.start for item in part) + 1
         size = next(s for s in self._sizes if s >= count)
         length = next(n for n in self._lengths if n >= longest)
         captured = self._get(size, length)
+        if captured is None:
+            return None
         # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
         host = torch.empty(captured.longs.shape, dtype=torch.int64, pin_memory=True)
         longs = host.numpy()

@@ -179,9 +179,11 @@ class Runner:
                 batch.append(item)
             if not batch:
                 return step
+            replayed = None
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
-                logits, emitted = self.graphs.run(batch, self._rows)
-                sampling = batch
+                replayed = self.graphs.run(batch, self._rows)
+            if replayed is not None:
+                (logits, emitted), sampling = replayed, batch
             else:
                 logits, emitted, sampling = self._forward(batch)
             if emitted is not None:
