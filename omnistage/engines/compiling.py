@@ -40,9 +40,16 @@ def distinct_sizes() -> AbstractContextManager[object]:
 
 def keep_compiled_code() -> None:
     """Have compiled code kept in the user's cache, unless the environment says where."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
     # torch's own default is in /tmp, which does not outlive a machine's or a container's start.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
+        cache.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a user without a home, or one that is not theirs
+        return
+    if os.access(cache, os.W_OK):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def start_compile_workers() -> None:

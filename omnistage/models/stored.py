@@ -117,7 +117,7 @@ class _Buffers:
                 part = target[first : first + _BUFFER_BYTES]
                 filled = self._buffers[0][: len(part)]
                 _fill(file, filled, offset + first, path)
-                part.copy_(filled, non_blocking=True)
+                part.copy_(filled, non_blocking=self._on_cuda)
                 if self._on_cuda:  # pragma: no cover  (needs CUDA)
                     copied = self._copied[0] = copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
                     copied.record(torch.cuda.current_stream(self._device))

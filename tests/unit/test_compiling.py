@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +47,28 @@ def test_without_a_c_compiler_nothing_is_compiled_and_the_log_says_so(
     assert not compiling.worth_compiling([network()])
     assert isinstance(make_backend("auto", torch.device("cuda")), SdpaBackend)
     assert caplog.text.count("install gcc or set CC") == 1
+
+
+def test_compiled_code_is_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+    compiling.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "omnistage" / "compiled")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "elsewhere"
+    compiling.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+
+
+def test_where_a_user_has_no_cache_torch_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with any user id there may be no home, or one that cannot be written."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path / "file")})
+    compiling.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(os, "environ", {})
+    compiling.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

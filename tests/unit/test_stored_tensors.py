@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_tensors_are_read_when_they_are_indexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "_BUFFER_BYTES", 64)  # several of them for one tensor
+    monkeypatch.setattr(stored, "_local", threading.local())
     for prefix in ("a.", "b."):
         mapped = Checkpoint(folder).tensors(prefix)
         lazy = Checkpoint(folder).tensors(prefix, CPU)
@@ -83,3 +85,18 @@ def test_a_model_loads_the_same_straight_to_its_device(tmp_path: Path, monkeypat
     straight = load_model(transformers.LlamaForCausalLM, config, tensors, CPU, torch.float32)
     assert plain.dtype == straight.dtype == torch.float32
     assert all(torch.equal(straight.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_only_pinned_buffers_are_copied_without_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other devices, like MPS, a buffer would be filled anew while it is still read."""
+    waits: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def spy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        waits.append(not non_blocking)
+        return copy(self, source, non_blocking)
+
+    tensor = Checkpoint(folder).tensors("a.", CPU)["long"]
+    monkeypatch.setattr(torch.Tensor, "copy_", spy)
+    assert torch.equal(tensor[...], Checkpoint(folder).tensors("a.")["long"])
+    assert waits == [True]
