@@ -34,8 +34,9 @@ def _import(folders: list[str], device: str | None) -> None:
             if find_spec(f"transformers.models.{kind}") is not None:
                 import_module(f"transformers.models.{kind}.modeling_{kind}")
         if _compiles(folders, device):
-            import_module("omnistage.engines.compiling").start_compile_workers()
-            import_module("torch._inductor.compile_fx")
+            compiling = import_module("omnistage.engines.compiling")
+            compiling.start_compile_workers()
+            compiling.import_compiler()
     except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
         return
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from omnistage.engines.triton_jit import has_c_compiler
 
+_importing = threading.Lock()
 MIN_SIZE = 2
 """Captured batches of one are padded to it: one token is compiled for itself, which would double a start's time."""
 _VARIANTS = 64
@@ -54,10 +57,17 @@ def keep_compiled_code() -> None:
 
 def start_compile_workers() -> None:
     """Start the processes that compile kernels. They take seconds; until then kernels are compiled one by one."""
-    from torch._inductor.async_compile import maybe_warm_pool
+    with _importing:
+        from torch._inductor.async_compile import maybe_warm_pool
 
     keep_compiled_code()  # they take the environment with them
     maybe_warm_pool()
+
+
+def import_compiler() -> None:
+    """Import what compiles, in one thread at a time: its modules import each other, and another would see halves."""
+    with _importing:
+        import_module("torch._inductor.compile_fx")
 
 
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
@@ -69,6 +79,8 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") ->
     have more: other widths, one token or many.
     """
     keep_compiled_code()
+    if backend == "inductor":
+        import_compiler()  # or another thread may be in the middle of it when the first layer runs
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     for layer in layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,3 +73,14 @@ def test_where_a_user_has_no_cache_torch_decides(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "environ", {})
     compiling.keep_compiled_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_layers_are_compiled_when_no_other_thread_imports_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "elsewhere"})
+    compiled = threading.Thread(target=compiling.compile_layers, args=([],), daemon=True)
+    with compiling._importing:
+        compiled.start()
+        compiled.join(0.2)
+        assert compiled.is_alive()
+    compiled.join(60)
+    assert not compiled.is_alive()
