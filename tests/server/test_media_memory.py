@@ -104,12 +104,14 @@ def test_what_one_request_cannot_have_is_refused(server: Running, budget: MediaB
 
 
 def test_a_timeout_ends_a_request_that_waits_for_memory(server: Running, budget: MediaBudget) -> None:
-    first = MediaHold(budget, None)
-    first.reserve(128 * MIB)
+    holds = [MediaHold(budget, owner) for owner in ("a", "b")]
+    for hold in holds:
+        hold.reserve(128 * MIB)
     body = chat(1000, timeout=0.3)
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
     assert answer.status_code == 408, answer.text
-    first.close()
+    for hold in holds:
+        hold.close()
     until(lambda: is_free(budget), "the end of the request")
 
 

@@ -79,6 +79,8 @@ class _Interval:
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         guided = self._first or self._guide_all
         plain, guidance = self._field(x, t, guided)
+        if self._guide_all and guidance is not None:
+            return plain + guidance
         if guided:
             # Cloned: the field may hand out one buffer for all its answers (a captured graph does).
             self._guidance = None if guidance is None else guidance.clone()

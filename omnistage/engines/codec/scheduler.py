@@ -274,10 +274,11 @@ class CodecScheduler:
         return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
 
     def _stays_in_time(self, request: _Request, now: float) -> bool:
-        """Whether a player that starts now is expected not to run dry while its windows grow, whoever else is served.
+        """Whether the next two windows of a player that starts now are expected before it runs dry.
 
-        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came. Where these
-        or the device are slower than sound, it will run dry whatever is held back: then nothing is.
+        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came; further
+        ahead that is too gloomy, as codes come faster once the text is there. Where these or the device are slower than
+        sound, it will run dry whatever is held back: then nothing is.
         """
         layout, longest = self._layout, self._limits.max_chunk_blocks
         listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
@@ -286,16 +287,16 @@ class CodecScheduler:
         block_seconds = layout.block_codes * code_seconds
         if pace > code_seconds or self._seconds_of(listeners, longest) > longest * block_seconds:
             return True
-        ready, played, done, index = 0.0, request.held, request.done, request.windows
-        while done < len(request.codes) or not request.final:
+        ready, played, done = 0.0, request.held, request.done
+        for index in (request.windows, request.windows + 1):
+            if request.final and done >= len(request.codes):
+                break
             size = self.chunk_blocks(index)
-            done, index = done + size * layout.block_codes, index + 1
+            done += size * layout.block_codes
             missing = max(0, done + self.lookahead - len(request.codes))
             ready = max(ready, missing * pace) + self._seconds_of(listeners, size)
             if ready > _SAFETY * played:
                 return False
-            if size >= longest:
-                return True
             played += size * block_seconds
         return True
 
