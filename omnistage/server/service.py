@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -22,6 +23,7 @@ from omnistage.core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     OmniError,
+    QueueFullError,
     ShutdownError,
 )
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
@@ -142,6 +144,8 @@ class Service:
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
         self._holders: dict[str, str] = {}
+        self._further: Counter[str] = Counter()
+        """By model: answers beyond the first of the requests that are admitted."""
         """The holder's name by request id."""
         self._tagged: dict[tuple[str, str], str] = {}
         """The request id by holder and the client's own id."""
@@ -307,6 +311,7 @@ class Service:
             admission = contextlib.ExitStack()
             try:
                 admission.enter_context(self.keyring.admit(holder, model.name, answers, param))
+                admission.enter_context(self._room_for(model, answers))
                 yield record
             except OmniError as error:
                 rename_param(error, rename)
@@ -317,6 +322,21 @@ class Service:
                 else:  # the holder's place is taken until what it started has really ended
                     loop = asyncio.get_running_loop()
                     preparation.when_idle(lambda: call_soon(loop, admission.close))
+
+    @contextlib.contextmanager
+    def _room_for(self, model: ServedModel, answers: int) -> Iterator[None]:
+        """Answers beyond the first have half of a model's room, all requests together: few could take all of it."""
+        further, taken, most = answers - 1, self._further[model.name], model.omni.orchestrator.max_inflight // 2
+        if further and taken and taken + further > most:
+            raise QueueFullError(
+                f"answers beyond the first of each request have {most} places together, and {taken} of them are taken; "
+                "try again later, or ask for fewer at once"
+            )
+        self._further[model.name] += further
+        try:
+            yield
+        finally:
+            self._further[model.name] -= further
 
     @contextlib.contextmanager
     def _filtered(

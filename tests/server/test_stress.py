@@ -122,6 +122,26 @@ def test_a_full_queue_says_when_to_come_again(
         connection.close()
 
 
+def test_two_requests_of_many_answers_leave_room_for_others(
+    server: Running, lm: AsyncOmni, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm.orchestrator, "max_inflight", 8)
+    many = raw(server, json.dumps({**SHORT, "n": 4}).encode())
+    until(lambda: lm.stats().inflight == 1, "the first")
+    with server.client() as client, pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**SHORT, n=4)
+    assert caught.value.code == "queue_full"
+    assert "beyond the first" in caught.value.message
+    others = [raw(server, json.dumps(SHORT).encode()) for _ in range(2)]
+    until(lambda: lm.stats().inflight == 3, "the others")
+    held.go.set()
+    assert [status_of(connection) for connection in (many, *others)] == [200] * 3
+    with server.client() as client:
+        assert len(client.completions.create(**SHORT, n=8).choices) == 8
+    for connection in (many, *others):
+        connection.close()
+
+
 # ------------------------------------------------------------------------------------------------ not now, too late
 
 
