@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import threading
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ def start_imports(folders: Iterable[str], device: str | None) -> threading.Threa
     """Import torch, `transformers` and its code of each model, in that order; on a GPU also what compiles.
 
     Whoever imports one of them meanwhile waits for it, and gets the error that is passed over here. Garbage is not
-    collected until they are there, for a quarter of their time, and they are left out of all later collections.
+    collected until they are there, for a quarter of their time.
     """
     thread = threading.Thread(target=_import, args=(list(folders), device), name="early-imports", daemon=True)
     thread.start()
@@ -40,10 +39,6 @@ def _import(folders: list[str], device: str | None) -> None:
     except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
         return
     finally:
-        gc.freeze()
-        atexit.register(
-            gc.unfreeze
-        )  # what is never collected is reported as leaked, by xgrammar's and Triton's bindings
         if collects:
             gc.enable()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 from pathlib import Path
@@ -27,7 +26,6 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(early_imports, "import_module", import_module)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
     return names
 
 
@@ -72,11 +70,3 @@ def test_an_import_that_fails_is_left_to_whoever_needs_it(imported: list[str], m
     early_imports.start_imports([], None).join()
     assert imported == ["omnistage.hf"]
     assert gc.isenabled()
-
-
-def test_nothing_is_left_frozen_at_the_end(imported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bindings report their functions as leaked on the terminal, after a command's own error."""
-    at_exit: list[object] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    early_imports.start_imports([], "cpu").join()
-    assert at_exit == [gc.unfreeze]
