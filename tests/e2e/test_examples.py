@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -230,6 +231,7 @@ class Typist:
         pty = pytest.importorskip("pty")
         self.process, self._screen = pty.fork()
         if self.process == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal; tests in a shell's background ignore it
             os.environ.update(TERM="xterm-256color", OMP_NUM_THREADS="1", COLUMNS="100")
             os.execv(sys.executable, [sys.executable, *map(str, command)])
 
