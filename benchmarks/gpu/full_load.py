@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,13 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from full_load_requests import LoadRequest, build_requests
-from serve import PORT, URL, ready_after, write_checkpoint
+from serve import PORT, URL, ready_after, service, write_checkpoint
 
 from omnistage.bench.client import Address, BrokenResponseError, Client
 from omnistage.config.schema import parse_size
@@ -69,23 +68,6 @@ class MemoryPeak:
     def _watch(self) -> None:
         while not self._stop.wait(0.05):
             self.peak = max(self.peak, self._used() - self._start)
-
-
-@contextlib.contextmanager
-def service(folder: Path, port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`omnistage serve` with its output in a file, ended with the block."""
-    command = [sys.executable, "-m", "omnistage", "serve", "--model", f"omni={folder}", "--port", str(port), *options]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def outcome(status: int, streamed: bool, body: bytes) -> str:

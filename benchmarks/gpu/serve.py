@@ -49,6 +49,23 @@ def write_checkpoint(folder: Path, scale: float) -> None:
     print(f"checkpoint written in {time.perf_counter() - start:.1f} s", flush=True)
 
 
+@contextlib.contextmanager
+def service(folder: Path, port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`omnistage serve` with its output in a file, ended with the block."""
+    command = [sys.executable, "-m", "omnistage", "serve", "--model", f"omni={folder}", "--port", str(port), *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def ready_after(service: subprocess.Popen[bytes], limit: float) -> float:
     start = time.perf_counter()
     while time.perf_counter() - start < limit:
@@ -110,10 +127,8 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.folder / "config.json").exists():
         write_checkpoint(options.folder, options.scale)
-    lengths = ("talker.max_tokens=384", "talker.min_tokens=384", *options.set)
-    command = [sys.executable, "-m", "omnistage", "serve", "--model", f"omni={options.folder}", "--port", str(PORT)]
-    for value in lengths:
-        command += ["--set", value]
+    sets = ("talker.max_tokens=384", "talker.min_tokens=384", *options.set)
+    flags = [argument for value in sets for argument in ("--set", value)]
     figures: dict[str, Any] = {}
 
     def keep(name: str, value: object) -> None:
@@ -122,35 +137,29 @@ def main() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
-    with tempfile.NamedTemporaryFile() as log:
-        service = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            with profiled(service.pid, options.profile and options.profile / "start.txt", gil=False):
-                keep("ready_seconds", ready_after(service, options.ready_limit))
-            print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
-            text = ("--prompt-tokens", "128", "--max-tokens", "128")
-            seeds = map(str, itertools.count())  # each load has prompts of its own, which nobody has cached
-            for count in options.streams:
-                for temperature in ("0", "1"):
-                    name = f"text_{count}_temperature_{temperature}"
-                    many = load(count, 4, next(seeds))
-                    with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
-                        keep(name, bench(name, *text, *many, "--temperature", temperature))
-            for count in options.listeners:
-                name = f"speech_{count}"
-                many = load(count, 2, next(seeds))
-                with profiled(service.pid, options.profile and options.profile / f"{name}.txt"):
-                    keep(name, bench(name, "--mix", "speech", *text, *many))
-            with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
-                metrics = answer.read().decode().splitlines()
-            print("\n".join(line for line in metrics if "step_seconds" in line and "#" not in line), flush=True)
-        finally:
-            service.send_signal(signal.SIGTERM)
-            try:
-                service.wait(60)
-            except subprocess.TimeoutExpired:
-                service.kill()
-            print(Path(log.name).read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
+    with tempfile.NamedTemporaryFile() as file, contextlib.ExitStack() as stack:
+        log = Path(file.name)
+        stack.callback(lambda: print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True))
+        process = stack.enter_context(service(options.folder, PORT, log, *flags))
+        with profiled(process.pid, options.profile and options.profile / "start.txt", gil=False):
+            keep("ready_seconds", ready_after(process, options.ready_limit))
+        print(f"ready after {figures['ready_seconds']:.1f} s", flush=True)
+        text = ("--prompt-tokens", "128", "--max-tokens", "128")
+        seeds = map(str, itertools.count())  # each load has prompts of its own, which nobody has cached
+        for count in options.streams:
+            for temperature in ("0", "1"):
+                name = f"text_{count}_temperature_{temperature}"
+                many = load(count, 4, next(seeds))
+                with profiled(process.pid, options.profile and options.profile / f"{name}.txt"):
+                    keep(name, bench(name, *text, *many, "--temperature", temperature))
+        for count in options.listeners:
+            name = f"speech_{count}"
+            many = load(count, 2, next(seeds))
+            with profiled(process.pid, options.profile and options.profile / f"{name}.txt"):
+                keep(name, bench(name, "--mix", "speech", *text, *many))
+        with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
+            metrics = answer.read().decode().splitlines()
+        print("\n".join(line for line in metrics if "step_seconds" in line and "#" not in line), flush=True)
 
 
 if __name__ == "__main__":

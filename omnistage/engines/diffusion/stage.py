@@ -230,5 +230,5 @@ def _blocks(denoiser: Denoiser, *, required: bool) -> list[nn.Module]:
         lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
         if not lists and required:
             raise StageError(f"{type(transformer).__name__} cannot be compiled; set compile: false")
-        blocks += [block for blocks in lists for block in blocks]
+        blocks += [block for repeated in lists for block in repeated]
     return blocks
