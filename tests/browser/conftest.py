@@ -51,14 +51,21 @@ def chromium() -> str | None:
     return named or next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 
+OVERRIDES = {
+    "omni": ("talker.max_tokens=40", "token2wav.max_hold_seconds=0"),
+    # Random weights sample an end now and then, also where an answer is to be seen running.
+    "lm": ("thinker.ignore_eos=true",),
+    "draw": (),
+}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AsyncOmni]]:
     """One small model of each kind; what is spoken is short, and comes in more than one piece."""
     place = tmp_path_factory.mktemp("page")
     made = {}
     for name, family in (("omni", "qwen2_5_omni"), ("lm", "causal_lm"), ("draw", "stable_diffusion_3")):
-        pieces = ("talker.max_tokens=40", "token2wav.max_hold_seconds=0")
-        limits = (*SERVE_LIMITS, *pieces) if name == "omni" else SERVE_LIMITS
+        limits = (*SERVE_LIMITS, *OVERRIDES[name])
         made[name] = AsyncOmni(
             make(family, place / name), device="cpu", dtype="float32", overrides=limits, progress=False
         )
