@@ -99,6 +99,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict omnistage starter/omnistage_starter
+	$(BIN)/mypy --explicit-package-bases benchmarks tools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -17,11 +17,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from omnistage.media.budget import ItemBytes, MediaHold
 from omnistage.media.decode_pool import DecodePool
 from omnistage.media.image import decode_image_bytes
 from omnistage.media.limits import MediaLimits
 
 LIMITS = MediaLimits()
+ITEM = ItemBytes(MediaHold(None, None))
+"""Not counted: what a budget costs is no part of decoding."""
 
 
 def photograph(side: int) -> bytes:
@@ -54,12 +57,12 @@ def main() -> None:
     options = parser.parse_args()
     data = photograph(options.side)
     pool = DecodePool(1)
-    first = milliseconds(lambda: pool.decode_image(data, LIMITS))
-    if pool.decode_image(data, LIMITS).tobytes() != decode_image_bytes(data, LIMITS).tobytes():
+    first = milliseconds(lambda: pool.decode_image(data, LIMITS, ITEM))
+    if pool.decode_image(data, LIMITS, ITEM).tobytes() != decode_image_bytes(data, LIMITS).tobytes():
         raise SystemExit("the pixels differ")
     pooled, plain = [], []
     for _ in range(options.count):
-        pooled.append(milliseconds(lambda: pool.decode_image(data, LIMITS)))
+        pooled.append(milliseconds(lambda: pool.decode_image(data, LIMITS, ITEM)))
         plain.append(milliseconds(lambda: decode_image_bytes(data, LIMITS)))
     print(f"JPEG of {options.side}x{options.side} pixels, {len(data)} bytes; {options.count} times each, in turn")
     print(f"first item, with the start of its process: {first:.0f} ms")
@@ -69,7 +72,7 @@ def main() -> None:
     [process] = pool.processes()
     before, own = processor_seconds(process), time.process_time()
     for _ in range(options.count):
-        pool.decode_image(data, LIMITS)
+        pool.decode_image(data, LIMITS, ITEM)
     pooled_cpu = processor_seconds(process) - before + time.process_time() - own
     own = time.process_time()
     for _ in range(options.count):

@@ -120,9 +120,7 @@ def http_asks(client: Client, tokens: int, *, speech: bool) -> Ask:
         body = json.dumps({**fields, "messages": messages}).encode()
         async with client.request("/v1/chat/completions", body) as response:
             if response.status != 200:
-                raise SystemExit(
-                    f"the service responded with status {response.status}: {(await response.read())[:500]!r}"
-                )
+                raise SystemExit(f"the service responded with status {response.status}: {await response.read_json()}")
             async for moment, piece in response.stream():
                 for event in events.push(piece):
                     count_event(outcome, moment - start, event)

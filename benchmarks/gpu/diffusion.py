@@ -216,7 +216,7 @@ def open_ours(case: Any, device: torch.device, dtype: torch.dtype, **budget: Any
     """Our pipeline around the very same modules, and the seconds that its warm-up took."""
     pipeline = PipelineConfig.model_validate(load_file(case.family.pipeline).data["pipeline"])
     given = DiffusionBudget(**budget)
-    stages = {
+    stages: dict[str, Any] = {
         "encode": EncodeStage("encode", GivenEncoder(case.positive, case.negative), given),
         "denoise": DenoiseStage("denoise", case.denoiser(case.pipe, device, dtype), given),
         "decode": DecodeStage("decode", case.decoder(case.pipe, device, tiling_pixels=0), given),

@@ -143,7 +143,8 @@ def measure_speech(omni: Omni, resolved: ResolvedConfig) -> None:
     for name, stage in omni.orchestrator.stages.items():
         if not isinstance(stage, CodecStage):
             continue
-        component, budget = stage.component, stage._budget
+        component: Any = stage.component
+        budget = stage._budget
         # As the plan has it: the longest windows, as many as a forward takes.
         blocks = component.layout.history_blocks + budget.max_chunk_blocks + budget.lookahead_blocks
         codes = min(blocks * component.layout.block_codes, component.layout.max_codes)
