@@ -72,6 +72,8 @@ class RequestInfo:
     """`time.monotonic()` value past which the request ends with `FinishReason.DEADLINE`."""
     voice: str | None = None
     arrival: float = field(default_factory=time.monotonic)
+    owner: str | None = None
+    """Whose request it is: a client has no more than its share of what requests wait for. None: no share."""
 
 
 # -------------------------------------------------------------------------------------------- stage inputs

@@ -22,6 +22,7 @@ from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
 from omnistage.media.budget import media_hold
+from omnistage.media.context import current_owner
 from omnistage.pipeline.request import OmniRequest, count_tokens, media_bytes
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class RequestFactory:
             deadline=self.deadline(arrival, options.timeout),
             voice=self._voice(options.voice),
             arrival=arrival,
+            owner=current_owner(),
         )
         stage_params = self.stage_params(params)  # before the prompt: all that is cheap to check comes first
         max_tokens = self._limits.max_prompt_tokens

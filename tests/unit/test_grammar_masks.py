@@ -306,19 +306,61 @@ def test_a_slow_job_gives_its_place_to_another_thread_up_to_a_bound() -> None:
     assert began.acquire(timeout=PATIENCE)
     threads.submit(lambda: done.append("quick"))
     assert not threads.wait(lambda: bool(done), 0.01)
-    assert not threads.exhausted
+    assert not threads.exhausted()
     now[0] += 2 * SLOW_SECONDS
-    assert not threads.exhausted
+    assert not threads.exhausted()
     assert threads.wait(lambda: bool(done), PATIENCE)
     threads.submit(block)
     assert began.acquire(timeout=PATIENCE)
     now[0] += 2 * SLOW_SECONDS
-    assert threads.exhausted
+    assert threads.exhausted()
     threads.submit(lambda: done.append("last"))
     assert done == ["quick"]
     opened.set()
     assert threads.wait(lambda: len(done) == 2, PATIENCE)
-    assert not threads.exhausted
+    assert not threads.exhausted()
+
+
+def test_slow_jobs_of_one_owner_leave_half_of_the_threads_to_others() -> None:
+    now = [0.0]
+    threads = GrammarThreads("test", threads=1, max_threads=4, clock=lambda: now[0])
+    opened, done = threading.Event(), []
+    began = threading.Semaphore(0)
+
+    def block() -> None:
+        began.release()
+        opened.wait(PATIENCE)
+
+    for _ in range(8):
+        threads.submit(block, "greedy")
+    for _ in range(2):
+        assert began.acquire(timeout=PATIENCE)
+        now[0] += 2 * SLOW_SECONDS
+        assert not threads.exhausted()  # who asks finds out what is slow
+    assert threads.exhausted("greedy")
+    assert not threads.exhausted("other")
+    threads.submit(lambda: done.append("other"), "other")
+    assert threads.wait(lambda: bool(done), PATIENCE)
+    assert not began.acquire(blocking=False), "a third one of the greedy owner has begun"
+    opened.set()
+    for _ in range(6):
+        assert began.acquire(timeout=PATIENCE)
+    assert threads.wait(lambda: not threads._running, PATIENCE)
+    assert not threads.exhausted("greedy")
+
+
+def test_a_request_s_masks_belong_to_its_client(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = []
+    threads = GrammarThreads("test", threads=1, max_threads=2)
+    submit = threads.submit
+    monkeypatch.setattr(threads, "submit", lambda work, owner: (owners.append(owner), submit(work, owner)))
+    monkeypatch.setattr(grammar_state, "_quick", threads)
+    stage = Harness(model).stage
+    params = SamplingParams.parse({"max_tokens": 2, "structured": {"regex": "[a-z]+"}})
+    stage.check_params(params)
+    stage.submit(StageInput(RequestInfo("r", owner="somebody"), params, ARInput(PROMPT)))
+    assert set(owners) == {"somebody"}
+    stage.abort("r")
 
 
 def test_a_queued_job_is_not_left_behind_slow_ones_where_nobody_asks() -> None:

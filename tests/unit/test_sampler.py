@@ -722,7 +722,7 @@ class OneTokenCompiler:
     def compile(self, structured: StructuredOutput) -> None:
         self.compiled.append(structured.regex)
 
-    def start(self, structured: StructuredOutput, ends: tuple[int, ...]) -> OneToken:
+    def start(self, structured: StructuredOutput, ends: tuple[int, ...], owner: str | None) -> OneToken:
         assert structured.regex is not None
         self.started.append((OneToken(int(structured.regex)), ends))
         return self.started[-1][0]

@@ -117,10 +117,19 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ sequences
 
-    def add(self, key: str, payload: ARInput, params: SamplingParams, *, capacity: int, emit: bool) -> None:
+    def add(
+        self,
+        key: str,
+        payload: ARInput,
+        params: SamplingParams,
+        *,
+        capacity: int,
+        emit: bool,
+        owner: str | None = None,
+    ) -> None:
         """Open a sequence. Raises (and keeps nothing) when its parameters do not fit the model."""
         with self._stream.use():
-            self.sampler.add(key, params, payload.token_ids)
+            self.sampler.add(key, params, payload.token_ids, owner)
             device, dtype = self.component.device, self.component.dtype
             rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
             if payload.side_rows is not None and len(payload.side_rows):

@@ -219,7 +219,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         info, component = stage_input.info, self.component
         prompt = len(payload.token_ids)
         limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
-        self.runner.add(key, payload, params, capacity=prompt + limit, emit=stage_input.emit_hidden)
+        self.runner.add(key, payload, params, capacity=prompt + limit, emit=stage_input.emit_hidden, owner=info.owner)
         side = None
         if payload.streaming:
             side = float(len(payload.side_rows)) if payload.side_rows is not None else 0.0

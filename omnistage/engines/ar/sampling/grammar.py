@@ -175,7 +175,7 @@ class GrammarCompiler:
         Raises `InvalidRequestError` if it is wrong, beyond a limit or takes too long, `QueueFullError` if others keep
         every thread busy, and what the request's `Cancellation` raises if it ends meanwhile.
         """
-        if mask_threads_exhausted():
+        if mask_threads_exhausted(current_owner()):
             raise QueueFullError("other requests keep all grammar threads busy; try again later", retry_after=10.0)
         return self._entry(*source_of(structured)).compiled
 
@@ -270,7 +270,9 @@ class GrammarCompiler:
             return self._compiler.compile_grammar(text)
         return self._compiler.compile_json_schema(_ANY_OBJECT)
 
-    def start(self, structured: StructuredOutput, stop_token_ids: Sequence[int]) -> GrammarState:
+    def start(
+        self, structured: StructuredOutput, stop_token_ids: Sequence[int], owner: str | None = None
+    ) -> GrammarState:
         """A fresh state for one request, which `stop_token_ids` may end once the constraint is met.
 
         Never waits: what takes time happens in the threads that compute masks.
@@ -290,7 +292,9 @@ class GrammarCompiler:
             return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
 
         cheap = entry is not None and entry.cheap_masks
-        return GrammarState(open_matcher, self._vocab_size, stop_token_ids, banned, slow=entry is None, cheap=cheap)
+        return GrammarState(
+            open_matcher, self._vocab_size, stop_token_ids, banned, owner=owner, slow=entry is None, cheap=cheap
+        )
 
 
 def _readable(error: Exception) -> str:

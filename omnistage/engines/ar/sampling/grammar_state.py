@@ -36,9 +36,9 @@ _slow = GrammarThreads("omnistage-slow-mask", threads=2, max_threads=8)
 """Masks of requests whose last one was slow: others never queue behind them."""
 
 
-def mask_threads_exhausted() -> bool:
-    """Whether slow masks keep so many threads busy that no more constrained requests should be taken."""
-    return _quick.exhausted
+def mask_threads_exhausted(owner: str | None) -> bool:
+    """Whether slow masks keep so many threads busy that no more constrained requests of the owner should be taken."""
+    return _quick.exhausted(owner)
 
 
 class GrammarState:
@@ -56,10 +56,12 @@ class GrammarState:
         stops: Sequence[int],
         banned: Iterable[int],
         *,
+        owner: str | None = None,
         slow: bool = False,
         cheap: bool = False,
     ) -> None:
         """`slow`: opening the matcher may take long."""
+        self._owner = owner
         self._open_matcher = open_matcher
         self._matcher: xgrammar.GrammarMatcher | None = None
         self.vocab_size = vocab_size
@@ -135,7 +137,7 @@ class GrammarState:
         if self._cheap and token_id is not None and not self.slow:
             self._deferred = token_id
             return
-        (_slow if self.slow else _quick).submit(partial(self._compute, token_id))
+        (_slow if self.slow else _quick).submit(partial(self._compute, token_id), self._owner)
 
     def _compute(self, token_id: int | None) -> None:
         if self._closed:

@@ -20,11 +20,21 @@ SLOW_SECONDS = 0.02
 _NICENESS = 10
 
 
+class _Job:
+    __slots__ = ("began", "owner", "work")
+
+    def __init__(self, work: Callable[[], None], owner: str | None) -> None:
+        self.work = work
+        self.owner = owner
+        self.began = 0.0
+
+
 class GrammarThreads:
     """Runs jobs in daemon threads: `threads` at once, not counting those whose job turned out to be slow.
 
     A slow job cannot be ended. Another thread takes its place, up to `max_threads` in all; its own thread gets a lower
-    priority, where the system allows it, and ends with it. Jobs must not raise.
+    priority, where the system allows it, and ends with it. Of one owner no more jobs begin while half of the threads
+    are busy with slow ones of it. Jobs must not raise.
     """
 
     def __init__(
@@ -48,17 +58,18 @@ class GrammarThreads:
         self._watcher: threading.Thread | None = None
         self._watching = False
         """A queued job waits for jobs that may turn out to be slow."""
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._running: dict[int, float] = {}
-        """When the job of a thread began, by the thread's native id."""
+        self._jobs: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}
+        """By the native id of the thread."""
         self._slow: set[int] = set()
         self._threads = 0
         self._idle = 0
         self._waiters = 0
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None], owner: str | None = None) -> None:
+        """Jobs of no owner have all threads."""
         with self._work:
-            self._jobs.append(job)
+            self._jobs.append(_Job(work, owner))
             self._assign()
 
     def wait(self, done: Callable[[], bool], seconds: float) -> bool:
@@ -71,21 +82,29 @@ class GrammarThreads:
                 self._waiters -= 1
                 self._assign()
 
-    @property
-    def exhausted(self) -> bool:
-        """Every thread that there may be is busy with a slow job."""
+    def exhausted(self, owner: str | None = None) -> bool:
+        """Whether every thread that the owner may have is busy with a slow job."""
         with self._work:
             self._assign()
-            return len(self._slow) >= self._max_threads
+            return len(self._slow) >= self._max_threads or not self._has_share(owner)
+
+    def _has_share(self, owner: str | None) -> bool:
+        if owner is None:
+            return True
+        return sum(self._running[thread].owner == owner for thread in self._slow) < max(self._max_threads // 2, 1)
+
+    def _startable(self) -> _Job | None:
+        """The oldest job whose owner may have one more thread."""
+        return next((job for job in self._jobs if self._has_share(job.owner)), None)
 
     def _assign(self) -> None:
         """See to it that a thread takes what is queued; called with the lock held."""
         now = self._clock()
-        for thread, start in self._running.items():
-            if thread not in self._slow and now - start > self._slow_seconds:
+        for thread, job in self._running.items():
+            if thread not in self._slow and now - job.began > self._slow_seconds:
                 self._slow.add(thread)
                 lower_priority(thread)
-        if not self._jobs:
+        if self._startable() is None:
             return
         if self._idle:
             self._work.notify()
@@ -112,24 +131,26 @@ class GrammarThreads:
     def _run(self) -> None:
         thread = threading.get_native_id()
         while (job := self._next(thread)) is not None:
-            job()
+            job.work()
             del job  # while the thread waits for more, it keeps no request's state
 
-    def _next(self, thread: int) -> Callable[[], None] | None:
+    def _next(self, thread: int) -> _Job | None:
         with self._work:
+            was_slow = thread in self._slow
+            self._slow.discard(thread)
             if self._running.pop(thread, None) is not None and self._waiters:
                 self._done.notify_all()
-            if thread in self._slow:  # its priority cannot be raised again
-                self._slow.discard(thread)
+            if was_slow:  # its priority cannot be raised again
                 self._threads -= 1
                 self._assign()
                 return None
             self._idle += 1
-            while not self._jobs:
+            while (job := self._startable()) is None:
                 self._work.wait()
             self._idle -= 1
-            self._running[thread] = self._clock()
-            job = self._jobs.popleft()
+            self._jobs.remove(job)
+            job.began = self._clock()
+            self._running[thread] = job
             self._assign()  # several may have come for one thread that was idle
             return job
 

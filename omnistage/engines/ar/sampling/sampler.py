@@ -123,7 +123,7 @@ class Sampler:
 
         return compiler_for(self._tokenizer, self._vocab_size, self._eos)
 
-    def add(self, key: str, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def add(self, key: str, params: SamplingParams, prompt_token_ids: Sequence[int], owner: str | None = None) -> None:
         """Start a request whose parameters have passed `check`. Without a seed it gets a random one.
 
         Prompt ids outside the vocabulary (media, another embedding table) are not penalised.
@@ -152,7 +152,7 @@ class Sampler:
             state.stops = _ascending(stops)
         if params.structured is not None:
             ends = tuple(dict.fromkeys((*self._eos, *params.stop_token_ids)))
-            state.grammar = self.constrained[key] = self._grammars().start(params.structured, ends)
+            state.grammar = self.constrained[key] = self._grammars().start(params.structured, ends, owner)
         self._states[key] = state
 
     def remove(self, key: str) -> None:
