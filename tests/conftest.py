@@ -34,6 +34,13 @@ def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
 
 
+@pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the summary's lines room for the reason of a failure, also where there is no terminal."""
+    writer = config.get_terminal_writer()
+    writer.fullwidth = max(writer.fullwidth, 200)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse exceptions as parameters: one that was raised keeps its frames, and with them a service, to the end."""
     for item in items:
