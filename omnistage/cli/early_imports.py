@@ -13,18 +13,18 @@ from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import OmniError
 
 
-def start_imports(folders: Iterable[str], device: str | None) -> threading.Thread:
-    """Import torch, `transformers` and its code of each model, in that order; on a GPU also what compiles.
+def start_imports(folders: Iterable[str]) -> threading.Thread:
+    """Import torch, `transformers` and its code of each model, in that order.
 
     Whoever imports one of them meanwhile waits for it, and gets the error that is passed over here. Garbage is not
     collected until they are there, for a quarter of their time.
     """
-    thread = threading.Thread(target=_import, args=(list(folders), device), name="early-imports", daemon=True)
+    thread = threading.Thread(target=_import, args=(list(folders),), name="early-imports", daemon=True)
     thread.start()
     return thread
 
 
-def _import(folders: list[str], device: str | None) -> None:
+def _import(folders: list[str]) -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -32,27 +32,11 @@ def _import(folders: list[str], device: str | None) -> None:
         for kind in _model_types(folders):
             if find_spec(f"transformers.models.{kind}") is not None:
                 import_module(f"transformers.models.{kind}.modeling_{kind}")
-        if _compiles(folders, device):
-            compiling = import_module("omnistage.engines.compiling")
-            compiling.start_compile_workers()
-            compiling.import_compiler()
     except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
         return
     finally:
         if collects:
             gc.enable()
-
-
-def _compiles(folders: list[str], device: str | None) -> bool:
-    """Whether a model is likely to be compiled: a large one, on a GPU."""
-    import torch
-
-    from omnistage.engines.compiling import MIN_BYTES
-
-    if not torch.cuda.is_available() or not (device is None or device.startswith("cuda")):
-        return False
-    files = (file for folder in folders for file in Path(folder).glob("**/*.safetensors"))
-    return sum(file.stat().st_size for file in files) >= MIN_BYTES
 
 
 def _model_types(folders: list[str]) -> list[str]:

@@ -273,7 +273,7 @@ def serve(
     ```
     """
     folders = options.folders(model)
-    start_imports(folders.values(), settings.device)
+    start_imports(folders.values())
     try:
         from omnistage.server.http.app import create_app
         from omnistage.server.http.json_body import JsonLimits

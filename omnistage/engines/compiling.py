@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.fx.experimental._config
 from torch import nn
 
+from omnistage.core.user_cache import cache_folder
 from omnistage.engines.triton_jit import has_c_compiler
 
 _importing = threading.Lock()
@@ -46,12 +46,8 @@ def keep_compiled_code() -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     # torch's own default is in /tmp, which does not outlive a machine's or a container's start.
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnistage" / "compiled"
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # a user without a home, or one that is not theirs
-        return
-    if os.access(cache, os.W_OK):
+    cache = cache_folder("compiled")
+    if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
@@ -68,6 +64,34 @@ def import_compiler() -> None:
     """Import what compiles, in one thread at a time: its modules import each other, and another would see halves."""
     with _importing:
         import_module("torch._inductor.compile_fx")
+
+
+def prepare_compiler() -> threading.Thread:
+    """Import what compiles, and start its processes, in a thread: reading weights leaves the interpreter to it.
+
+    Whoever compiles meanwhile waits for it, and gets the error that is passed over here.
+    """
+    thread = threading.Thread(target=_prepare, name="compiler-imports", daemon=True)
+    thread.start()
+    return thread
+
+
+def _prepare() -> None:
+    try:
+        start_compile_workers()
+        threading.Thread(target=_hash_triton, name="triton-key", daemon=True).start()
+        import_compiler()
+    except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
+        return
+
+
+def _hash_triton() -> None:
+    """Compute the key of Triton's cache: a hash over a library of 500 MB, which leaves the interpreter to others."""
+    with suppress(ImportError, OSError):
+        from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+        if HAS_TRITON:
+            triton_key()
 
 
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -155,6 +156,12 @@ def _build_stages(
     visible: bool,
 ) -> tuple[dict[str, Stage], list[MeasuredStage]]:
     """The stages, and what those on a GPU took of it."""
+    if plan is not None and any(factory.may_compile(plan.stages[name]) for name, factory in factories.items()):
+        from omnistage.engines.compiling import prepare_compiler
+
+        compiler = prepare_compiler()
+        for factory in factories.values():
+            factory.compiler = compiler
     stages: dict[str, Stage] = {}
     measured: list[MeasuredStage] = []
     console = Console(stderr=True)
@@ -205,7 +212,18 @@ class StageFactory:
         self._planned: PlannedStage | None = None
         self._name = name
         self._on_gpu = place(name, stage_cfg, deployment)[0].type == "cuda"
+        self._compiles = (
+            isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) and stage_cfg.budget.compile is not False
+        )
+        self.compiler: threading.Thread | None = None
+        """Imports what compiles while weights are read; engines and warm-ups may import parts of it, too."""
         self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
+
+    def may_compile(self, planned: PlannedStage) -> bool:
+        """Whether the stage's engine is likely to compile its network."""
+        from omnistage.engines.compiling import MIN_BYTES
+
+        return self._on_gpu and self._compiles and planned.memory.weights >= MIN_BYTES
 
     def build(self, progress: Report, planned: PlannedStage | None) -> Stage:
         self._planned = planned
@@ -238,6 +256,8 @@ class StageFactory:
             with LoadingProgress(self._planned, context.progress):
                 component = load_component(context, registry=self._registry)
             self._component = component if self._keeps_component else None
+        if self.compiler is not None:
+            self.compiler.join()
         return component
 
 

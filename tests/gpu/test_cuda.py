@@ -26,6 +26,7 @@ from omnistage.core.types import (
     StageInput,
     TokenChunk,
 )
+from omnistage.engines.ar import graphs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
@@ -124,6 +125,32 @@ def test_small_steps_and_preemption_change_nothing(lm: Path, lm_expected: list[l
         outputs = omni.generate(prompts(), GREEDY, progress=False)
         assert [output.token_ids for output in outputs] == lm_expected
         assert omni.stats().stages["thinker"].preemptions > 0
+        assert_empty(omni)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_long_requests_capture_nothing_after_the_start(
+    lm: Path, lm_expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Whether each length has a step of its own, or there was no time and all long ones run in the largest batch."""
+    monkeypatch.setattr(graphs, "_LENGTHS", (16, 64))
+    monkeypatch.setattr(graphs, "_OPTIONAL_SECONDS", seconds)
+
+    def capture(*args: object, **options: object) -> None:
+        raise AssertionError("a step was captured while requests ran")
+
+    given = overrides(["thinker"], [*SMALL, "attention=triton"])
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        stage = omni.orchestrator.stages["thinker"]
+        assert isinstance(stage, ARStage)
+        assert stage.runner.graphs is not None
+        assert len(stage.runner.graphs.shapes) == (12 if seconds else 5)
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture)
+        outputs = omni.generate(prompts(), GREEDY, progress=False)
+        assert [output.token_ids for output in outputs] == lm_expected
+        for prompt, expected in zip(prompts(), lm_expected, strict=True):
+            [alone] = omni.generate(prompt, GREEDY, progress=False)
+            assert alone.token_ids == expected
         assert_empty(omni)
 
 
@@ -325,8 +352,8 @@ def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
     stage = parts.stages["token2wav"]
     try:
         stage.warm_up()
-        graphs = stage.component._graphs  # type: ignore[attr-defined]
-        before = graphs.captures
+        cache = stage.component._graphs  # type: ignore[attr-defined]
+        before = cache.captures
         lengths = (40, 101, 150, 64)
         for i in range(len(lengths)):
             stage.submit(StageInput(RequestInfo(str(i)), CodecParams(seed=i), CodecInput()))
@@ -340,7 +367,7 @@ def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
                 assert chunk.error is None
                 if isinstance(chunk.payload, AudioChunk):
                     sound[chunk.request_id].append(chunk.payload.samples)
-        return [np.concatenate(part) for part in sound.values()], graphs.captures - before
+        return [np.concatenate(part) for part in sound.values()], cache.captures - before
     finally:
         for other in parts.stages.values():
             other.close()

@@ -1227,11 +1227,11 @@ def test_a_warm_up_leaves_nothing_behind(model: CausalLM, budget: dict[str, obje
 def test_steps_that_cannot_be_captured_run_without(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of long sequences are captured when the first comes, and the device may be full by then."""
-    tried: list[int] = []
+    """The plan has room for graphs, but others may use the device, too."""
+    tried: list[tuple[int, int]] = []
 
     def capture(runner: object, size: int, length: int, pool: object) -> object:
-        tried.append(length)
+        tried.append((size, length))
         if length == 8:
             return object()
         raise torch.OutOfMemoryError("out of memory")
@@ -1244,5 +1244,5 @@ def test_steps_that_cannot_be_captured_run_without(
     stage.runner.graphs = DecodeGraphs(stage.runner, [1, 2], stage.max_length)
     answer = run(stage, request("a", PROMPT))["a", 0]
     assert (answer.tokens, answer.finish) == (expected, LENGTH)
-    assert tried == [8, 8, stage.max_length]
-    assert caplog.text.count("no CUDA graph for 1 sequences") == 1
+    assert tried == [(2, stage.max_length), (2, 8), (1, 8), (1, stage.max_length)]
+    assert caplog.text.count("no CUDA graph for") == 2

@@ -21,6 +21,7 @@ from omnistage.models.loading import (
     read_auto_config,
     read_generation_config,
 )
+from omnistage.models.qwen2_5_omni import load as omni_load
 
 INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
@@ -338,3 +339,29 @@ def test_speech_is_in_half_precision_where_that_is_fast_and_nobody_asked_for_mor
 
     context = SimpleNamespace(requested_dtype=deployment, device=torch.device(device))
     assert _precision(context, CodecBudget()) == expected  # type: ignore[arg-type]
+
+
+def test_a_configuration_is_parsed_again_only_where_its_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class = transformers.Qwen2_5OmniConfig
+    config_class().save_pretrained(tmp_path)
+    parsed: list[object] = []
+    from_pretrained = config_class.from_pretrained
+
+    def spy(folder: Path, **options: object) -> object:
+        parsed.append(folder)
+        return from_pretrained(folder, **options)
+
+    monkeypatch.setattr(config_class, "from_pretrained", spy)
+    first = omni_load.read_config(tmp_path)
+    first.thinker_config.text_config.vocab_size = 7  # each caller may change its own
+    second = omni_load.read_config(tmp_path)
+    assert second.thinker_config.text_config.vocab_size != 7
+    assert len(parsed) == 1
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["thinker_config"]["text_config"]["vocab_size"] = 1234
+    path.write_text(json.dumps(values))
+    assert omni_load.read_config(tmp_path).thinker_config.text_config.vocab_size == 1234
+    assert len(parsed) == 2

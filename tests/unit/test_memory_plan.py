@@ -19,6 +19,7 @@ from omnistage.cli import app
 from omnistage.config import ARStageConfig, OmniEngineArgs, ResolvedConfig, resolve
 from omnistage.core.errors import CapacityError
 from omnistage.core.family import LoadContext
+from omnistage.core.memory import resident_memory
 from omnistage.core.stage_memory import GIB, StageMemory
 from omnistage.engines.ar import memory as ar_memory
 from omnistage.engines.ar.memory import ARNeeds
@@ -307,3 +308,26 @@ def test_progress_follows_what_the_device_holds(monkeypatch: pytest.MonkeyPatch)
     with measure.LoadingProgress(planned, report):
         assert reported.wait(10)
     assert seen[:2] == [0.25 * measure.WEIGHTS_SHARE, measure.WEIGHTS_SHARE]
+
+
+# ------------------------------------------------------------------------------------------- memory of a KV cache
+
+
+def test_a_kv_cache_takes_host_memory_as_it_is_written() -> None:
+    before = resident_memory()
+    if before is None:
+        pytest.skip("the system does not say what a process takes")
+    cache = ar_memory.zeros((16, 2**20, 4), torch.device("cpu"), torch.float32)
+    assert resident_memory() - before < cache.nbytes // 4  # type: ignore[operator]
+    cache[3, :1000] = 1.0
+    assert cache.sum() == 4000.0
+    assert cache.data_ptr() % 64 == 0
+    assert cache.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_kv_cache_has_the_shape_and_type_that_it_is_asked_for(dtype: torch.dtype) -> None:
+    for shape in ((3, 5), (2, 8, 1, 16), (0, 4)):
+        cache = ar_memory.zeros(shape, torch.device("cpu"), dtype)
+        assert (tuple(cache.shape), cache.dtype) == (shape, dtype)
+        assert not cache.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from omnistage.core.errors import CapacityError, CheckpointError, ConfigError, R
 from omnistage.core.family import Family, LoadContext
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.registry import Registry
+from omnistage.core.stage_memory import StageMemory
+from omnistage.engines import compiling
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.omni import Omni
 from omnistage.pipeline import build
 from omnistage.pipeline.phases import PhaseTimes
 from omnistage.placement import devices
+from omnistage.placement.memory_plan import MemoryPlan, PlannedDevice, PlannedStage
 from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
 
 PIPELINE = """
@@ -242,6 +246,53 @@ def test_a_stage_that_is_built_anew_is_warmed_up_like_the_first(toy: Toy, monkey
     assert warm == ["thinker", "voice"]
     parts.rebuilds["voice"](0)
     assert warm == ["thinker", "voice", "voice"]
+
+
+@pytest.mark.parametrize(
+    ("weighed", "imports"),
+    [
+        ({"thinker": compiling.MIN_BYTES, "voice": 0}, True),
+        ({"thinker": compiling.MIN_BYTES - 1, "voice": compiling.MIN_BYTES}, False),
+    ],
+)
+def test_what_compiles_is_imported_while_the_weights_of_a_large_network_are_read(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, weighed: dict[str, int], imports: bool
+) -> None:
+    """Not before, for planning would wait for it; and no engine is built meanwhile, which may import parts of it."""
+    events: list[str] = []
+    weights_read = threading.Event()
+
+    def import_compiler() -> None:
+        assert weights_read.wait(60)
+        events.append("compiler imported")
+
+    def prepare_compiler() -> threading.Thread:
+        thread = threading.Thread(target=import_compiler, daemon=True)
+        thread.start()
+        return thread
+
+    def load(context: LoadContext, *, registry: Registry) -> object:
+        events.append(f"{context.stage_name} read")
+        weights_read.set()
+        return toy.load(context)
+
+    def built(name: str, component: object, budget: object) -> FakeStage:
+        events.append(f"{name} built")
+        return FakeStage(name, audio=name == "voice")
+
+    stages = [
+        PlannedStage(name, "cpu", "", StageMemory(weights), False, None, None, {}) for name, weights in weighed.items()
+    ]
+    plan = MemoryPlan("toy", "toy", (1, 1), 1, 1, (PlannedDevice("cpu", None, 0, 0, tuple(stages)),))
+    monkeypatch.setattr(build, "_load_plan", lambda *_: plan)
+    monkeypatch.setattr(build, "load_component", load)
+    monkeypatch.setattr(compiling, "prepare_compiler", prepare_compiler)
+    monkeypatch.setattr("omnistage.engines.ar.stage.ARStage", built)
+    monkeypatch.setattr("omnistage.engines.codec.stage.CodecStage", built)
+    on_gpu(monkeypatch)
+    build.build_parts(toy.args(), progress=False, registry=toy.registry)
+    imported = ["compiler imported"] if imports else []
+    assert events == ["thinker read", *imported, "thinker built", "voice read", "voice built"]
 
 
 def test_a_start_says_what_it_is_doing_and_how_long_it_took(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

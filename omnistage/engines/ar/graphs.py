@@ -1,11 +1,13 @@
-"""Decode under CUDA graphs: one captured step per batch bucket and length bucket, fed through static buffers.
+"""Decode under CUDA graphs: a captured step for each batch size and context length, fed through static buffers.
 
-An optimisation beside the plain path in `runner.py`: off by one flag, same numbers.
+An optimisation beside the plain path in `runner.py`: off by one flag, same numbers. All steps are captured before
+requests come: a capture stalls every request of the stage.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = (1024, 4096, 16384)
+_LENGTHS = (1024, 4096)
+"""Beside the longest. A length decides how many programs attend (`split_count`), of which short sequences leave most
+idle; from 16,384 tokens on there are no more of them."""
+_OPTIONAL_SECONDS = 1.0
+"""For capturing steps that another one could stand in for."""
+
+Shape = tuple[int, int]
+"""Of a captured step: how many sequences, and tokens of the longest of them."""
 
 
-def length_buckets(max_length: int) -> list[int]:
-    """The lengths that steps are captured for, ascending."""
-    return [length for length in _LENGTHS if length < max_length] + [max_length]
+def graph_shapes(batch_sizes: Sequence[int], max_length: int) -> tuple[list[Shape], list[Shape]]:
+    """The steps to capture, in this order: those that are required, and those that are only better fits.
+
+    Every batch fits into one of the required. The first is the largest, whose memory the others use.
+    """
+    sizes = sorted(set(batch_sizes))
+    lengths = [length for length in _LENGTHS if length < max_length] + [max_length]
+    required = [(sizes[-1], max_length), *((size, lengths[0]) for size in reversed(sizes))]
+    # One long request is more likely than many, and far more expensive as one of the largest batch.
+    optional = [(size, length) for length in reversed(lengths[1:]) for size in sizes]
+    required = list(dict.fromkeys(required))
+    return required, [shape for shape in optional if shape not in required]
+
+
+def smallest_fit(shapes: Sequence[Shape], count: int, longest: int) -> Shape | None:
+    """The step for `count` sequences, the longest of `longest` tokens, among ascending `shapes`."""
+    return next((shape for shape in shapes if shape[0] >= count and shape[1] >= longest), None)
 
 
 class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
@@ -78,35 +101,37 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
             self.graph.capture_end()
 
 
-class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
-    """Captures lazily, except the shortest length bucket of every batch size, which is ready before requests come."""
+class DecodeGraphs:
+    """Captured steps of one stage. What could not be captured runs as a larger one, or without a graph."""
 
     def __init__(self, runner: Runner, batch_sizes: Sequence[int], max_length: int) -> None:
         self._runner = runner
-        self._sizes = sorted(set(batch_sizes))
-        self._lengths = length_buckets(max_length)
-        self._captured: dict[tuple[int, int], _Captured | None] = {}
-        """None: it could not be captured."""
+        self._largest = max(batch_sizes)
+        self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
-            self._capture(size, self._lengths[0])
+        required, optional = graph_shapes(batch_sizes, max_length)
+        start = time.perf_counter()
+        for size, length in required:
+            self._capture(size, length, may_fail=length > _LENGTHS[0])
+        end = time.perf_counter() + _OPTIONAL_SECONDS
+        for size, length in optional:
+            if time.perf_counter() >= end or not self._capture(size, length, may_fail=True):
+                break
+        self.shapes = sorted(self._captured)
+        """Of the steps that were captured."""
+        count, seconds = len(required) + len(optional), time.perf_counter() - start
+        logger.info("captured %d of %d steps in %.2f s", len(self.shapes), count, seconds)
 
-    def _capture(self, size: int, length: int) -> None:
-        with torch.inference_mode():
-            self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
-
-    def _get(self, size: int, length: int) -> _Captured | None:
-        if (size, length) not in self._captured:
-            try:
-                self._capture(size, length)
-            except RuntimeError as error:  # there may be no memory for it
-                if loses_device(error):
-                    raise
-                self._captured[size, length] = None
-                logger.warning(
-                    "no CUDA graph for %d sequences of up to %d tokens, which run without: %s", size, length, error
-                )
-        return self._captured[size, length]
+    def _capture(self, size: int, length: int, *, may_fail: bool) -> bool:
+        try:
+            with torch.inference_mode():
+                self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
+        except RuntimeError as error:  # there may be no memory for it
+            if not may_fail or loses_device(error):
+                raise
+            logger.warning("no CUDA graph for %d sequences of up to %d tokens: %s", size, length, error)
+            return False
+        return True
 
     def run(
         self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]
@@ -114,7 +139,7 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
         """Logits `[len(batch), V]` and emitted rows of a batch of generated tokens, one each; None: not captured."""
         logits: list[torch.Tensor] = []
         emitted: list[torch.Tensor] = []
-        largest = self._sizes[-1]
+        largest = self._largest
         for first in range(0, len(batch), largest):
             part = batch[first : first + largest]
             captured = self._replay(part, [sequences[item.key] for item in part])
@@ -128,14 +153,14 @@ class DecodeGraphs:  # pragma: no cover  (needs CUDA; tests/gpu)
             return logits[0], emitted[0] if emitted else None
         return torch.cat(logits), torch.cat(emitted) if emitted else None
 
-    def _replay(self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]) -> _Captured | None:
+    def _replay(
+        self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]
+    ) -> _Captured | None:  # pragma: no cover  (needs CUDA; tests/gpu)
         count = len(part)
-        longest = max(item.start for item in part) + 1
-        size = next(s for s in self._sizes if s >= count)
-        length = next(n for n in self._lengths if n >= longest)
-        captured = self._get(size, length)
-        if captured is None:
+        shape = smallest_fit(self.shapes, count, max(item.start for item in part) + 1)
+        if shape is None:
             return None
+        captured, size = self._captured[shape], shape[0]
         # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
         host = torch.empty(captured.longs.shape, dtype=torch.int64, pin_memory=True)
         longs = host.numpy()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ from omnistage.engines.ar.attention import (
     bind_caches,
 )
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.graphs import length_buckets
+from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
@@ -32,6 +34,7 @@ _SAMPLING_BYTES = 16
 """For each logit: a float32 copy, and sorted values with their int64 ids."""
 _ESTIMATED_WIDTH = 24
 """Numbers a token at the peak of a step, in widths of the residual stream, where a model cannot run without data."""
+_HOST_ALIGNMENT = 64  # as torch's own allocator has it
 _GRAPH_BYTES = 8 << 20
 """What the driver takes for a captured step, beside its buffers."""
 
@@ -76,6 +79,16 @@ def _available(device: torch.device) -> int:
 def default_host_kv() -> int:
     """Bytes of a KV cache in host memory, where the configuration does not say."""
     return min(int(free_host_memory() * _CPU_SHARE), _CPU_CAP)
+
+
+def zeros(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros. In host memory the system provides a page when it is first written: unused ones take none."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _HOST_ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _HOST_ALIGNMENT
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +184,11 @@ def _few_layers(decoder: nn.Module) -> Iterator[None]:
 def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> int:
     """Each captured step keeps its outputs; the largest one's activations serve all."""
     spec, item = component.spec, component.dtype.itemsize
-    captured = len(length_buckets(max_length))
-    outputs = sum(budget.graph_batch_sizes) * (spec.vocab_size + spec.emit_size + spec.embed_size) * item
+    required, optional = graph_shapes(budget.graph_batch_sizes, max_length)
+    rows = sum(size for size, _length in (*required, *optional))
+    outputs = rows * (spec.vocab_size + spec.emit_size + spec.embed_size) * item
     largest = _step_bytes(component, budget.graph_batch_sizes[-1], 1)
-    return captured * (outputs + len(budget.graph_batch_sizes) * _GRAPH_BYTES) + largest
+    return outputs + (len(required) + len(optional)) * _GRAPH_BYTES + largest
 
 
 class _NoAttention(AttentionBackend):

@@ -19,6 +19,7 @@ from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
+from omnistage.engines.ar.memory import zeros
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
@@ -88,17 +89,11 @@ class Runner:
         device, dtype = component.device, component.dtype
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
-        caches = [
-            (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
-            for _ in range(spec.num_layers)
-        ]
+        caches = [(zeros(shape, device, dtype), zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
         bind_caches(component.decoder, caches)
         # The last row takes what padding writes.
-        self.emit_pool = (
-            torch.zeros(num_blocks * block_size + 1, spec.emit_size, device=device, dtype=dtype)
-            if spec.emit_size
-            else None
-        )
+        emit_shape = (num_blocks * block_size + 1, spec.emit_size)
+        self.emit_pool = zeros(emit_shape, device, dtype) if spec.emit_size else None
         self.sampler = Sampler(
             spec.vocab_size,
             device,

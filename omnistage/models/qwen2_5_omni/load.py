@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +38,18 @@ def read_config(folder: Path, *, speaks: bool | None = None) -> Qwen2_5OmniConfi
         if not isinstance(raw.get(section), dict):
             raise CheckpointError(f"config.json in {folder} has no section {section}; fetch the file again")
     try:
-        config = transformers.Qwen2_5OmniConfig.from_pretrained(folder, local_files_only=True)
+        config = _parse_config(folder, json.dumps(raw))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config.json in {folder} is not Qwen2.5-Omni's: {error}") from error
     positive(config.thinker_config.text_config, "vocab_size")
-    return config
+    return copy.deepcopy(config)
+
+
+@lru_cache(maxsize=4)
+def _parse_config(folder: Path, content: str) -> Qwen2_5OmniConfig:
+    """Each stage needs it twice, and `transformers` takes a fifth of a second for it. The content may change."""
+    del content
+    return transformers.Qwen2_5OmniConfig.from_pretrained(folder, local_files_only=True)
 
 
 def read_speakers(folder: Path, config: Qwen2_5OmniConfig | None = None) -> Speakers:
