@@ -131,6 +131,7 @@ def attacks() -> list[Attack]:
         _messages_attack("2,000 messages", TEXT_MODEL, 2_000),
         _messages_attack("16,000 messages", OMNI_MODEL, 16_000),
         _grammar_attack("grammar that is slow to step", {"type": "string", "pattern": "^(.{1,500}){400,500}$"}),
+        _grammar_attack("grammar within the bounds that is slow to step", {"type": "string", "pattern": _AMBIGUOUS}),
         _grammar_attack("grammar that is slow to compile", _wide_schema()),
         _chat_attack("control: 64 tokens", TEXT_MODEL, "hi", max_tokens=64, ignore_eos=True),
         _chat_attack("64 tokens with log probabilities", TEXT_MODEL, "hi", **{**logprobs, "ignore_eos": True}),
@@ -168,6 +169,10 @@ def _chat_attack(name: str, model: str, content: object, **more: object) -> Atta
 def _messages_attack(name: str, model: str, count: int) -> Attack:
     messages = [{"role": "assistant" if i % 2 else "user", "content": "a"} for i in range(count)]
     return Attack(name, model, _post(_CHAT, _chat(model, "hi", messages=messages)))
+
+
+_AMBIGUOUS = "^(([^x]{0,9}([^x]{0,5}a{0,7})*[^x]*){10}){50,100}$"
+"""Compiled in milliseconds; a text can be read in so many ways that one token's mask takes 20 s."""
 
 
 def _grammar_attack(name: str, value: dict[str, Any]) -> Attack:
