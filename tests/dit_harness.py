@@ -70,13 +70,18 @@ def build(config: dict[str, object], device: str) -> Qwen2_5OmniToken2WavDiTMode
     return dit.requires_grad_(False).to(device)
 
 
-def inputs(
-    dit: Qwen2_5OmniToken2WavDiTModel, windows: Sequence[tuple[float, bool]], guided: bool, padded: bool, seed: int = 0
-) -> tuple[Tensor, ...]:
-    """What `velocity` takes, for windows in the middle or at the ends of utterances."""
+def batch_of(
+    dit: Qwen2_5OmniToken2WavDiTModel,
+    windows: Sequence[tuple[float, bool]],
+    kept: dict[bool, tuple[int, int, int]],
+    *,
+    padded: bool,
+    seed: int = 0,
+) -> BlockBatch:
+    """Windows in the middle or at the ends of utterances. `kept` is intervals, evaluations, g of each kind."""
     config, device = dit.config, dit.proj_out.weight.device
     generator = torch.Generator().manual_seed(seed)
-    size, layers, g = config.block_size // config.repeats, look_back_layers(dit), 1 + guided
+    size, layers = config.block_size // config.repeats, look_back_layers(dit)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -90,14 +95,26 @@ def inputs(
                 noise=noise(len(codes) * config.repeats, config.mel_dim),
                 cond=noise(1, config.enc_emb_dim).to(device),
                 reference=torch.cat((noise(1, config.enc_dim), torch.ones(1, 1)), dim=1).to(device),
-                left={guided: noise(1, layers, g, config.block_size, config.hidden_size).to(device)}
+                left={
+                    kind: noise(intervals, count, layers, g, config.block_size, config.hidden_size).to(device)
+                    for kind, (intervals, count, g) in kept.items()
+                }
                 if has_left
                 else None,
                 emit_blocks=1,
             )
         )
-    batch = BlockBatch(rows, size, config.repeats, device, padded=padded)
-    left = batch.left(guided, 0, torch.empty(layers, g, 0, config.block_size, config.hidden_size, device=device))
+    return BlockBatch(rows, size, config.repeats, device, padded=padded)
+
+
+def inputs(
+    dit: Qwen2_5OmniToken2WavDiTModel, windows: Sequence[tuple[float, bool]], guided: bool, padded: bool, seed: int = 0
+) -> tuple[Tensor, ...]:
+    """What `velocity` takes."""
+    config, device, layers, g = dit.config, dit.proj_out.weight.device, look_back_layers(dit), 1 + guided
+    batch = batch_of(dit, windows, {guided: (1, 1, g)}, padded=padded, seed=seed)
+    (left,) = batch.left(guided, 1, torch.empty(0, 1, layers, g, config.block_size, config.hidden_size, device=device))
+    left = left[:, 0].permute(1, 2, 0, 3, 4).flatten(1, 2).contiguous()
     times = modulation(dit, torch.tensor([0.3], device=device))
     scale = torch.full((int(guided),), 0.5, device=device)
     condition = (batch.codes, batch.cond, batch.reference, scale)

@@ -157,7 +157,9 @@ def measure_speech(omni: Omni, resolved: ResolvedConfig) -> None:
         measured = peak_of(partial(component.decode, windows))
         graphs.enabled = enabled
         settings = resolved.config.pipeline.stages[name]
-        twin: Any = load_component(LoadContext(resolved.model, name, settings, META, torch.float32))
+        plain = settings.model_copy(update={"budget": budget.model_copy(update={"cuda_graphs": False})})
+        target = torch.device("cuda")
+        twin: Any = load_component(LoadContext(resolved.model, name, plain, META, torch.float32, target=target))
         compare(f"{name}: {rows} windows of {codes} codes", twin.memory(rows, codes).activations, measured)
 
 

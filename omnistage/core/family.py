@@ -66,6 +66,8 @@ class LoadContext:
     """CPU threads that the deployment asks for; None: torch's choice."""
     requested_dtype: DTypeName = "auto"
     """The deployment's dtype as it was asked for."""
+    target: torch.device | None = None
+    """Where the component will run, if it is built on the meta device for a memory plan; None: on `device`."""
 
 
 ComponentFactory = Callable[[LoadContext], object]

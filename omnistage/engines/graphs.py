@@ -7,22 +7,24 @@ costs one launch. Turning graphs off (or running on another device) calls the sa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE as _Pool
+from omnistage.core.failures import loses_device
 
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors alone, and of nothing else that changes."""
+_ALIGNMENT = 512
+"""Of tensors in a buffer, as the allocator's."""
 
 _tf32_lock = threading.Lock()
 _tf32_users = 0
@@ -66,94 +68,187 @@ def bucket(count: int, parts: int = 1) -> int:
     return -(-count // step) * step
 
 
-class _Graph:  # pragma: no cover  (needs a CUDA device)
-    """One captured call with its static inputs and output."""
+class Capture(Protocol):
+    """Captures calls as graphs."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Call `run` twice, the second time to capture what it does; what the returned function does over again."""
+
+
+class CudaCapture:  # pragma: no cover  (needs a CUDA device)
+    """Captures as CUDA graphs that share one pool: memory which one of them frees inside, the next one uses.
+
+    So no two of them may run at once, and what a captured call returns must be copied out of the pool inside it.
+    """
+
+    def __init__(self, priority: int) -> None:
+        self._priority = priority
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # All are captured on one stream: the allocator gives memory of one stream to no other. Kernels keep the
+        # priority of the stream that they were captured on.
+        self._stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        current, stream = torch.cuda.current_stream(), self._stream
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                run()  # libraries set themselves up on first use, which cannot be captured
+                # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other
+                # stages. Thread-local: other stages go on allocating and launching while this thread captures.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    self._end(graph)
+        finally:
+            current.wait_stream(stream)
+        return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        pool = self._pool
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # The driver gave the capture up, and torch has not ended it in the allocator: that would hold back memory
+            # which several streams have used, and take no further capture into this pool.
+            self._renew()
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+
+
+class _Buffer:
+    """Memory that graphs have in common, one after the other. The largest should come first: it only grows."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the same shapes, dtypes and strides, side by side in the buffer."""
+        shapes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        sizes = [shape.numel() * shape.itemsize for shape in shapes]
+        starts = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        if self._memory is None or self._memory.numel() < starts[-1]:
+            # Graphs that were captured with the old one keep it.
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
+        pieces = [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [
+            piece.view(shape.dtype).as_strided(shape.shape, shape.stride())
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+
+
+class _Graph:
+    """One captured call. Its inputs and results are in buffers that other graphs use, too."""
 
     def __init__(
         self,
         function: Function,
         inputs: tuple[Tensor, ...],
         constants: tuple[Tensor, ...],
-        pool: _Pool,
-        stream: torch.cuda.Stream,
+        buffers: tuple[_Buffer, _Buffer],
+        capture: Capture,
     ) -> None:
-        self._inputs = tuple(tensor.clone() for tensor in (*inputs, *constants))
-        self._constants = constants
-        self._graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            function(*self._inputs)  # libraries set themselves up on first use, which cannot be captured
-            # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other
-            # stages. Thread-local: other stages go on allocating and launching while this thread captures.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._output = function(*self._inputs)
-            finally:
-                self._graph.capture_end()
-        current.wait_stream(stream)
+        self._inputs = buffers[0].views(inputs)
+        torch._foreach_copy_(self._inputs, list(inputs))
+        self._constants = [tensor.clone() for tensor in constants]
+        self._sources = constants
+        self._results: list[Tensor] = []
+
+        def run() -> None:
+            results = function(*self._inputs, *self._constants)
+            if not self._results:
+                self._results = buffers[1].views(results)
+            for own, result in zip(self._results, results, strict=True):
+                own.copy_(result)
+
+        self._replay = capture(run)
 
     def __call__(self, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for static, tensor in zip(self._inputs, inputs, strict=False):
-            static.copy_(tensor, non_blocking=True)
-        known, self._constants = self._constants, constants
-        for static, tensor, last in zip(self._inputs[len(inputs) :], constants, known, strict=True):
-            if tensor is not last:
-                static.copy_(tensor, non_blocking=True)
-        self._graph.replay()
-        return self._output
+        changed = [i for i, last in enumerate(self._sources) if constants[i] is not last]
+        # One call: each gives the interpreter away, and other stages' threads want it.
+        torch._foreach_copy_(
+            [*self._inputs, *(self._constants[i] for i in changed)], [*inputs, *(constants[i] for i in changed)]
+        )
+        self._sources = constants
+        return self.replay()
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """With the inputs that it has."""
+        self._replay()
+        return tuple(self._results)
 
 
 class GraphCache:
-    """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream."""
+    """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream.
 
-    def __init__(self, *, enabled: bool, capacity: int = 96, priority: int = 0) -> None:
+    `capture` is for tests; without it graphs are CUDA's, and inputs on other devices are for plain calls.
+    """
+
+    def __init__(self, *, enabled: bool, capacity: int = 96, priority: int = 0, capture: Capture | None = None) -> None:
         self.enabled = enabled
         self.capacity = capacity
         self._priority = priority
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._pool: _Pool | None = None
-        self._stream: torch.cuda.Stream | None = None
-        """Where all of them are captured: the allocator gives memory of one stream to no other. Kernels keep the
-        priority of the stream that they were captured on."""
+        self._plain: OrderedDict[Hashable, None] = OrderedDict()
+        """Keys that could not be captured, the oldest first."""
+        self._buffers = _Buffer(), _Buffer()
+        self._anywhere = capture is not None
+        self._capture = capture
         self.captures = 0
+        self.replays = 0
 
     def __call__(
         self, key: Hashable, function: Function, *inputs: Tensor, constants: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, ...]:
-        """`function(*inputs, *constants)`. The answers may be buffers that the next call overwrites.
+        """`function(*inputs, *constants)`. The results may be buffers that the next call, of any key, overwrites.
 
         Calls with an equal key must have the same function and shapes. One of the `constants` that the last such call
-        had in this place is not read again: it must not have changed. A failed capture turns graphs off for good.
+        had in this place is not read again: it must not have changed. A key that cannot be captured is called plainly.
         """
-        if not self.enabled or inputs[0].device.type != "cuda":
+        if not self.enabled or key in self._plain or not (self._anywhere or inputs[0].is_cuda):
             return function(*inputs, *constants)
-        return self._replay(key, function, inputs, constants)  # pragma: no cover  (needs a CUDA device)
-
-    def _replay(
-        self, key: Hashable, function: Function, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:  # pragma: no cover  (needs a CUDA device)
         graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self.replays += 1
+            return graph(inputs, constants)
+        graph = self._add(key, function, inputs, constants)
         if graph is None:
-            if self._pool is None or self._stream is None:
-                self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
-            try:
-                graph = _Graph(function, inputs, constants, self._pool, self._stream)
-            except RuntimeError as error:
-                self.clear()
-                self.enabled = False
-                logger.warning("CUDA graph capture failed, running without graphs from here on: %s", error)
-                return function(*inputs, *constants)
-            self.captures += 1
-            self._graphs[key] = graph
-            if len(self._graphs) > self.capacity:
+            return function(*inputs, *constants)
+        self.replays += 1
+        return graph.replay()  # its inputs are there; what they were copied from may have been overwritten
+
+    def _add(
+        self, key: Hashable, function: Function, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]
+    ) -> _Graph | None:
+        try:
+            if self._capture is None:
+                self._capture = CudaCapture(self._priority)
+            graph = _Graph(function, inputs, constants, self._buffers, self._capture)
+        except RuntimeError as error:  # there may be no memory for it
+            if loses_device(error):
+                raise
+            logger.warning("no CUDA graph for %s, which runs without: %s", key, error)
+            self._plain[key] = None
+            if len(self._plain) > self.capacity:
+                self._plain.popitem(last=False)
+            return None
+        self.captures += 1
+        self._graphs[key] = graph
+        if len(self._graphs) > self.capacity:
+            if inputs[0].is_cuda:
                 # Its kernels may still be running; their memory must not go to the next graph before they are done.
                 torch.cuda.current_stream().synchronize()
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return graph(inputs, constants)
+            self._graphs.popitem(last=False)
+        return graph
 
     def clear(self) -> None:
         """Give the graphs' memory back."""
         self._graphs.clear()
+        self._buffers = _Buffer(), _Buffer()

@@ -118,7 +118,7 @@ def make_plan(
 ) -> MemoryPlan:
     """The plan of a model. `available` is the memory for this process by device, None where it is unknown."""
     deployment = resolved.config.deployment
-    reader = NeedsReader(resolved.model, registry)
+    reader = NeedsReader(resolved.model, registry, deployment.dtype)
     needs = []
     for name in resolved.graph.order:
         stage = resolved.config.pipeline.stages[name]

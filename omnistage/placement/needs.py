@@ -27,6 +27,7 @@ from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
 from omnistage.core.registry import Registry
 from omnistage.core.stage_memory import StageMemory
+from omnistage.core.types import DTypeName
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +139,9 @@ class _Estimate(StageNeeds):
 class NeedsReader:
     """Reads the needs of a model's stages."""
 
-    def __init__(self, model: OmniModelConfig, registry: Registry) -> None:
+    def __init__(self, model: OmniModelConfig, registry: Registry, dtype: DTypeName = "auto") -> None:
         self._model = model
+        self._dtype = dtype
         self._registry = registry
         self._size = (1024, 1024, 1)
         """Of pictures and videos; the encoder, which comes first, knows."""
@@ -161,7 +163,7 @@ class NeedsReader:
             self._counted = True  # which stage has which is unknown: all of them count once
             return _Estimate(*where, weights)
         with torch.device("cpu"):  # tables that libraries make on import must have values
-            context = LoadContext(self._model, name, stage, META, dtype)
+            context = LoadContext(self._model, name, stage, META, dtype, requested_dtype=self._dtype, target=device)
             component = self._registry.component(stage.component)(context)
         if isinstance(stage, ARStageConfig):
             return self._autoregressive(where, component, stage, device)

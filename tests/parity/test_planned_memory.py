@@ -17,6 +17,7 @@ from omnistage.core.types import Condition, MediaSpan, Modality
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.codec.flow import SOLVERS
 from omnistage.engines.diffusion.component import Denoiser, Row
 from omnistage.engines.peak_memory import META, weight_bytes
 from omnistage.models._diffusers.base import VaeDecoder
@@ -152,3 +153,45 @@ def test_a_picture_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> 
     span = MediaSpan(Modality.IMAGE, b"picture", torch.arange(tokens), inputs)
     measured = allocated(lambda: thinker.encode(span)) + pixels.nbytes  # on the CPU they are not copied
     assert thinker.media_bytes(tokens) == pytest.approx(measured, rel=0.1)
+
+
+def speech_of(folder: Path, device: torch.device, target: str, **budget: object) -> Token2Wav:
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu"), registry=REGISTRY)
+    stage = resolved.config.pipeline.stages["token2wav"]
+    stage = stage.model_copy(update={"budget": stage.budget.model_copy(update=budget)})
+    context = LoadContext(resolved.model, "token2wav", stage, device, torch.float32, target=torch.device(target))
+    component = load_component(context)
+    assert isinstance(component, Token2Wav)
+    return component
+
+
+def test_an_interval_of_the_speech_solver_takes_what_is_planned(checkpoint_of: Callable[..., Path]) -> None:
+    folder = checkpoint_of("qwen2_5_omni")
+    planned, loaded = (speech_of(folder, device, "cpu") for device in (META, CPU))
+    inputs, constants = planned._flow._planned_inputs(SOLVERS["full"], 48, 4)
+    data = [torch.zeros(each.shape, dtype=each.dtype) for each in (*inputs, *constants)]
+    measured = allocated(lambda: loaded._flow.advance(SOLVERS["full"], False, *data))
+    assert planned._flow.interval_bytes("full", 48, 4) == pytest.approx(measured, rel=0.1)
+
+
+def test_speech_is_planned_as_it_runs_on_its_device(checkpoint_of: Callable[..., Path]) -> None:
+    """On CUDA: a copy in half precision, fused kernels, graphs; nowhere does BigVGAN take more than 8 windows."""
+    folder = checkpoint_of("qwen2_5_omni")
+    cpu, cuda, plain = (
+        speech_of(folder, META, "cpu"),
+        speech_of(folder, META, "cuda"),
+        speech_of(folder, META, "cuda", cuda_graphs=False, kernels="torch", precision="float32"),
+    )
+    codes = 4 * cpu.layout.block_codes
+    halves = sum(p.nbytes for p in cuda._flow.networks[1].parameters() if p.dtype == torch.float16)
+    assert halves > 0
+    # The fused activations have factors, and no filters.
+    assert cuda.memory(1, codes).weights - cpu.memory(1, codes).weights == pytest.approx(halves, rel=0.1)
+    assert cuda.memory(1, codes).graphs > 0
+    assert plain.memory(1, codes).graphs == cpu.memory(1, codes).graphs == 0
+    assert cuda._vocoder_bytes(2, 96) < cpu._vocoder_bytes(2, 96)
+    assert cuda._flow.interval_bytes("full", 24, 8) < plain._flow.interval_bytes("full", 24, 8)
+    kept = 2 * cpu.request_bytes
+    for component in (cuda, plain):
+        assert component.memory(64, codes).activations - component.memory(32, codes).activations >= 32 * kept
+    assert cuda.memory(64, codes).activations == 64 * kept

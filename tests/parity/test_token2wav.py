@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,14 +20,15 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel  # noqa: E402
 
 from omnistage.core.errors import CheckpointError, InvalidRequestError  # noqa: E402
-from omnistage.core.params import CodecParams  # noqa: E402
+from omnistage.core.params import CodecParams, SpeechQuality  # noqa: E402
 from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageInput  # noqa: E402
 from omnistage.engines.codec import CodecStage, Window  # noqa: E402
-from omnistage.engines.codec.flow import integrate, time_grid  # noqa: E402
+from omnistage.engines.codec.flow import SOLVERS, time_grid  # noqa: E402
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket  # noqa: E402
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, WindowRows  # noqa: E402
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context  # noqa: E402
+from tests.graph_harness import FakeCapture, TorchCalls  # noqa: E402
 
 REAL_VOCODER: dict[str, object] = {"upsample_initial_channel": 64}
 SMALL_VOCODER: dict[str, object] = {
@@ -136,7 +138,11 @@ def budget(lookahead: int = 2, chunk: int = 8, **changes: int) -> SimpleNamespac
 
 
 def stream(
-    component: Token2Wav, limits: SimpleNamespace, utterances: dict[str, tuple[int, ...]], feed: int, seed: int = 7
+    component: Token2Wav,
+    limits: SimpleNamespace,
+    utterances: dict[str, tuple[int, ...]],
+    feed: int,
+    params: CodecParams = CodecParams(),  # noqa: B008  (frozen)
 ) -> dict[str, list[np.ndarray]]:
     """Feed `feed` codes at a time to each request, running what is ready in between."""
     stage = CodecStage("t2w", component, limits)
@@ -150,7 +156,8 @@ def stream(
 
     for i, name in enumerate(utterances):
         voice = ("Chelsie", "Ethan")[i % 2]
-        stage.submit(StageInput(RequestInfo(name, voice=voice), CodecParams(seed=seed + i), CodecInput()))
+        own = params.model_copy(update={"seed": 7 + i})
+        stage.submit(StageInput(RequestInfo(name, voice=voice), own, CodecInput()))
     for at in range(0, max(map(len, utterances.values())), feed):
         for name, codes in utterances.items():
             if at < len(codes):
@@ -400,7 +407,7 @@ def test_half_precision_is_close_and_leaves_the_model_alone(model: Qwen2_5OmniTo
 def test_a_window_that_overflows_in_half_precision_is_solved_again_in_full(model: Qwen2_5OmniToken2WavModel) -> None:
     exact = _whole(Token2Wav(model, voices(), precision="float32"))
     component = Token2Wav(model, voices(), precision="float16")
-    half = component._velocity_half
+    evaluate = component._flow._evaluate
 
     def pair(component: Token2Wav) -> list[np.ndarray]:
         states = [component.open("r", CodecParams(seed=i), None) for i in range(2)]
@@ -408,11 +415,11 @@ def test_a_window_that_overflows_in_half_precision_is_solved_again_in_full(model
 
     (expected,) = pair(component)
 
-    def overflow(x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        plain, guidance, kept = half(x, *rest)
-        return plain.index_fill(0, torch.arange(4), torch.inf), guidance, kept
+    def overflow(half: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        plain, guidance, kept = evaluate(half, *tensors)
+        return plain.index_fill(0, torch.arange(4), torch.inf) if half else plain, guidance, kept
 
-    with mock.patch.object(component, "_velocity_half", overflow):
+    with mock.patch.object(component._flow, "_evaluate", overflow):
         np.testing.assert_array_equal(_whole(component), exact)
         (second,) = pair(component)
     # What shares its batch is solved as it would be without it: in half precision.
@@ -457,14 +464,20 @@ def test_unseeded_requests_differ(component: Token2Wav) -> None:
 def test_the_solver_agrees_with_transformers() -> None:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver
 
-    def field(x: torch.Tensor, t: torch.Tensor, guided: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        assert guided
-        return torch.sin(x * (1 + t)), x.mean(dim=1, keepdim=True)
+    x, points = torch.randn(2, 5, 3), time_grid(6, -1.0)
+    want = RungeKutta4ODESolver(lambda t, v: torch.sin(v * (1 + t)) + v.mean(dim=1, keepdim=True), x).integrate(points)
+    solver = SOLVERS["full"]
+    for start, end in itertools.pairwise(points):
+        times = solver.times(start, end)
 
-    x, times = torch.randn(2, 5, 3), time_grid(6, -1.0)
-    got = integrate(field, x, times)
-    want = RungeKutta4ODESolver(lambda t, v: sum(field(v, t, True)), x).integrate(times)[-1]
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+        def field(
+            x: torch.Tensor, i: int, guided: bool, times: Sequence[float] = times
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert guided
+            return torch.sin(x * (1 + times[i])), x.mean(dim=1, keepdim=True)
+
+        x = solver.advance(field, x, end - start)
+    torch.testing.assert_close(x, want[-1], atol=1e-6, rtol=0)
 
 
 def test_mistakes_are_refused(model: Qwen2_5OmniToken2WavModel, component: Token2Wav) -> None:
@@ -505,18 +518,74 @@ def test_graphs_are_plain_calls_off_cuda_and_tf32_is_restored() -> None:
         assert matmul.allow_tf32 == before
 
 
-def test_rows_on_the_left_are_let_go_before_those_of_the_next_window_are_copied() -> None:
-    """Both are as large as all that is kept of a batch."""
-    layers, frames, hidden = 2, 4, 8
-    kept = torch.randn(3, layers, 1, frames, hidden)  # of three evaluations
+def test_what_a_window_keeps_takes_no_more_than_its_share() -> None:
+    """A request that waits for its codes must not hold what all of its batch kept."""
     one = torch.zeros(1, 1)
-    window = WindowRows((0, 0), torch.zeros(frames, 5), one, one, {False: kept}, emit_blocks=1)
-    batch = BlockBatch([window], 2, 2, torch.device("cpu"), padded=False)
-    left = batch.left(False, 0, torch.empty(layers, 1, 0, frames, hidden))
-    assert torch.equal(left, kept[0])
-    stacked = weakref.ref(batch._stacked[False])
-    del left
-    solutions = batch.solutions(torch.zeros(1, frames, 5), {False: [kept[i] for i in range(3)]})
-    assert stacked() is None
-    assert solutions[0].kept is not None
-    assert torch.equal(solutions[0].kept[False], kept)
+    windows = [WindowRows((0, 0), torch.zeros(4, 5), one, one, None, emit_blocks=1) for _ in range(3)]
+    batch = BlockBatch(windows, 2, 2, torch.device("cpu"), padded=False)
+    together = torch.randn(3, 9, 4, 2, 2, 4, 8)
+    for i, solution in enumerate(batch.solutions(torch.zeros(3, 4, 5), {True: together})):
+        assert solution.kept is not None
+        share = solution.kept[True]
+        assert torch.equal(share, together[i])
+        assert share.untyped_storage().nbytes() == share.nbytes
+
+
+# ------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def captured(model: Qwen2_5OmniToken2WavModel, **options: Any) -> tuple[Token2Wav, Token2Wav]:
+    """One component whose calls are captured and replayed, by the fake, and one that makes the same calls plainly."""
+    graphed, plain = Token2Wav(model, voices(), **options), Token2Wav(model, voices(), **options)
+    graphed._graphs = GraphCache(enabled=True, capture=FakeCapture())
+    plain._graphs.enabled = True  # padded alike
+    return graphed, plain
+
+
+@pytest.mark.parametrize("quality", ["full", "balanced", "fast"])
+@pytest.mark.parametrize("scale", [0.5, 0.0])
+def test_an_interval_that_is_captured_once_serves_all_intervals_and_batches(
+    model: Qwen2_5OmniToken2WavModel, quality: SpeechQuality, scale: float
+) -> None:
+    graphed, plain = captured(model)
+    codes = {"a": codes_of(60, 1), "b": codes_of(77, 2), "c": codes_of(40, 3)}
+    params = CodecParams(quality=quality, guidance_scale=scale, num_steps=5)
+    waves = [stream(component, budget(), codes, feed=12, params=params) for component in (graphed, plain)]
+    for name in codes:
+        np.testing.assert_array_equal(np.concatenate(waves[0][name]), np.concatenate(waves[1][name]))
+    assert graphed._graphs.replays > 3 * graphed._graphs.captures
+
+
+def test_intervals_in_half_precision_are_captured_too(model: Qwen2_5OmniToken2WavModel) -> None:
+    graphed, plain = captured(model, precision="float16")
+    np.testing.assert_array_equal(_whole(graphed), _whole(plain))
+    assert graphed._graphs.replays == 9
+
+
+def test_a_batch_is_a_replay_for_each_interval_and_few_calls_besides(model: Qwen2_5OmniToken2WavModel) -> None:
+    """Each call gives the interpreter away. Where each evaluation was a graph, there were 628 and 37 replays."""
+    graphed, _ = captured(model)
+    states = [graphed.open(str(i), CodecParams(seed=i), None) for i in range(4)]
+    windows = [Window(state, codes_of(36, i), 0, 12, False) for i, state in enumerate(states)]
+    for _ in range(4):  # windows have left context, and the vocoder its own; then nothing is captured any more
+        before = graphed._graphs.replays
+        with TorchCalls() as calls:
+            graphed.decode(windows)
+    replays = graphed._graphs.replays - before
+    assert replays == 9 + 1  # the vocoder's
+    assert calls.count < 220
+
+
+def test_a_shape_that_cannot_be_captured_runs_plainly_and_the_others_do_not(
+    model: Qwen2_5OmniToken2WavModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphed, plain = captured(model)
+    graphed._graphs = GraphCache(enabled=True, capture=FakeCapture(failures=1))
+    np.testing.assert_array_equal(_whole(graphed), _whole(plain))
+    np.testing.assert_array_equal(_whole(graphed), _whole(plain))
+    assert graphed._graphs.captures == 0
+    codes = {"a": codes_of(60, 1)}
+    waves = [stream(component, budget(), codes, feed=12) for component in (graphed, plain)]
+    np.testing.assert_array_equal(np.concatenate(waves[0]["a"]), np.concatenate(waves[1]["a"]))
+    assert graphed._graphs.captures > 0
+    assert len(caplog.records) == 1

@@ -34,4 +34,8 @@ def test_triton_is_for_cuda_unless_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert not use_triton("auto", cuda)
     with pytest.raises(ConfigError, match="use torch"):
         use_triton("triton", cpu)
-    assert not use_triton("triton", torch.device("meta"))  # where only memory is planned
+    # Memory is planned for a device that need not be here.
+    assert use_triton("triton", cuda, planned=True)
+    assert use_triton("auto", cuda, planned=True) == (not torch.cuda.is_available())
+    assert not use_triton("auto", cpu, planned=True)
+    assert not use_triton("torch", cuda, planned=True)

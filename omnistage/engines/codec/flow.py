@@ -7,7 +7,6 @@ were solved before, so what later blocks see of them is known for every evaluati
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +15,11 @@ from torch import Tensor
 
 from omnistage.core.params import SpeechQuality
 
-Field = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""`field(x, t [], guided)`: the velocity with the condition alone, and what guidance adds to it where asked for."""
+_THIRD = 1 / 3
+
+Field = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
+"""`field(x, i, guided)`: the velocity at an interval's evaluation `i`, with the condition alone, and what guidance adds
+to it where asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,42 @@ class Solver:
         interval = [self.guide_all or i == 0 for i in range(self.evaluations)]
         return interval * (num_points - 1)
 
+    def counts(self) -> dict[bool, int]:
+        """An interval's evaluations with guidance and without, as far as there are any."""
+        return {True: self.evaluations} if self.guide_all else {True: 1, False: self.evaluations - 1}
+
+    def times(self, start: Tensor, end: Tensor) -> list[float]:
+        """When an interval's evaluations are; its ends are `float32 []` on the CPU."""
+        step = end - start
+        if self.evaluations == 2:
+            points = [start, start + step / 2]
+        else:
+            points = [start, start + step * _THIRD, start + step * (2 / 3), end]
+        return [float(point) for point in points]
+
+    def advance(self, field: Field, x: Tensor, step: Tensor) -> Tensor:
+        """Solve `dx/dt = field` over one interval of length `step []`: the state at its end.
+
+        Reads nothing back, so that an interval can be captured as one CUDA graph, with `step` as an input.
+        """
+        guidance: Tensor | None = None
+
+        def velocity(i: int, x: Tensor) -> Tensor:
+            nonlocal guidance
+            guided = self.guide_all or i == 0
+            plain, more = field(x, i, guided)
+            if guided:
+                guidance = more
+            return plain if guidance is None else plain + guidance
+
+        k1 = velocity(0, x)
+        if self.evaluations == 2:
+            return x + step * velocity(1, x + step * k1 / 2)
+        k2 = velocity(1, x + step * k1 * _THIRD)
+        k3 = velocity(2, x + step * (k2 - k1 * _THIRD))
+        k4 = velocity(3, x + step * (k1 - k2 + k3))
+        return x + (k1 + 3 * (k2 + k3) + k4) * step / 8
+
 
 SOLVERS: dict[SpeechQuality, Solver] = {
     "full": Solver(4, guide_all=True),
@@ -48,41 +86,3 @@ def time_grid(num_steps: int, sway: float) -> Tensor:
     """Time points from 0 to 1 (`float32 [num_steps]`, CPU), moved towards the noise side by a negative `sway`."""
     grid = torch.linspace(0, 1, num_steps, dtype=torch.float32)
     return grid + sway * (torch.cos(torch.pi / 2 * grid) - 1 + grid)
-
-
-def integrate(field: Field, x: Tensor, times: Tensor, solver: Solver = SOLVERS["full"]) -> Tensor:
-    """Solve `dx/dt = field` over `times` from the state `x`; the state at the last time point."""
-    third = 1 / 3
-    for start, end in itertools.pairwise(times):
-        step = end - start
-        velocity = _Interval(field, solver)
-        k1 = velocity(x, start)
-        if solver.evaluations == 2:
-            x = x + step * velocity(x + step * k1 / 2, start + step / 2)
-            continue
-        k2 = velocity(x + step * k1 * third, start + step * third)
-        k3 = velocity(x + step * (k2 - k1 * third), start + step * (2 / 3))
-        k4 = velocity(x + step * (k1 - k2 + k3), end)
-        x = x + (k1 + 3 * (k2 + k3) + k4) * step / 8
-    return x
-
-
-class _Interval:
-    """The field over one interval, with the guidance of its first evaluation where the solver asks for no more."""
-
-    def __init__(self, field: Field, solver: Solver) -> None:
-        self._field = field
-        self._guide_all = solver.guide_all
-        self._guidance: Tensor | None = None
-        self._first = True
-
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        guided = self._first or self._guide_all
-        plain, guidance = self._field(x, t, guided)
-        if self._guide_all and guidance is not None:
-            return plain + guidance
-        if guided:
-            # Cloned: the field may hand out one buffer for all its answers (a captured graph does).
-            self._guidance = None if guidance is None else guidance.clone()
-        self._first = False
-        return plain.clone() if self._guidance is None else plain + self._guidance

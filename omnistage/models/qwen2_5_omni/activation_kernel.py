@@ -133,7 +133,7 @@ def fused_activation(x: Tensor, alpha: Tensor, scale: Tensor, up: tuple[float, .
     batch, channels, length = x.shape
     rows = batch * channels
     unit = 1 if length % 4 else 4
-    if x.numel():
+    if x.numel() and not x.is_meta:
         grid = (triton.cdiv(rows * triton.cdiv(length, _CHUNK), _LANES),)
         _activation_kernel[grid](
             *(x, out, alpha, scale, rows, channels, length // unit),

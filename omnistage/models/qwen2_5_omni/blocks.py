@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from omnistage.engines.graphs import bucket
 from omnistage.engines.streams import upload
 
 Kept = dict[bool, Tensor]
-"""`[evaluations, look-back layers, g, frames, hidden]` of one block, by whether these evaluations ask for guidance;
-g is 2 where they get it, else 1."""
+"""`[intervals, evaluations, look-back layers, g, frames, hidden]` of one block, by whether these evaluations ask for
+guidance; g is 2 where they get it, else 1."""
 _WINDOW_BLOCKS = 3
 """A padded batch has room for one window in so many blocks: the smallest that is emitted with its look-ahead."""
 
@@ -77,8 +76,6 @@ class BlockBatch:
         counts = [-(-len(window.codes) // block_codes) for window in windows]
         self._starts = [sum(counts[:i]) for i in range(len(counts))]
         self._left = [window.left for window in windows if window.left is not None]
-        self._stacked: Kept = {}
-        """What was kept, of all windows together."""
         self._keepers = [i for i, window in enumerate(windows) if window.emit_blocks]
         blocks = sum(counts)
         size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._left))
@@ -108,34 +105,43 @@ class BlockBatch:
         keep = [self._starts[i] + windows[i].emit_blocks - 1 for i in self._keepers]
         keep += [0] * (size.windows - len(keep)) if padded else []
         self.noise = torch.from_numpy(noise)
-        self.codes = upload(codes, device)
-        self.neighbours = (upload(before, device), upload(after, device), upload(valid, device))
-        self.keep = upload(np.array(keep, dtype=np.int64), device)
+        count, rest = size.blocks, (2 + block_codes) * size.blocks
+        numbers = upload(np.concatenate((before, after, codes.reshape(-1), np.array(keep, dtype=np.int64))), device)
+        self.neighbours = (numbers[:count], numbers[count : 2 * count], upload(valid, device))
+        self.codes, self.keep = numbers[2 * count : rest].view(codes.shape), numbers[rest:]
 
-    def left(self, guided: bool, evaluation: int, empty: Tensor) -> Tensor:
-        """The kept rows for one evaluation; `empty` is `[look-back layers, g, 0, frames, hidden]`."""
-        if guided not in self._stacked:
-            rows = [kept[guided] for kept in self._left]
-            stacked = torch.stack(rows, dim=3) if rows else empty[None]
-            missing = self.size.windows - stacked.shape[3]
-            self._stacked[guided] = functional.pad(stacked, (0, 0, 0, 0, 0, missing)).flatten(2, 3)
-        stacked = self._stacked[guided]
-        return stacked[evaluation] if self._left else stacked[0]
+    @property
+    def keepers(self) -> int:
+        """Windows that will be followed by another one: the first rows of what is kept are theirs."""
+        return len(self._keepers)
 
-    def solutions(self, mel: Tensor, seen: dict[bool, list[Tensor]]) -> list[Solution]:
-        """Each window's share of the state at the end and of the rows that were kept in every evaluation."""
-        self._stacked.clear()  # as large as what follows
-        kept: dict[int, Kept] = {i: {} for i in self._keepers}
-        for guided, evaluations in seen.items():
-            if evaluations and self._keepers:
-                together, count = torch.stack(evaluations), len(self.keep)
-                together = together.view(*together.shape[:2], together.shape[2] // count, count, *together.shape[3:])
-                evaluations.clear()
-                for place, i in enumerate(self._keepers):
-                    kept[i][guided] = together[:, :, :, place].clone()
+    def left(self, guided: bool, intervals: int, empty: Tensor) -> Iterator[Tensor]:
+        """For each interval the kept rows for those of its evaluations that do, or do not, ask for guidance.
+
+        `empty` is `[0, evaluations, look-back layers, g, frames, hidden]`; they have as many rows as there is room for
+        windows. One buffer serves all intervals.
+        """
+        count, shape = len(self._left), (self.size.windows, *empty.shape[1:])
+        rows = empty.new_zeros(shape) if count else empty.new_zeros(1, *shape[1:]).expand(shape)
+        for i in range(intervals):
+            if count:
+                torch.stack([kept[guided][i] for kept in self._left], out=rows[:count])
+            yield rows
+
+    def solutions(self, mel: Tensor, kept: dict[bool, Tensor]) -> list[Solution]:
+        """Each window's share of the state at the end, and of what is `kept` (`Kept`, of those that keep something).
+
+        Empties `kept`, whose tensors are large.
+        """
+        shares: dict[int, Kept] = {i: {} for i in self._keepers}
+        for guided in list(kept):
+            # A copy for each window: where one ends earlier, nothing of it stays.
+            copies: tuple[Tensor, ...] = torch.unbind_copy(kept.pop(guided))  # type: ignore[func-returns-value,assignment]
+            for i, share in zip(shares, copies, strict=True):
+                shares[i][guided] = share
+        frames = mel.flatten(0, 1)
         result = []
         for i, (window, start) in enumerate(zip(self._windows, self._starts, strict=True)):
-            frames = len(window.codes) * self._repeats
-            rows = mel[start : start + -(-frames // self._frames)].flatten(0, 1)[:frames]
-            result.append(Solution(rows, kept.get(i)))
+            first = start * self._frames
+            result.append(Solution(frames[first : first + len(window.codes) * self._repeats], shares.get(i)))
         return result

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from omnistage.core.errors import CheckpointError
-from omnistage.engines.peak_memory import META, peak_bytes
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
@@ -190,25 +189,6 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def velocity_bytes(dit: Qwen2_5OmniToken2WavDiTModel, blocks: int, windows: int) -> int:
-    """The most memory that `velocity` takes at once with guidance, for a model on the meta device."""
-    config, dtype = dit.config, dit.proj_out.weight.dtype
-    size = config.block_size
-    empty = functools.partial(torch.empty, dtype=dtype, device=META)
-    index = functools.partial(torch.empty, dtype=torch.int64, device=META)
-    inputs = (
-        empty(blocks, size, config.mel_dim),
-        empty(6 * len(dit.transformer_blocks) + 2, config.hidden_size),
-        index(blocks, size // config.repeats),
-        empty(blocks, config.enc_emb_dim),
-        empty(blocks, config.enc_dim + 1),
-        empty(1),
-        *(index(blocks), index(blocks), torch.empty(blocks, size, dtype=torch.bool, device=META)),
-        *(index(windows), empty(look_back_layers(dit), 2 * windows, size, config.hidden_size)),
-    )
-    return peak_bytes(lambda: velocity(dit, *inputs))
-
-
 class SpeakerRows(nn.Module):
     """Stands in for the DiT's speaker encoder, which transformers runs on the reference clip at every evaluation.
 
@@ -245,7 +225,7 @@ class _Exact(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             return self.module(x.float())  # type: ignore[no-any-return]
 
 

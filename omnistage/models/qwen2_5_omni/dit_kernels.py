@@ -137,7 +137,7 @@ def add_norm(
     if not (rows.is_contiguous() and product.is_contiguous() and out.is_contiguous()):
         raise ValueError("rows, product and out must be contiguous")
     width = rows.shape[-1]
-    if not rows.numel():
+    if not rows.numel() or rows.is_meta:
         return
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]  # not annotated by torch
         _add_norm_kernel[(rows.numel() // width,)](
@@ -172,7 +172,7 @@ def block_attention(
     # The switch is read as cuBLAS reads it, when a kernel is launched or captured.
     tf32 = qkv.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     out = qkv.new_empty(count, frames, width)
-    if not count:
+    if not count or qkv.is_meta:
         return out
     flags = valid.view(torch.uint8)
     with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]  # not annotated by torch

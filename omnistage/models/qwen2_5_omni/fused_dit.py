@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 Kernels = Literal["auto", "torch", "triton"]
 
 
-def use_triton(kernels: Kernels, device: torch.device) -> bool:
-    """Whether layers on a device run on Triton."""
+def use_triton(kernels: Kernels, device: torch.device, *, planned: bool = False) -> bool:
+    """Whether layers on a device run on Triton. `planned`: the device may be another machine's."""
+    available = triton_available() or (planned and device.type == "cuda" and not torch.cuda.is_available())
     if kernels == "auto":
-        return device.type == "cuda" and triton_available()
-    if kernels == "triton" and device.type != "meta" and not triton_available():
+        return device.type == "cuda" and available
+    if kernels == "triton" and not planned and not available:
         raise ConfigError("kernels: triton needs a CUDA device and the triton package; use torch")
-    return kernels == "triton" and device.type != "meta"
+    return kernels == "triton"
 
 
 class FusedLayers:

@@ -170,6 +170,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
         kernels=budget.kernels,
         early_vocoder=budget.early_vocoder,
         quality="full" if stage is None else stage.params.quality,
+        target=context.target,
     )
 
 
@@ -177,5 +178,5 @@ def _precision(context: LoadContext, budget: CodecBudget) -> Precision:
     """TF32 is one switch for the process: a float32 deployment must not have it turned on by its speech stage."""
     exact = context.requested_dtype == "float32"
     if budget.precision == "auto":
-        return "float16" if context.device.type == "cuda" and not exact else "float32"
+        return "float16" if (context.target or context.device).type == "cuda" and not exact else "float32"
     return "float32" if budget.precision == "tf32" and exact else budget.precision

@@ -24,22 +24,14 @@ from omnistage.core.errors import CheckpointError
 from omnistage.core.params import CodecParams, SpeechQuality
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
-from omnistage.engines.codec.flow import SOLVERS, integrate, time_grid
+from omnistage.engines.codec.flow import SOLVERS
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.streams import CODEC_PRIORITY
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
-from omnistage.models.qwen2_5_omni.dit import (
-    SpeakerRows,
-    check_velocity,
-    half_copy,
-    look_back_layers,
-    modulation,
-    shared_copy,
-    velocity,
-    velocity_bytes,
-)
-from omnistage.models.qwen2_5_omni.fused_dit import FusedLayers, Kernels, use_triton
+from omnistage.models.qwen2_5_omni.dit import SpeakerRows, check_velocity, shared_copy
+from omnistage.models.qwen2_5_omni.flow_solver import FlowSolver
+from omnistage.models.qwen2_5_omni.fused_dit import Kernels, use_triton
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, fuse_activations, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 
@@ -55,12 +47,12 @@ Precision = Literal["float32", "tf32", "float16"]
 # Larger batches (whole utterances) run eagerly: launching is a small part there, and graphs would hold much memory.
 MAX_GRAPH_BLOCKS = 192
 _MAX_VOCODER_FRAMES = 1024
-_MAX_MODULATIONS = 128
 WARM_BATCHES = (1, 2, 4, 8)
 """Numbers of requests for which BigVGAN's graphs are captured before there are any."""
-_GRAPH_BYTES = 4 << 20  # what the driver takes for one
+_GRAPH_BYTES = 4 << 20  # what the driver takes for one of BigVGAN, or for one evaluation of the DiT
+_VOCODER_LENGTHS = 8  # of windows that BigVGAN's graphs are for: few, as chunks double until they grow no more
+_RANDOM_GROUP = 16  # normal numbers that torch's CPU generator computes at once: whole groups depend on no size
 _SILENT_FRAMES = 256  # any length that the speaker encoder's padding allows gives the same
-_NO_GUIDANCE = 1e-5  # transformers' threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class Token2Wav(CodecComponent):
     `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision,
     whose mantissa is as long as TF32's, and all else in float32; a window that overflows is solved again in float32.
     `kernels` of the DiT's layers: `auto` is `triton` on CUDA, `torch` elsewhere. `quality` is that of most requests,
-    for the warm-up.
+    for the warm-up. `target` is where a model on the meta device will run, for `memory`.
     """
 
     sample_rate = SAMPLE_RATE
@@ -124,6 +116,7 @@ class Token2Wav(CodecComponent):
         kernels: Kernels = "auto",
         early_vocoder: bool = False,
         quality: SpeechQuality = "full",
+        target: torch.device | None = None,
     ) -> None:
         if not speakers:
             raise CheckpointError("token2wav has no speakers; the checkpoint's speaker file must name at least one")
@@ -148,19 +141,16 @@ class Token2Wav(CodecComponent):
             raise CheckpointError(f"default voice {self._default_voice!r} is not among {', '.join(self._voices)}")
         silence = torch.zeros(1, _SILENT_FRAMES, self._mel_dim, device=self.device, dtype=self._dtype)
         self._dit = shared_copy(dit, {dit.input_embed.spk_encoder: SpeakerRows(_encode(dit, silence))})
-        self._vocoder = fuse_activations(vocoder)
+        planned = self.device.type == "meta"
+        on = target if planned and target is not None else self.device
+        self._vocoder = fuse_activations(vocoder, planned=planned and on.type == "cuda")
         self.layout = self._make_layout()
         default = self._voices[self._default_voice]
-        self._half = half_copy(self._dit) if self._precision == "float16" else None
-        self._fused = self._fused_half = None
-        if use_triton(kernels, self.device):
-            self._fused = FusedLayers(self._dit)
-            self._fused_half = None if self._half is None else FusedLayers(self._half)
-        if self.device.type != "meta":
-            check_velocity(self._dit, default.cond, default.reference, self._fused)
-        self._modulations: dict[float, Tensor] = {}
-        shape = (look_back_layers(dit), 2, 0, self._block_frames, config.hidden_size)
-        self._nothing_kept = torch.empty(shape, device=self.device, dtype=self._dtype)
+        self._plans_graphs = planned and cuda_graphs and on.type == "cuda"
+        fused = use_triton(kernels, on, planned=planned)
+        self._flow = FlowSolver(self._dit, half=self._precision == "float16", fused=fused)
+        if not planned:
+            check_velocity(self._dit, default.cond, default.reference, self._flow.fused)
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":  # pragma: no cover  (needs CUDA)
             self._stream = torch.cuda.Stream(self.device, priority=CODEC_PRIORITY)  # type: ignore[no-untyped-call]
@@ -207,42 +197,50 @@ class Token2Wav(CodecComponent):
             return self._vocode_and_commit(streams, windows, solutions)
 
     def warm_up(self, chunk_blocks: Sequence[int], lookahead: int, max_blocks: int) -> None:
-        """Capture the graphs: of BigVGAN for each place in an utterance, of the DiT for each number of blocks."""
+        """Capture the graphs: of the solver for each number of blocks, of BigVGAN for each place in an utterance."""
         params = CodecParams(seed=0, num_steps=2, quality=self._quality)  # one interval of the solver
         block = self.layout.block_codes
+        with self._computing():
+            sizes = padded_sizes(min(max_blocks, MAX_GRAPH_BLOCKS)) if self._graphs.enabled else []
+            for size in reversed(sizes):  # the largest first: the others use its memory
+                codes = (0,) * (size.blocks * block)
+                window = Window(self.open("warm-up", params, None), codes, 0, len(codes), True)
+                self._solve([_stream(window)], [window], half=self._flow.has_half)
         for count in WARM_BATCHES:
             states = [self.open("warm-up", params, None) for _ in range(count)]
             for blocks in (*chunk_blocks, chunk_blocks[-1]):
                 codes = (0,) * (blocks * block + lookahead)
                 self.decode([Window(state, codes, 0, blocks * block, False) for state in states])
-        with self._computing():
-            for size in padded_sizes(min(max_blocks, MAX_GRAPH_BLOCKS)) if self._graphs.enabled else ():
-                codes = (0,) * (size.blocks * block)
-                window = Window(self.open("warm-up", params, None), codes, 0, len(codes), True)
-                self._solve([_stream(window)], [window], half=self._half is not None)
 
     def memory(self, rows: int, codes: int) -> StageMemory:
-        """The flow's evaluations and BigVGAN, whichever is larger; graphs of all sizes share one pool."""
-        blocks = rows * -(-codes // self.layout.block_codes)
-        solver = velocity_bytes(self._dit, blocks, rows)
-        spectrogram = torch.empty(rows, self._mel_dim, codes * self._repeats, dtype=self._dtype, device=META)
-        vocoder = peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
-        modules = (self._dit, self._vocoder, *([] if self._half is None else [self._half]))
-        peak = max(solver, vocoder)
-        # Each graph of the DiT has rows that are kept as an input and as an output of its own.
-        windows = sum(size.windows for size in padded_sizes(MAX_GRAPH_BLOCKS))
-        layers, _, _, frames, hidden = self._nothing_kept.shape
-        static = 4 * windows * layers * frames * hidden * self._dtype.itemsize
-        graphs = peak + static + self._graphs.capacity * _GRAPH_BYTES
-        return StageMemory(weight_bytes(modules), activations=peak, graphs=graphs)
+        """The solver or BigVGAN, whichever takes more, and the graphs where the target has them."""
+        frames, blocks = codes * self._repeats, -(-codes // self.layout.block_codes)
+        solver = 2 * rows * self.request_bytes  # what all windows keep, and the copy of each
+        if not self._plans_graphs:
+            solver += self._flow.interval_bytes(self._quality, rows * blocks, rows)
+        activations = max(solver, self._vocoder_bytes(min(rows, WARM_BATCHES[-1]), frames))
+        weights = weight_bytes((*self._flow.networks, self._vocoder))
+        return StageMemory(weights, activations=activations, graphs=self._graph_bytes(frames))
+
+    def _graph_bytes(self, frames: int) -> int:
+        """Graphs of all sizes share one pool and their buffers: those of the largest."""
+        if not self._plans_graphs:
+            return 0
+        sizes = padded_sizes(MAX_GRAPH_BLOCKS)
+        largest = self._quality, sizes[-1].blocks, sizes[-1].windows
+        pool = max(self._flow.interval_bytes(*largest), self._vocoder_bytes(WARM_BATCHES[-1], frames))
+        driver = len(sizes) * SOLVERS[self._quality].evaluations + len(WARM_BATCHES) * _VOCODER_LENGTHS
+        # A call runs once before it is captured. That memory is there: at the start no request keeps anything.
+        return pool + self._flow.buffer_bytes(*largest) + driver * _GRAPH_BYTES
 
     @property
     def request_bytes(self) -> int:
         """What is kept of a block with the default parameters."""
-        params = CodecParams()
-        rows = sum(1 + guided for guided in SOLVERS[params.quality].guided(params.num_steps))
-        layers, _, _, frames, hidden = self._nothing_kept.shape
-        return rows * layers * frames * hidden * self._dtype.itemsize
+        return self._flow.kept_bytes(CodecParams())
+
+    def _vocoder_bytes(self, rows: int, frames: int) -> int:
+        spectrogram = torch.empty(rows, self._mel_dim, frames, dtype=self._dtype, device=META)
+        return peak_bytes(lambda: bigvgan(self._vocoder, spectrogram))
 
     def close(self) -> None:
         self._graphs.clear()
@@ -267,9 +265,9 @@ class Token2Wav(CodecComponent):
 
     def _solve_finite(self, streams: Sequence[_Stream], windows: Sequence[Window]) -> list[Solution]:
         """Solve in half precision where that is asked for, and again in full what overflows: that alone."""
-        if self._half is None:
-            return self._solve(streams, windows, half=False)
-        solutions = self._solve(streams, windows, half=True)
+        solutions = self._solve(streams, windows, half=self._flow.has_half)
+        if not self._flow.has_half:
+            return solutions
         sums = torch.cat([solution.mel for solution in solutions]).sum(dim=1).cpu().numpy()
         ends = np.cumsum([len(solution.mel) for solution in solutions])
         bad = [i for i, part in enumerate(np.split(sums, ends[:-1])) if not np.isfinite(part).all()]
@@ -281,42 +279,10 @@ class Token2Wav(CodecComponent):
 
     def _solve(self, streams: Sequence[_Stream], windows: Sequence[Window], *, half: bool) -> list[Solution]:
         """Flow matching over the windows' new and look-ahead blocks."""
-        params = streams[0].params
         graphed = self._graphs.enabled and sum(map(self._blocks, windows)) <= MAX_GRAPH_BLOCKS
         rows = [self._rows(stream, window) for stream, window in zip(streams, windows, strict=True)]
         batch = BlockBatch(rows, self.layout.block_codes, self._repeats, self.device, padded=graphed)
-        scale = torch.full((1,), params.guidance_scale, device=self.device, dtype=self._dtype)
-        if params.guidance_scale < _NO_GUIDANCE:
-            scale = scale[:0]  # an empty tensor asks for no guidance, which is another graph
-        unguided = scale[:0]
-        function = self._velocity_half if half else self._velocity
-        seen: dict[bool, list[Tensor]] = {True: [], False: []}
-
-        def field(x: Tensor, t: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-            asked = scale if guided else unguided
-            left = batch.left(guided, len(seen[guided]), self._nothing_kept[:, : 1 + len(asked)])
-            constants = (batch.codes, batch.cond, batch.reference, asked, *batch.neighbours, batch.keep)
-            inputs = (x, self._modulation(t.item()), left)
-            if graphed:
-                key = ("dit", batch.size, len(asked), half)
-                plain, guidance, kept = self._graphs(key, function, *inputs, constants=constants)
-            else:
-                plain, guidance, kept = function(*inputs, *constants)
-            seen[guided].append(kept.clone())
-            return plain, guidance if len(guidance) else None
-
-        times = time_grid(params.num_steps, params.sway)
-        mel = integrate(field, batch.noise.to(self.device, self._dtype), times, SOLVERS[params.quality])
-        return batch.solutions(mel, seen)
-
-    def _modulation(self, t: float) -> Tensor:
-        """Time points are few: those of the solvers in use."""
-        if (times := self._modulations.get(t)) is None:
-            times = modulation(self._dit, torch.full((1,), t, device=self.device, dtype=self._dtype))
-            if len(self._modulations) >= _MAX_MODULATIONS:
-                self._modulations.clear()
-            self._modulations[t] = times
-        return times
+        return self._flow.solve(batch, streams[0].params, half=half, graphs=self._graphs if graphed else None)
 
     def _blocks(self, window: Window) -> int:
         return -(-(len(window.codes) - window.history) // self.layout.block_codes)
@@ -331,19 +297,12 @@ class Token2Wav(CodecComponent):
             emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
         )
 
-    def _velocity(self, x: Tensor, times: Tensor, left: Tensor, *constants: Tensor) -> tuple[Tensor, ...]:
-        return velocity(self._dit, x, times, *constants, left, fused=self._fused)
-
-    def _velocity_half(self, x: Tensor, times: Tensor, left: Tensor, *constants: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast(self.device.type, dtype=torch.float16, cache_enabled=False):
-            found = velocity(self._half, x, times, *constants, left, fused=self._fused_half)
-            return tuple(tensor.float() for tensor in found)
-
     def _sample_noise(self, generator: torch.Generator, frames: int) -> Tensor:
         """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""
-        shape = (self._block_frames, self._mel_dim)
-        blocks = [torch.randn(shape, generator=generator) for _ in range(-(-frames // self._block_frames))]
-        return torch.cat(blocks) if blocks else torch.empty(0, self._mel_dim)
+        count, shape = -(-frames // self._block_frames), (self._block_frames, self._mel_dim)
+        if not count or math.prod(shape) % _RANDOM_GROUP == 0:
+            return torch.randn(count * shape[0], shape[1], generator=generator)  # the same numbers by one call
+        return torch.cat([torch.randn(shape, generator=generator) for _ in range(count)])
 
     def _noise(self, stream: _Stream, window: Window) -> Tensor:
         """Noise of the window's new and look-ahead frames; what is left of it is kept for the next window."""
@@ -383,8 +342,8 @@ class Token2Wav(CodecComponent):
             stream.total += emit
             stream.sent = plan.sent
             needed = stream.total - max(0, stream.sent - left)  # frames that BigVGAN will need again
-            joined = torch.cat((stream.mel, solution.mel[:emit]))
-            stream.mel = joined[len(joined) - needed :].clone()
+            end = len(stream.mel) + emit  # of the frames that are solved for good
+            stream.mel = plan.mel[end - needed : end].clone()
             stream.noise = stream.noise[emit:]
             stream.kept = solution.kept
         return waves

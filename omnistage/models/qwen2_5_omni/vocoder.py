@@ -45,11 +45,15 @@ class FusedActivation(nn.Module):
         with torch.no_grad():
             self.register_buffer("alpha", act.alpha.exp(), persistent=False)
             self.register_buffer("scale", 1.0 / (act.beta.exp() + act.no_div_by_zero), persistent=False)
-            self._up = tuple((up.ratio * up.filter).flatten().tolist())
-            self._down = tuple(down.filter.flatten().tolist())
+            self._up, self._down = _taps(up.ratio * up.filter), _taps(down.filter)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return fused_activation(hidden_states, self.alpha, self.scale, self._up, self._down)
+
+
+def _taps(weights: Tensor) -> tuple[float, ...]:
+    """Empty on the meta device, where nothing is computed with them."""
+    return () if weights.is_meta else tuple(weights.flatten().tolist())
 
 
 def _parts(activation: nn.Module) -> tuple[Any, Any, Any]:
@@ -74,12 +78,15 @@ def can_fuse(module: nn.Module) -> bool:
     )
 
 
-def fuse_activations(vocoder: Qwen2_5OmniToken2WavBigVGANModel) -> Qwen2_5OmniToken2WavBigVGANModel:
+def fuse_activations(
+    vocoder: Qwen2_5OmniToken2WavBigVGANModel, *, planned: bool = False
+) -> Qwen2_5OmniToken2WavBigVGANModel:
     """A copy for CUDA whose activations are one kernel each; without Triton or on another device the vocoder itself.
 
-    The activation's factors are computed here, so the parameters must have their values.
+    The activation's factors are computed here, so the parameters must have their values. `planned`: a vocoder on the
+    meta device will run on CUDA, maybe that of another machine.
     """
-    if not HAS_TRITON or vocoder.device.type != "cuda" or not has_c_compiler():
+    if not planned and (not HAS_TRITON or vocoder.device.type != "cuda" or not has_c_compiler()):
         return vocoder
     swaps = {module: FusedActivation(module) for module in vocoder.modules() if can_fuse(module)}
     return shared_copy(vocoder, swaps)

@@ -1,0 +1,44 @@
+"""CUDA graphs without CUDA: captures that are replayed by running their function again, and a count of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import _C
+from torch.overrides import TorchFunctionMode
+
+
+class FakeCapture:
+    """Captures calls by keeping them. What they read of the host is what it was when they were captured."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        """So many captures fail."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            with _C.DisableTorchFunction():  # one launch, whatever is in it
+                run()
+
+        replay()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        replay()
+        return replay
+
+
+class TorchCalls(TorchFunctionMode):
+    """Counts the calls of torch that are made from Python, those inside a call or a replay not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "__len__"):  # a shape or a device is just read
+            self.count += 1
+        return func(*args, **(kwargs or {}))
