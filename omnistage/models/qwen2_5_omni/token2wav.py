@@ -301,7 +301,7 @@ class Token2Wav(CodecComponent):
         """At least `frames` rows of noise, sampled a whole block at a time so that no cut changes what follows."""
         count, shape = -(-frames // self._block_frames), (self._block_frames, self._mel_dim)
         if not count or math.prod(shape) % _RANDOM_GROUP == 0:
-            return torch.randn(count * shape[0], shape[1], generator=generator)  # the same numbers by one call
+            return torch.randn((count * shape[0], shape[1]), generator=generator)  # the same numbers by one call
         return torch.cat([torch.randn(shape, generator=generator) for _ in range(count)])
 
     def _noise(self, stream: _Stream, window: Window) -> Tensor:
