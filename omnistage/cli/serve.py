@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from omnistage.cli.common import err
-from omnistage.cli.early_imports import start_imports
+from omnistage.cli.early_imports import EarlyImports
 from omnistage.cli.options import ModelOptions, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
@@ -273,7 +273,20 @@ def serve(
     ```
     """
     folders = options.folders(model)
-    start_imports(folders.values())
+    with EarlyImports(folders.values()) as imports:
+        _serve(options, access, media, observability, settings, folders, imports)
+
+
+def _serve(
+    options: ServiceOptions,
+    access: AccessOptions,
+    media: MediaOptions,
+    observability: ObservabilityOptions,
+    settings: ModelOptions,
+    folders: dict[str, str],
+    imports: EarlyImports,
+) -> None:
+    """Set the service up, and run it until a signal."""
     try:
         from omnistage.server.http.app import create_app
         from omnistage.server.http.json_body import JsonLimits
@@ -307,7 +320,7 @@ def serve(
     if options.speech_quality is not None:
         for name, folder in folders.items():
             overrides[name][:0] = speech_overrides(folder, settings.config, options.speech_quality)
-    load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings)
+    load = functools.partial(_load, folders=folders, overrides=overrides, settings=settings, imports=imports)
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         with decode_processes(media.processes()), media_budget(media.memory()):
@@ -326,10 +339,17 @@ def serve(
             tracing.close()
 
 
-def _load(service: Service, folders: dict[str, str], overrides: dict[str, list[str]], settings: ModelOptions) -> None:
+def _load(
+    service: Service,
+    folders: dict[str, str],
+    overrides: dict[str, list[str]],
+    settings: ModelOptions,
+    imports: EarlyImports,
+) -> None:
     from omnistage.media.decode_pool import active_decode_pool
     from omnistage.omni import AsyncOmni
 
+    imports.finish()
     for name, folder in folders.items():
         err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
         entries = overrides[name]

@@ -64,6 +64,9 @@ def import_compiler() -> None:
     """Import what compiles, in one thread at a time: its modules import each other, and another would see halves."""
     with _importing:
         import_module("torch._inductor.compile_fx")
+        with suppress(ImportError, AttributeError):  # what the first compilation imports, as far as torch has it
+            import_module("torch._dynamo.repro.after_dynamo")
+            import_module("torch._inductor.codegen.common").init_backend_registration()
 
 
 def prepare_compiler() -> threading.Thread:

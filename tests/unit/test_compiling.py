@@ -84,3 +84,21 @@ def test_layers_are_compiled_when_no_other_thread_imports_the_compiler(monkeypat
         assert compiled.is_alive()
     compiled.join(60)
     assert not compiled.is_alive()
+
+
+def test_what_compiles_is_imported_in_a_thread_and_its_errors_are_left_to_whoever_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append(threading.current_thread().name)
+        raise ImportError("half of a module")
+
+    monkeypatch.setattr(compiling, "start_compile_workers", lambda: calls.append("processes"))
+    monkeypatch.setattr(compiling, "_hash_triton", lambda: None)
+    monkeypatch.setattr(compiling, "import_compiler", fail)
+    compiling.prepare_compiler().join(60)
+    assert calls == ["processes", "compiler-imports"]
+    with pytest.raises(ImportError, match="half of a module"):
+        compiling.compile_layers([])

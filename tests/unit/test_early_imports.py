@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from omnistage.cli import early_imports
+from omnistage.cli.early_imports import EarlyImports
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def test_the_code_of_each_model_is_imported(tmp_path: Path, imported: list[str])
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
     folders = [str(tmp_path / name) for name in ("a", "b", "c", "d", "missing")]
-    early_imports.start_imports(folders).join()
+    with EarlyImports(folders) as imports:
+        imports.finish()
     assert imported == ["omnistage.hf", "transformers.models.llama.modeling_llama"]
 
 
@@ -40,6 +42,24 @@ def test_an_import_that_fails_is_left_to_whoever_needs_it(imported: list[str], m
         raise RuntimeError(name)
 
     monkeypatch.setattr(early_imports, "import_module", fail)
-    early_imports.start_imports([]).join()
+    with EarlyImports([]) as imports:
+        imports.finish()
+        assert gc.isenabled()
     assert imported == ["omnistage.hf"]
+
+
+def test_what_was_imported_is_left_out_of_later_collections_unless_the_command_fails(
+    imported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    with EarlyImports([]) as imports:
+        assert not gc.isenabled()
+        imports.finish()
+        assert gc.isenabled()
+    assert calls == ["freeze"]
+    with pytest.raises(KeyError), EarlyImports([]):
+        raise KeyError
+    assert calls == ["freeze", "unfreeze"]
     assert gc.isenabled()
