@@ -28,10 +28,12 @@ from pathlib import Path
 
 READY_SECONDS = 300.0
 # Families of installed packages belong to one of the checkouts only.
-_START = """
+PREPARE = """
 import importlib.metadata as metadata, sys
 all_entry_points = metadata.entry_points
 metadata.entry_points = lambda **by: () if by.get("group") == "omnistage.families" else all_entry_points(**by)
+"""
+_START = """
 from omnistage.cli import app
 app(sys.argv[1:])
 """
@@ -67,9 +69,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         newest = list(trees.values())[-1]
-        _run(newest, "tiny", "causal_lm", str(folder / "causal_lm"), "--scale", str(args.scale))
-        _run(newest, "tiny", "qwen2_5_omni", str(folder / "qwen2_5_omni"))
-        ports = {name: stack.enter_context(_serve(tree, folder)) for name, tree in trees.items()}
+        run(newest, "tiny", "causal_lm", str(folder / "causal_lm"), "--scale", str(args.scale))
+        run(newest, "tiny", "qwen2_5_omni", str(folder / "qwen2_5_omni"))
+        ports = {name: stack.enter_context(serve(tree, folder))[0] for name, tree in trees.items()}
         seconds: dict[str, dict[str, list[float]]] = {load.name: {name: [] for name in trees} for load in loads}
         tokens: dict[str, int] = {}
         for turn in range(args.rounds + 1):
@@ -98,26 +100,26 @@ def _environment(tree: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(tree).resolve()), os.environ.get("PYTHONPATH", "")))}
 
 
-def _run(tree: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", _START, *arguments]
+def run(tree: str, *arguments: str) -> None:
+    command = [sys.executable, "-P", "-c", PREPARE + _START, *arguments]
     subprocess.run(command, env=_environment(tree), check=True, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
-def _serve(tree: str, folder: Path) -> Iterator[int]:
-    """A service of this checkout over the models in `folder`; its port."""
+def serve(tree: str, folder: Path, *options: str, prepare: str = PREPARE) -> Iterator[tuple[int, int]]:
+    """A service of this checkout over the models in `folder`: its port and process id. `prepare` is run before it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     models = [argument for path in sorted(folder.iterdir()) for argument in ("--model", f"{path.name}={path}")]
-    command = [sys.executable, "-c", _START, "serve", *models, "--port", str(port)]
+    command = [sys.executable, "-P", "-c", prepare + _START, "serve", *models, *options, "--port", str(port)]
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(command, env=_environment(tree), stdout=subprocess.DEVNULL, stderr=errors) as process,
     ):
         try:
             _wait_ready(port, process)
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
 

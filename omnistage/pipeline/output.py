@@ -73,7 +73,6 @@ class OutputAssembler:
             return None
         if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
             raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
-        item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
         if modality is Modality.TEXT:
             answer = self._answers[chunk.index]
             answer.finish_reason = chunk.finish
@@ -81,8 +80,17 @@ class OutputAssembler:
                 answer.token_ids.extend(payload.token_ids)
                 answer.logprobs.extend(payload.logprobs)
                 self._text[chunk.index].append(payload.text)
-                return item(chunk.index, text=payload.text, token_ids=payload.token_ids, logprobs=payload.logprobs)
-        elif modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
+                return OutputChunk(
+                    self._request_id,
+                    modality,
+                    chunk.index,
+                    payload.text,
+                    payload.token_ids,
+                    payload.logprobs,
+                    finish_reason=chunk.finish,
+                )
+        item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
+        if modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
             if self._audio and self._audio[0].sample_rate != payload.sample_rate:
                 raise StageError(f"stage {chunk.stage!r} changed its sample rate within a request")
             self._audio.append(payload)
@@ -158,7 +166,8 @@ class OutputBuffer:
                 self._items = deque(_joined([*self._items, item]))
             else:
                 self._items.append(item)
-            self._arrived.notify()
+            if was_empty:  # who waits, waits for the first item
+                self._arrived.notify()
         if was_empty and self._wake is not None:
             self._wake()
 

@@ -1,15 +1,17 @@
 """Where requests are prepared: threads in which prompts are checked, media decoded and text tokenised.
 
-Five groups of threads. Short prompts never wait for others. Media and constraints have threads of their own, half of
-them for one owner, which mostly wait for the processes that decode and the threads that compile. Long texts, and large
-bodies before them, have one thread, which rests between them: they need the interpreter, which one thread at a time can
-use, and others need it too. Long texts with media have two, one for each owner: a slow host may keep one of them.
+Five groups of threads. Short prompts never wait for others; they have two threads, as they need the interpreter. Media
+and constraints have threads of their own, half of them for one owner, which mostly wait for the processes that decode
+and the threads that compile. Long texts, and large bodies before them, have one thread, which rests between them: they
+need the interpreter, which one thread at a time can use, and others need it too. Long texts with media have two, one
+for each owner: a slow host may keep one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +19,7 @@ from contextvars import copy_context
 from enum import Enum
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
@@ -33,7 +36,7 @@ _VALUE_CHARS = 64
 _TEXT_KEYS = ("prompt", "prompt_token_ids")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _cores = os.cpu_count() or 1
-_short = DaemonThreads(_cores + 4, "omnistage-prepare")
+_short = DaemonThreads(2, "omnistage-prepare")
 _media = DaemonThreads(_cores + 4, "omnistage-prepare-media")
 _constraints = DaemonThreads(_cores + 4, "omnistage-prepare-constraint")
 _long = DaemonThreads(1, "omnistage-long", max_share=1 / 3)
@@ -66,32 +69,66 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     waits no longer. `cancellation.when_idle` tells when the thread is really done.
     """
     context, loop = copy_context(), asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    if (wakeups := _wakeups.get(loop)) is None:
+        wakeups = _wakeups[loop] = _Wakeups()
+    wake = partial(wakeups.add, loop, over)
 
     def run() -> _Result:
         cancellation.check()  # it may have waited in the queue
         return context.run(work)
+
+    def ended(_: Future[_Result]) -> None:
+        cancellation.end_work()
+        wake()
 
     if lane is Lane.SHORT:
         job = _short.submit(run)
     else:
         job = _THREADS[lane].submit_for(current_owner(), run)
     cancellation.begin_work()  # only now: where no thread can be started, nothing would ever end it
-    job.add_done_callback(lambda _: cancellation.end_work())
-    waiting = asyncio.wrap_future(job)
+    job.add_done_callback(ended)
     try:
-        with cancellation.on_cancel(partial(call_soon, loop, waiting.cancel)):
-            await asyncio.wait((waiting,), timeout=cancellation.remaining())
-        if waiting.done() and not waiting.cancelled():
-            return waiting.result()
+        with cancellation.on_cancel(wake):
+            if (seconds := cancellation.remaining()) is None:
+                await over
+            else:
+                await asyncio.wait((over,), timeout=seconds)
+        if job.done() and not cancellation.cancelled:
+            return job.result()
         cancellation.check()
         raise DeadlineExceededError("the deadline passed while the request was prepared", param="timeout")
     finally:
-        if not waiting.cancel() and not waiting.cancelled():
-            waiting.exception()  # seen, even where it came too late to be raised: asyncio logs it otherwise
         if not job.done():
+            job.cancel()
             cancellation.cancel()
-        # An error that is raised refers to this frame: with these it would be a cycle, and keep the data of a request.
-        del job, waiting
+        # An error that is raised refers to this frame: with this it would be a cycle, and keep the data of a request.
+        del job
+
+
+class _Wakeups:
+    """Futures of one event loop that other threads resolve. Each call into a loop is a write to a socket, for which a
+    thread gives the interpreter away, so that one stands for all futures that come until it is made."""
+
+    def __init__(self) -> None:
+        self._futures: deque[asyncio.Future[None]] = deque()
+        self._called = False
+
+    def add(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        self._futures.append(future)
+        if not self._called:
+            self._called = True
+            call_soon(loop, self._resolve)
+
+    def _resolve(self) -> None:
+        self._called = False  # first: who comes from here on calls again
+        while self._futures:
+            future = self._futures.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+_wakeups: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = WeakKeyDictionary()
 
 
 def lane_of(prompt: object, tools: object = ()) -> Lane:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import re
 import shutil
 import tempfile
@@ -13,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -22,6 +20,7 @@ from omnistage.core.errors import (
     CancelledRequestError,
     DeadlineExceededError,
     InvalidRequestError,
+    LimitExceededError,
     OmniError,
     QueueFullError,
     ShutdownError,
@@ -36,7 +35,7 @@ from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checke
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import call_soon
 from omnistage.pipeline.stream import OutputStream
-from omnistage.server.access.keys import Holder, Keyring
+from omnistage.server.access.keys import Holder, Keyring, network_of
 from omnistage.server.http.errors import (
     AuditError,
     ContentFilterError,
@@ -231,7 +230,7 @@ class Service:
     ) -> AsyncIterator[OutputStream]:
         """A request of a key's holder; leaving the block before its end aborts it.
 
-        It counts as many times as it has answers; `prompts`: with those of further prompts that are not counted.
+        It counts as many times as it has answers, to each of so many `prompts`; 0: another request counts for it.
         Errors name fields as the client knows them (`rename`).
 
         A failure before the first chunk raises; later the final chunk carries it. An abort by someone else is always
@@ -277,7 +276,7 @@ class Service:
 
     def owner_of(self, holder: Holder) -> str | None:
         """Whose work it is, for threads, processes and memory that leave room to others: a key's, or an address's."""
-        return holder.name if self.keyring.required else _network(holder.address)
+        return holder.name if self.keyring.required else network_of(holder.address)
 
     @contextlib.contextmanager
     def run_without_stages(
@@ -311,7 +310,7 @@ class Service:
             admission = contextlib.ExitStack()
             try:
                 admission.enter_context(self.keyring.admit(holder, model.name, answers, param))
-                admission.enter_context(self._room_for(model, answers))
+                admission.enter_context(self._room_for(model, answers, param))
                 yield record
             except OmniError as error:
                 rename_param(error, rename)
@@ -324,9 +323,12 @@ class Service:
                     preparation.when_idle(lambda: call_soon(loop, admission.close))
 
     @contextlib.contextmanager
-    def _room_for(self, model: ServedModel, answers: int) -> Iterator[None]:
+    def _room_for(self, model: ServedModel, answers: int, param: str) -> Iterator[None]:
         """Answers beyond the first have half of a model's room, all requests together: few could take all of it."""
-        further, taken, most = answers - 1, self._further[model.name], model.omni.orchestrator.max_inflight // 2
+        limit, taken = model.omni.orchestrator.max_inflight, self._further[model.name]
+        further, most = max(answers - 1, 0), limit // 2
+        if answers > limit:
+            raise LimitExceededError(f"{answers} answers are over the limit of {limit}", param=param)
         if further and taken and taken + further > most:
             raise QueueFullError(
                 f"answers beyond the first of each request have {most} places together, and {taken} of them are taken; "
@@ -431,15 +433,6 @@ def _background() -> Iterator[AuditRecord]:
         raise
     finally:
         record.close()
-
-
-@functools.lru_cache(maxsize=1024)
-def _network(address: str | None) -> str | None:
-    """A client by its address. With IPv6 one has 2**64 of them."""
-    parsed = None if address is None else ip_address(address)
-    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is None:
-        return str(ip_network((parsed, 64), strict=False))
-    return address
 
 
 def _remember(names: dict[KeyT, str], key: KeyT, name: str) -> None:

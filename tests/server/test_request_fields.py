@@ -20,8 +20,10 @@ from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http import sse
 from omnistage.server.openai import completions
 from omnistage.server.openai.chat.request import ChatRequest
+from omnistage.server.openai.chat.response import StreamWriter
 from omnistage.server.openai.completions import CompletionRequest
 from omnistage.server.openai.request_models import SamplesText
 from omnistage.server.openai.response_models import usage_of
@@ -328,6 +330,19 @@ def test_deltas_are_padded_where_it_is_asked_for() -> None:
     assert len(padded) == 3
     assert {len(json.dumps(made, ensure_ascii=False, separators=(",", ":"))) % 64 for made in padded} == {0}
     assert not any("obfuscation" in made for made in events if not made["type"].endswith(".delta"))
+
+
+@pytest.mark.parametrize("usage", [True, False])
+@pytest.mark.parametrize("tier", [None, "auto"])
+def test_an_event_of_text_is_written_as_any_other_event(usage: bool, tier: str | None) -> None:
+    model = 'a "model": \\ "content":"" é'
+    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
+    body |= {"stream_options": {"include_usage": usage}, "service_tier": tier}
+    one, other = (StreamWriter("req-1", ChatRequest.model_validate(body), lambda *_: 0) for _ in range(2))
+    other._head["created"] = one._head["created"]
+    texts = ["Once", ' "quoted" \\', "é\n\t\x00\x7f", "\u2028 😀", '"content":""', "", "</script>"]
+    items = [OutputChunk("req-1", Modality.TEXT, index, text, (1,)) for text in texts for index in (0, 1)]
+    assert b"".join(map(one.write, items)) == b"".join(sse.event(made) for item in items for made in other.events(item))
 
 
 # ---------------------------------------------------------------------------------------------------- sampling

@@ -142,6 +142,26 @@ def test_two_requests_of_many_answers_leave_room_for_others(
         connection.close()
 
 
+def test_the_prompts_of_a_request_count_as_its_answers_do(
+    server: Running, lm: AsyncOmni, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm.orchestrator, "max_inflight", 8)
+    many = raw(server, json.dumps({**SHORT, "prompt": ["a", "b", "c", "d"], "n": 2}).encode())
+    until(lambda: lm.stats().inflight == 4, "all of its prompts")
+    with server.client() as client, pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**{**SHORT, "prompt": ["a", "b"]})
+    assert "4 places together, and 7 of them are taken" in caught.value.message
+    held.go.set()
+    assert status_of(many) == 200
+    many.close()
+    with server.client() as client:
+        assert len(client.completions.create(**{**SHORT, "prompt": ["a", "b"]}).choices) == 2
+        with pytest.raises(openai.APIStatusError) as caught_more:
+            client.completions.create(**{**SHORT, "prompt": ["a", "b", "c"], "n": 3})
+    assert (caught_more.value.status_code, caught_more.value.param) == (413, "prompt")
+    assert "9 answers are over the limit of 8" in caught_more.value.message
+
+
 # ------------------------------------------------------------------------------------------------ not now, too late
 
 

@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -189,10 +191,13 @@ class Keyring:
     def admit(self, holder: Holder, model: str, answers: int = 1, param: str = "n") -> Iterator[None]:
         """Count a request of a holder, which is as many as it has answers. Raises if it may not run, or not now.
 
-        `param` is the field that asks for so many.
+        `param` is the field that asks for so many. One without answers is a part of another, and has its place.
         """
         if holder.models is not None and model not in holder.models:
             raise PermissionDeniedError(f"this key may not use {model!r}", param="model")
+        if not answers:
+            yield
+            return
         if holder.max_concurrent is not None and answers > holder.max_concurrent:
             raise LimitExceededError(
                 f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; ask for fewer",
@@ -202,6 +207,15 @@ class Keyring:
             if holder.rate is not None:
                 holder.take_token(holder.rate, self._clock())
             yield
+
+
+@lru_cache(maxsize=1024)
+def network_of(address: str | None) -> str | None:
+    """A client by its address. With IPv6 one has 2**64 of them."""
+    parsed = None if address is None else ip_address(address)
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ip_network((parsed, 64), strict=False))
+    return address
 
 
 def load_keys(keys: Sequence[str], file: Path | None, tokens: TokenVerifier | None = None) -> Keyring:

@@ -15,6 +15,7 @@ from omnistage.server.http.body_limits import BodyLimit
 from omnistage.server.http.connection import Exchange
 from omnistage.server.http.json_body import JsonLimits
 from omnistage.server.http.limits import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, HeldBytes, TransportLimits
+from omnistage.server.http.routing import JsonRoutes
 from omnistage.server.observe import live, status
 from omnistage.server.openai import completions, images
 from omnistage.server.openai.audio import speech, transcriptions
@@ -59,9 +60,11 @@ def create_app(
     errors.install(app)
     openapi.install(app)
 
-    for module in (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime):
+    modules = (chat, completions, responses, speech, transcriptions, images, videos, status, live, page, realtime)
+    for module in modules:
         app.include_router(module.router)
     # From the inside out: a request passes the last of these first.
+    app.add_middleware(JsonRoutes, routers=[module.router for module in modules])
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held=held, stall_seconds=stall_seconds)
     app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:

@@ -50,6 +50,8 @@ class Connection(H11Protocol):
     head_seconds = 30.0
     idle_since = 0.0
     """When it was opened, or its last response was complete."""
+    held_writes: _HeldWrites | None = None
+    """Of its last response."""
     _crowded = False
     """It is beyond the limit, and only for probes."""
     _chunked = False
@@ -131,6 +133,8 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def on_response_complete(self) -> None:
+        if self.held_writes is not None:
+            self.held_writes.release()  # before the next request, which may have arrived, is responded to
         super().on_response_complete()
         self.idle_since = self.loop.time()
         if self._rest_timer is not None:
@@ -187,11 +191,43 @@ class StalledError(OSError):
     """The client has not read for too long."""
 
 
+class _HeldWrites:
+    """The transport of one response: what is written while it holds goes to the system in one call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._pieces: list[bytes] = []
+        self.holds = False
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self.holds:
+            self._pieces.append(data)
+        else:
+            self._transport.write(data)
+
+    def release(self) -> None:
+        self.holds = False
+        if self._pieces:
+            self._transport.write(b"".join(self._pieces))
+            self._pieces.clear()
+
+    def close(self) -> None:
+        self.release()
+        self._transport.close()
+
+
 class _Transfer:
     """A request's messages, counted; the client has `stall_seconds` to take each piece of the response."""
 
     def __init__(self, receive: Receive, send: Send, record: AuditRecord, stall_seconds: float) -> None:
         self._receive, self._send = receive, send
+        transport = _TRANSPORT.get()
+        connection = None if transport is None else transport.get_protocol()
+        self._flow, self._writes = None, None
+        if isinstance(connection, Connection) and transport is not None:
+            self._flow, self._writes = connection.flow, _HeldWrites(transport)
+            connection.held_writes = connection.cycle.transport = self._writes  # type: ignore[assignment]
         self._record = record
         self._stall_seconds = stall_seconds
         self._body_read = asyncio.Event()
@@ -232,8 +268,15 @@ class _Transfer:
         try:
             for piece in pieces:
                 self.complete = is_body and not piece.get("more_body", False)
-                async with asyncio.timeout(self._stall_seconds):
-                    await self._send(piece)
+                if self._writes is not None and (self.complete or not is_body):
+                    self._writes.holds = True  # the head goes with the first of the body, the end with the last
+                if self._flow is not None and not self._flow.write_paused:
+                    await self._send(piece)  # without waiting, so that it needs no timeout
+                else:
+                    async with asyncio.timeout(self._stall_seconds):
+                        await self._send(piece)
+                if self._writes is not None and is_body:
+                    self._writes.release()
         except TimeoutError:
             record.ended, record.status = SLOW_READER, CLIENT_CLOSED
             await cut()

@@ -153,6 +153,7 @@ def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None)
         app,
         http=Connection,
         log_level="warning",
+        access_log=False,  # else each line is formatted, and dropped for its level
         lifespan="off",
         # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
 from fastapi.responses import StreamingResponse
@@ -11,6 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a streamed chat or completion."""
+
+
+class LastPiece(bytes):
+    """What ends a streamed response: nothing comes after it."""
 
 
 def event(data: Mapping[str, object], name: str | None = None) -> bytes:
@@ -34,18 +37,17 @@ class _StreamedResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # In a task of its own: otherwise every piece would resume the coroutines of all middleware.
-            await asyncio.create_task(self._send(send))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            piece = self._first
+            while piece is not None:
+                last = type(piece) is LastPiece
+                await send({"type": "http.response.body", "body": piece, "more_body": not last})
+                if last:
+                    return
+                piece = await anext(self._pieces, None)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._pieces.aclose()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first is not None:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def stream_response(pieces: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> StreamingResponse:

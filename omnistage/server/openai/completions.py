@@ -20,12 +20,12 @@ from omnistage.core.types import Modality, OmniTokensPrompt, TokenLogprobs
 from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.stream import OutputStream
-from omnistage.server.access.keys import Holder, HolderUsage
+from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
-from omnistage.server.http.sse import DONE, event, stream_response
+from omnistage.server.http.sse import DONE, LastPiece, event, stream_response
 from omnistage.server.openai.request_models import SamplingFields
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
 from omnistage.server.openai.running import text_stage
@@ -104,7 +104,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             async with running as streams, aclosing(_events(body, streams, _choices_each(body, model))) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
-                yield DONE
+            yield LastPiece(DONE)
 
         return await stream_response(events())
     finals: dict[int, OmniRequestOutput] = {}
@@ -133,14 +133,13 @@ async def _running(
     stage = text_stage(model)
     params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
     options = RequestOptions(["text"], None, body.priority, body.timeout)
-    uncounted = replace(holder, rate=None, max_concurrent=None, use=HolderUsage())
     async with AsyncExitStack() as stack:
         streams = []
         for place, prompt in enumerate(prompts):
-            counted, number = (uncounted, 1) if place else (holder, len(prompts))
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
             names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt"}
-            one = service.run_request(counted, model, prompt, params, options, prompts=number, rename=names)
+            counted = 0 if place else len(prompts)  # the first counts for all
+            one = service.run_request(holder, model, prompt, params, options, prompts=counted, rename=names)
             streams.append(await stack.enter_async_context(one))
         yield streams
 

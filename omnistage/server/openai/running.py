@@ -10,28 +10,33 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.stream import OutputStream
-from omnistage.server.http.sse import event
+from omnistage.server.http.sse import LastPiece, event
 from omnistage.server.service import ServedModel
 
 Running = AbstractAsyncContextManager[OutputStream]
 
 
-Writer = Callable[[OutputChunk], Sequence[Mapping[str, object]]]
-"""The events that an item makes."""
+Writer = Callable[[OutputChunk], bytes]
+"""The events that an item makes, as they are sent."""
 
 
-async def events_of(
-    running: Running, writer: Callable[[str], Writer], *, named: bool = False, last: bytes = b""
-) -> AsyncGenerator[bytes]:
-    """A request as server-sent events, of the writer that its id gives. `named`: each by its type."""
+def writes(events: Callable[[OutputChunk], Sequence[Mapping[str, object]]], *, named: bool = False) -> Writer:
+    """The writer of `events`. `named`: each by its type."""
+    return lambda item: b"".join([event(data, str(data["type"]) if named else None) for data in events(item)])
+
+
+async def events_of(running: Running, writer: Callable[[str], Writer], *, last: bytes = b"") -> AsyncGenerator[bytes]:
+    """A request as server-sent events, of the writer that its id gives."""
+    piece = b""
     async with running as stream:
         write = writer(stream.request_id)
         while items := await stream.take():
-            pieces = [event(data, str(data["type"]) if named else None) for item in items for data in write(item)]
-            if pieces:
-                yield b"".join(pieces)
-        if last:
-            yield last
+            piece = b"".join(map(write, items))
+            if items[-1].final is not None:
+                break
+            if piece:
+                yield piece
+    yield LastPiece(piece + last)
 
 
 async def final_output(running: Running) -> OmniRequestOutput:

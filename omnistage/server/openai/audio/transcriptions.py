@@ -37,7 +37,7 @@ from omnistage.server.openai.audio.transcriber import TIMED_OUT, Transcript, tra
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import events_of, final_of
+from omnistage.server.openai.running import events_of, final_of, writes
 
 router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
@@ -178,7 +178,7 @@ async def transcriptions(
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
-        return await stream_response(events_of(running, lambda _: _events))
+        return await stream_response(events_of(running, lambda _: writes(_events)))
     seconds = 0.0
     async with running as stream:
         final = await final_of(stream)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NotRequired
 
 import numpy as np
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from omnistage import __version__
@@ -15,6 +16,7 @@ from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
 from omnistage.server.http.errors import ErrorBody, body_of, rename_param
+from omnistage.server.http.sse import event
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
 from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.response_models import Finish, Padded, TokenUsage, finish_of, pad, usage_of
@@ -232,6 +234,15 @@ class StreamWriter:
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
         self._padded = options is not None and bool(options.include_obfuscation)
+        # Most events differ in their text alone: for each choice, what stands before and after it.
+        self._plain = not (body.logprobs or self._speaks or self._padded) and self._toolbox is None
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    def write(self, item: OutputChunk) -> bytes:
+        """The events of an item, as they are sent."""
+        if item.final is None and item.text and (around := self._around_text.get(item.index)) is not None:
+            return b"%b%b%b" % (around[0], to_json(item.text), around[1])
+        return b"".join(map(event, self.events(item)))
 
     def events(self, item: OutputChunk) -> Sequence[ChatChunk | ErrorBody]:
         if item.final is not None:
@@ -266,6 +277,9 @@ class StreamWriter:
 
     def _first(self, index: int) -> ChatChunk:
         self._started.add(index)
+        if self._plain:
+            before, name, after = event(self._chunk(index, {"content": ""})).partition(b'"content":""')
+            self._around_text[index] = before + name[:-2], after
         return self._chunk(index, {"role": "assistant", "content": None if self._speaks else "", "refusal": None})
 
     def _last(self, final: OmniRequestOutput) -> Sequence[ChatChunk | ErrorBody]:

@@ -49,7 +49,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             lambda: completion(final.request_id, body, final, keep), small=small, owner=service.owner_of(holder)
         )
 
-    return await stream_response(events_of(running, lambda name: StreamWriter(name, body, keep).events, last=DONE))
+    return await stream_response(events_of(running, lambda name: StreamWriter(name, body, keep).write, last=DONE))
 
 
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:

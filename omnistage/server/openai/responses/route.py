@@ -14,7 +14,7 @@ from omnistage.server.http.sse import stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
-from omnistage.server.openai.running import events_of, final_output, text_stage
+from omnistage.server.openai.running import events_of, final_output, text_stage, writes
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -43,7 +43,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         writer = ResponseWriter(final.request_id, body)
         small = not (final.audio or final.images or any(answer.logprobs for answer in final.outputs))
         return await json_response(lambda: writer.response(final), small=small, owner=service.owner_of(holder))
-    return await stream_response(events_of(running, lambda name: ResponseWriter(name, body).events, named=True))
+    return await stream_response(events_of(running, lambda name: writes(ResponseWriter(name, body).events, named=True)))
 
 
 def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
