@@ -1,12 +1,14 @@
-"""CUDA graphs without CUDA: captures that are replayed by running their function again, and a count of calls."""
+"""CUDA graphs without CUDA: captures that are replayed by running their function again, and what calls do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import _C
+from torch import _C, Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 
 class FakeCapture:
@@ -41,4 +43,20 @@ class TorchCalls(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") not in ("__get__", "__len__"):  # a shape or a device is just read
             self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class HostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operators that are given tensors of the host, which a captured call must not read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                self.found.append(str(func))
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ import torch
 
 from omnistage.config import OmniEngineArgs
 from omnistage.core.family import BridgeResult
-from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.params import CodecParams, SamplingParams, SpeechQuality, StageParams
 from omnistage.core.types import (
     AudioChunk,
     CodecFrames,
@@ -344,9 +344,14 @@ def test_bfloat16_runs_and_speaks(checkpoint: Path) -> None:
 # -------------------------------------------------------------------------------------------- streamed speech
 
 
-def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
+def spoken(folder: Path, *options: str, quality: SpeechQuality = "full") -> tuple[list[np.ndarray], int]:
     """Utterances of different lengths, streamed at once; and how many graphs were captured after the warm-up."""
-    names = ("token2wav.max_chunk_blocks=4", "token2wav.max_hold_seconds=0", *options)
+    names = (
+        "token2wav.max_chunk_blocks=4",
+        "token2wav.max_hold_seconds=0",
+        f"token2wav.quality={quality}",
+        *options,
+    )
     args = OmniEngineArgs(model=str(folder), device="cuda", dtype="float32", overrides=names)
     parts = build_parts(args, progress=False)
     stage = parts.stages["token2wav"]
@@ -356,7 +361,7 @@ def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
         before = cache.captures
         lengths = (40, 101, 150, 64)
         for i in range(len(lengths)):
-            stage.submit(StageInput(RequestInfo(str(i)), CodecParams(seed=i), CodecInput()))
+            stage.submit(StageInput(RequestInfo(str(i)), CodecParams(seed=i, quality=quality), CodecInput()))
         sound: dict[str, list[np.ndarray]] = {str(i): [] for i in range(len(lengths))}
         for at in range(0, max(lengths), 12):
             for i, length in enumerate(lengths):
@@ -373,9 +378,13 @@ def spoken(folder: Path, *options: str) -> tuple[list[np.ndarray], int]:
             other.close()
 
 
-def test_streamed_speech_with_graphs_is_that_without_and_captures_nothing_late(checkpoint: Path) -> None:
-    graphed, late = spoken(checkpoint, "token2wav.precision=float32")
-    plain, none = spoken(checkpoint, "token2wav.precision=float32", "token2wav.cuda_graphs=false")
+@pytest.mark.parametrize("quality", ["full", "balanced", "fast"])
+def test_streamed_speech_with_graphs_is_that_without_and_captures_nothing_late(
+    checkpoint: Path, quality: SpeechQuality
+) -> None:
+    exact = "token2wav.precision=float32"
+    graphed, late = spoken(checkpoint, exact, quality=quality)
+    plain, none = spoken(checkpoint, exact, "token2wav.cuda_graphs=false", quality=quality)
     assert none == 0
     assert late == 0
     for own, other in zip(graphed, plain, strict=True):

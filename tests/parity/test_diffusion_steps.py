@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import DiffusionBudget, OmniEngineArgs
@@ -24,12 +21,13 @@ from omnistage.engines.diffusion import graphs, stage
 from omnistage.engines.diffusion.component import Denoiser, Row
 from omnistage.engines.diffusion.graphs import StepGraphs, captured_rows, graph_bytes, warm_sizes
 from omnistage.engines.diffusion.stage import DenoiseStage
-from omnistage.engines.graphs import Function
+from omnistage.engines.graphs import GraphCache
 from omnistage.engines.peak_memory import META
 from omnistage.models._diffusers.base import DiffusersDenoiser
 from omnistage.models._diffusers.verify import load_components
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, resolve
+from tests.graph_harness import FakeCapture, HostTensors
 
 CAPTURABLE = ("stable_diffusion_3", "flux", "flux2")
 PROMPTS = ("a cat", "a red house on a hill by the sea", "snow", "a boat")
@@ -54,47 +52,23 @@ def rows_of(folder: Path, width: int = 64, height: int = 64) -> tuple[Denoiser, 
     return denoiser, rows
 
 
-class BufferCache:
-    """Stands for CUDA graphs: inputs are copied into buffers of the first call, the output is always the same one."""
-
-    def __init__(self, *, enabled: bool, capacity: int) -> None:
-        self.enabled = enabled
-        self.calls: list[Hashable] = []
-        self._captured: dict[Hashable, tuple[tuple[Tensor, ...], Function, tuple[Tensor, ...]]] = {}
-
-    def __call__(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
-        self.calls.append(key)
-        if key not in self._captured:
-            static = tuple(tensor.clone() for tensor in inputs)
-            self._captured[key] = static, function, function(*static)
-        static, captured, output = self._captured[key]
-        for buffer, tensor in zip(static, inputs, strict=True):
-            buffer.copy_(tensor)
-        for buffer, tensor in zip(output, captured(*static), strict=True):
-            buffer.copy_(tensor)
-        return output
-
-    def clear(self) -> None:
-        self._captured.clear()
-
-
 @pytest.mark.parametrize("family", CAPTURABLE)
 def test_captured_forwards_predict_what_plain_ones_do(
     family: str, checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "GraphCache", BufferCache)
+    monkeypatch.setattr(graphs, "GraphCache", partial(GraphCache, capture=FakeCapture()))
     denoiser, rows = rows_of(checkpoint_of(family))
     steps = StepGraphs(denoiser, enabled=True)
     steps.capture([rows[0]] * 2)
-    cache: Any = steps._graphs
-    assert len(cache.calls) == 1
+    cache = steps._graphs
+    assert cache.replays == 1
     # Two replays before either's predictions are read, as in a step whose rows are too many for one forward.
     first, second = steps.forward(rows[:2]), steps.forward(rows[2:4])
-    assert len(cache.calls) == 3
+    assert cache.replays == 3
     for found, batch in ((first, rows[:2]), (second, rows[2:4])):
         assert all(torch.equal(a, b) for a, b in zip(found, denoiser.forward(batch), strict=True))
     others = steps.forward(rows[:3])
-    assert len(cache.calls) == 3  # no other number of rows is captured
+    assert cache.replays == 3  # no other number of rows is captured
     assert all(torch.equal(a, b) for a, b in zip(others, denoiser.forward(rows[:3]), strict=True))
 
 
@@ -109,22 +83,6 @@ def test_a_family_whose_forward_reads_more_than_tensors_is_not_captured(checkpoi
 @pytest.mark.parametrize(("tokens", "rows"), [(1024, 4), (256, 16), (4096, 0), (36, 16)])
 def test_few_patches_are_captured(tokens: int, rows: int) -> None:
     assert captured_rows(tokens, 16) == rows
-
-
-class _HostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators that are given tensors of the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def on_meta(folder: Path) -> Denoiser:
@@ -142,7 +100,7 @@ def test_nothing_of_the_host_is_read_in_a_captured_forward(family: str, checkpoi
     assert condition is not None
     row = Row(denoiser.open(condition, DiffusionParams(), torch.Generator()), "positive")
     inputs = denoiser.stacked([row, row])
-    with _HostTensors() as host:
+    with HostTensors() as host:
         denoiser.predict(inputs)
     assert host.found == []
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from omnistage.config import ARBudget, OmniEngineArgs, resolve
 from omnistage.core.family import LoadContext
-from omnistage.core.params import DiffusionParams
+from omnistage.core.params import DiffusionParams, SpeechQuality
 from omnistage.core.types import Condition, MediaSpan, Modality
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import ar_needs
@@ -25,6 +25,7 @@ from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, plan_memory
+from tests.graph_harness import HostTensors
 
 pytest.importorskip("diffusers")
 
@@ -195,3 +196,15 @@ def test_speech_is_planned_as_it_runs_on_its_device(checkpoint_of: Callable[...,
     for component in (cuda, plain):
         assert component.memory(64, codes).activations - component.memory(32, codes).activations >= 32 * kept
     assert cuda.memory(64, codes).activations == 64 * kept
+
+
+@pytest.mark.parametrize("quality", ["full", "balanced", "fast"])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_nothing_of_the_host_is_read_in_an_interval_that_is_captured(
+    quality: SpeechQuality, target: str, checkpoint_of: Callable[..., Path]
+) -> None:
+    flow, solver = speech_of(checkpoint_of("qwen2_5_omni"), META, target)._flow, SOLVERS[quality]
+    inputs, constants = flow._planned_inputs(solver, 6, 2)
+    with torch.inference_mode(), HostTensors() as host:
+        flow.advance(solver, flow.has_half, *inputs, *constants)
+    assert host.found == []
