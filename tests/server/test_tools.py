@@ -322,6 +322,58 @@ def test_other_spellings_of_a_call_are_read(text: str) -> None:
     assert json.loads(call["function"]["arguments"]) == {"n": 1}
 
 
+UNIQUE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+}
+
+
+def test_a_strict_function_that_cannot_be_held_to_its_schema_is_refused(server: Running) -> None:
+    def tools(**more: object) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "pick", "parameters": UNIQUE, **more}}]
+
+    body = {**GIVEN, "max_tokens": 1}
+    for choice in ("auto", "required"):
+        given = {**body, "tools": tools(strict=True), "tool_choice": choice}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=given, timeout=30)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "tools"
+        assert "parameters of pick, at #/properties/ids: uniqueItems is not supported" in error["message"]
+    # Without strict: as far as it can be enforced; and what the model may not call is not enforced at all.
+    assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, "tools": tools()}, timeout=30).is_success
+    none = {**body, "tools": tools(strict=True), "tool_choice": "none"}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=none, timeout=30).is_success
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_a_format_that_cannot_be_enforced_is_refused_with_and_without_tools(server: Running, tools: object) -> None:
+    pytest.importorskip("xgrammar")
+    flat = [{"type": "function", "name": "count", "parameters": DIGITS}] if tools else None
+    schema = {"name": "ids", "schema": UNIQUE}
+    bodies = {
+        "chat/completions": {
+            **GIVEN,
+            "tools": tools,
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        },
+        "responses": {
+            **{"model": "lm", "input": "a", "tools": flat, "max_output_tokens": 1},
+            "text": {"format": {"type": "json_schema", **schema}},
+        },
+    }
+    for path, param in (("chat/completions", "response_format.json_schema.schema"), ("responses", "text.format")):
+        answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path], timeout=30)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert (error["param"], "at #/properties/ids: uniqueItems " in error["message"]) == (param, True)
+
+
+def test_large_schemas_are_left_to_the_engines_limit() -> None:
+    function = Function(name="f", parameters={**UNIQUE, "description": "x" * 70_000}, strict=True)
+    assert Toolbox((function,)).structured() is not None
+
+
 def test_the_constraint_follows_the_choice() -> None:
     def tag(**given: Any) -> Any:
         box = ToolFields(tools=TOOLS, **given).toolbox

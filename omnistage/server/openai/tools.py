@@ -12,7 +12,7 @@ import json
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NotRequired
@@ -24,6 +24,8 @@ from typing_extensions import TypedDict
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import StructuredOutput
 from omnistage.core.validation import short_repr
+from omnistage.engines.ar.sampling.grammar_bounds import MAX_SOURCE_BYTES
+from omnistage.engines.ar.sampling.schema_support import check_schema
 from omnistage.server.openai.base import WireModel, max_items
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -179,9 +181,24 @@ class Toolbox:
     def specs(self) -> list[dict[str, object]]:
         return [function.spec() for function in self.functions]
 
-    def structured(self, text: StructuredOutput | None = None) -> StructuredOutput | None:
-        """What enforces the choice. `text` constrains a text without calls; None: it is free."""
-        tags = [self._tag(function) for function in self.functions if function.name in self.names]
+    def structured(
+        self, text: StructuredOutput | None = None, field: str = "response_format"
+    ) -> StructuredOutput | None:
+        """What enforces the choice. `text`, sent in `field`, constrains a text without calls; None: it is free.
+
+        Raises `InvalidRequestError` for a schema that must be met and cannot be enforced. Without `strict: true`, a
+        function's schema is enforced as far as it can be.
+        """
+        called = [function for function in self.functions if function.name in self.names]
+        exact: list[tuple[object, str, str]] = [
+            (function.arguments_schema, "tools", f"parameters of {function.name}, ")
+            for function in called
+            if function.strict
+        ]
+        if text is not None and text.json_schema is not None:
+            exact.append((text.json_schema, field, ""))
+        _check_schemas(exact)
+        tags = [self._tag(function) for function in called]
         only = {"tags": tags, "stop_after_first": not self.parallel}
         calls: dict[str, object] = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **only}
         if self.forced:
@@ -204,6 +221,17 @@ class Toolbox:
         }
         begin = f'{_OPEN}\n{{"name": "{function.name}", "arguments": '
         return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{_CLOSE}"}
+
+
+def _check_schemas(schemas: Sequence[tuple[object, str, str]]) -> None:
+    """Each with the request's field and the place in it."""
+    if len(json.dumps([schema for schema, _, _ in schemas])) > MAX_SOURCE_BYTES:
+        return  # the engine refuses them
+    for schema, param, place in schemas:
+        try:
+            check_schema(schema, param)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{place}{error.message}", param=param) from error
 
 
 # ------------------------------------------------------------------------------------------------------- calls

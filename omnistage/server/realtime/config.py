@@ -239,6 +239,8 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
         )
     try:
         toolbox = config.tool_fields().toolbox
+        if toolbox is not None:
+            toolbox.structured()
     except InvalidRequestError as error:
         error.param = f"{prefix}.{error.param}"
         raise

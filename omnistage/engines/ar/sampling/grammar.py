@@ -26,16 +26,16 @@ from omnistage.core.errors import (
 )
 from omnistage.core.params import StructuredOutput
 from omnistage.core.threads import DaemonThreads
-from omnistage.engines.ar.sampling.grammar_bounds import HOW_TO_SIMPLIFY, GrammarCost, cost_of
+from omnistage.engines.ar.sampling.grammar_bounds import HOW_TO_SIMPLIFY, MAX_SOURCE_BYTES, GrammarCost, cost_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
 from omnistage.engines.ar.sampling.masks import GrammarThreads, lower_priority
+from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, tell_apart
 from omnistage.media.context import current_owner
 
 if TYPE_CHECKING:
     import xgrammar
     from transformers import PreTrainedTokenizerBase
 
-MAX_SOURCE_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
 """xgrammar's time grows with the cube of a schema's nesting: 30 ms at 64 levels, 10 s at 512."""
 COMPILE_SECONDS = 10.0
@@ -184,6 +184,10 @@ class GrammarCompiler:
         if entry is not None:
             return entry
         cost = cost_of(kind, text)
+        if kind == "json_schema":
+            check_schema(json.loads(text), f"structured.{kind}")
+        elif kind == "regex":
+            check_regex(text, f"structured.{kind}")
         try:
             return self._in_time(kind, text, cost)
         except (RuntimeError, ValueError) as error:
@@ -261,9 +265,9 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         if kind == "json_schema":
-            return self._compiler.compile_json_schema(text)
+            return self._compiler.compile_json_schema(tell_apart(text))
         if kind == "structural_tag":
-            return self._compiler.compile_structural_tag(text)
+            return self._compiler.compile_structural_tag(tell_apart(text))
         if kind == "regex":
             return self._compiler.compile_regex(text)
         if kind == "grammar":

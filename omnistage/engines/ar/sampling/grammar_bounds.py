@@ -16,6 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 
+MAX_SOURCE_BYTES = 64 * 1024
 MAX_STATES = 640
 """The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens.
 
@@ -48,13 +49,13 @@ _CHEAP_KEYWORDS = frozenset(
         *("title", "type"),
     )
 )
-_DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "description", "title"))
-_NAMING_KEYWORDS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "description", "title"))
+NAMING_KEYWORDS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
 """What they hold are schemas by name, and a name may be that of a keyword."""
 
 _QUANTIFIER = r"(?P<quantifier>[*+?]|\{\s*(?P<low>\d+)\s*(?P<comma>,\s*(?P<high>\d*)\s*)?\})\??"
 # A bracket or a quote that is never closed reaches to the end: so every character is looked at once.
-_REGEX = re.compile(
+REGEX_TOKEN = re.compile(
     rf"(?P<open>\((?:\?(?:[:=!]|<[=!]|<\w+>))?)|(?P<close>\))|"
     rf"(?P<narrow>\[[\w-]*\]|\\d)|(?P<wide>\[(?:\\.|[^\]\\])*\]?|\\[DwWsSpP]|\.)|{_QUANTIFIER}|"
     rf"(?P<or>\|)|(?P<atom>\\.|.)",
@@ -135,9 +136,9 @@ def _json_states(parsed: object, param: str) -> Iterator[float]:
                 lengths.add((low, high))
             yield _property_states(node)
             for keyword, value in node.items():
-                if keyword in _NAMING_KEYWORDS and isinstance(value, dict):
+                if keyword in NAMING_KEYWORDS and isinstance(value, dict):
                     level += value.values()
-                elif keyword not in _DATA_KEYWORDS:
+                elif keyword not in DATA_KEYWORDS:
                     level.append(value)
     yield from (_regex_states(pattern, param) for pattern in patterns)
     yield from (_ebnf_states(grammar, param) for grammar in grammars)
@@ -362,7 +363,7 @@ def _number(digits: str) -> int:
 
 
 def _regex_states(text: str, param: str) -> float:
-    return _checked(_Scan(param).run(_REGEX, text), param)
+    return _checked(_Scan(param).run(REGEX_TOKEN, text), param)
 
 
 def _ebnf_states(text: str, param: str) -> float:

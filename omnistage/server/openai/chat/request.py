@@ -104,11 +104,12 @@ class ChatRequest(SamplingFields, ToolFields):
 
     def sampling(self) -> SamplingParams | None:
         structured = self.response_format.structured() if self.response_format is not None else None
-        toolbox = self.toolbox
+        if self.toolbox is not None:
+            structured = self.toolbox.structured(structured, _ERROR_PATHS["structured.json_schema"])
         return self.sampling_params(
             "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured=toolbox.structured(structured) if toolbox is not None else structured,
+            structured=structured,
         )
 
     def check(self) -> None:

@@ -255,5 +255,5 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     def sampling(self) -> SamplingParams | None:
         structured, toolbox = self.text.format.structured(), self.toolbox
         if toolbox is not None:
-            structured = toolbox.structured(structured)
+            structured = toolbox.structured(structured, "text.format")
         return self.sampling_params("max_output_tokens", structured=structured)
