@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,3 +64,27 @@ def test_what_was_imported_is_left_out_of_later_collections_unless_the_command_f
         raise KeyError
     assert calls == ["freeze", "unfreeze"]
     assert gc.isenabled()
+
+
+def test_the_system_reads_weights_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "sendfile"):
+        pytest.skip("there is no sendfile here")
+    sizes = {"a/model-1.safetensors": 5000, "a/model-2.safetensors": 1, "b/vae/model.safetensors": 70, "b/more.txt": 9}
+    for name, size in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"0" * size)
+    counts: list[int] = []
+    sendfile = os.sendfile
+
+    def spy(target: int, source: int, offset: int, count: int) -> int:
+        counts.append(sendfile(target, source, offset, count))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "sendfile", spy)
+    monkeypatch.setattr(early_imports, "_READ_BYTES", 2000)
+    folders = [str(tmp_path / name) for name in ("a", "b", "no-such-folder")]
+    early_imports._read_ahead(folders)
+    assert counts == [2000, 2000, 1000, 0, 1, 0, 70, 0]
+    monkeypatch.setattr(early_imports, "free_host_memory", lambda: 10_000)
+    early_imports._read_ahead(folders)
+    assert sum(counts) == 5071  # more than half of the free memory: nothing is read

@@ -147,6 +147,8 @@ class Token2Wav(CodecComponent):
         self.layout = self._make_layout()
         default = self._voices[self._default_voice]
         self._plans_graphs = planned and cuda_graphs and on.type == "cuda"
+        self._planned_graphs: dict[int, int] = {}
+        """Bytes by frames of a window: a plan asks for several numbers of rows, which have the same graphs."""
         fused = use_triton(kernels, on, planned=planned)
         self._flow = FlowSolver(self._dit, half=self._precision == "float16", fused=fused)
         if not planned:
@@ -226,12 +228,15 @@ class Token2Wav(CodecComponent):
         """Graphs of all sizes share one pool and their buffers: those of the largest."""
         if not self._plans_graphs:
             return 0
+        if frames in self._planned_graphs:
+            return self._planned_graphs[frames]
         sizes = padded_sizes(MAX_GRAPH_BLOCKS)
         largest = self._quality, sizes[-1].blocks, sizes[-1].windows
         pool = max(self._flow.interval_bytes(*largest), self._vocoder_bytes(WARM_BATCHES[-1], frames))
         driver = len(sizes) * SOLVERS[self._quality].evaluations + len(WARM_BATCHES) * _VOCODER_LENGTHS
         # A call runs once before it is captured. That memory is there: at the start no request keeps anything.
-        return pool + self._flow.buffer_bytes(*largest) + driver * _GRAPH_BYTES
+        planned = self._planned_graphs[frames] = pool + self._flow.buffer_bytes(*largest) + driver * _GRAPH_BYTES
+        return planned
 
     @property
     def request_bytes(self) -> int:
