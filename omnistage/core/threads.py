@@ -62,6 +62,7 @@ class _Job(Future[_Result]):
             failure.__cause__ = error
             self.set_exception(failure)
         else:
+            work = None  # first: whoever waits for the result may end the interpreter, and data must not end after it
             self.set_result(result)
 
     def cancel(self) -> bool:

@@ -122,3 +122,15 @@ def loop_threads(loops: Sequence[StageLoop[Owner]], shared: Collection[str]) -> 
     threads = [LoopThread(f"omnistage-{loop.stage.name}", [loop]) for loop in loops if loop.stage.name not in shared]
     together = [loop for loop in loops if loop.stage.name in shared]
     return [*threads, LoopThread("omnistage-cpu", together)] if together else threads
+
+
+def join_threads(loops: Iterable[StageLoop[Owner]], give_up: float) -> None:
+    """Wait until the threads whose loops have all ended are gone, no longer than to `give_up` (`time.monotonic`).
+
+    A thread that still lets go of a stage's tensors when the interpreter ends would abort the process.
+    """
+    loops = list(loops)
+    stuck = {loop.thread for loop in loops if not loop.ended}
+    for thread in {loop.thread for loop in loops}.difference(stuck, (None, threading.current_thread())):
+        if thread is not None:
+            thread.join(max(give_up - time.monotonic(), 0.0))

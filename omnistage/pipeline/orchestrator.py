@@ -35,7 +35,7 @@ from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
-from omnistage.pipeline.loop_threads import loop_threads, sharing
+from omnistage.pipeline.loop_threads import join_threads, loop_threads, sharing
 from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.planning import RequestPlanner, check_parts
@@ -427,6 +427,7 @@ class Orchestrator:
         # Stages in the middle of a step get a moment even where draining has used up the time.
         give_up = max(give_up, time.monotonic() + 1.0)
         stopped = [name for name, loop in self._loops.items() if loop.join(max(give_up - time.monotonic(), 0.0))]
+        join_threads(self._loops.values(), give_up)
         self._timer.stop(1.0)
         self._supervisor.stop(1.0)
         self._close_stages(stopped)

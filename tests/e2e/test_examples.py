@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -250,10 +251,15 @@ class Typist:
     def type(self, text: str) -> None:
         os.write(self._screen, text.encode())
 
-    def end(self) -> int:
+    def end(self) -> tuple[int, str]:
+        """The exit code, and what appeared at last."""
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux says so where nobody has the other end any longer
+            while piece := os.read(self._screen, 4096):
+                seen += piece
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
         os.close(self._screen)
-        return code
+        return code, seen.decode(errors="replace")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -272,7 +278,8 @@ def test_ctrl_c_in_a_terminal_stops_the_answer_and_ctrl_d_the_conversation(lm_fo
     assert "/draw TEXT            not supported by this model" in typist.wait_for("/quit")
     typist.wait_for("> ")
     typist.type("\x04")
-    assert typist.end() == 0
+    code, seen = typist.end()
+    assert code == 0, seen
 
 
 def test_an_installed_family_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

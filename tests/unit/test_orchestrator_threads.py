@@ -11,6 +11,7 @@ import pytest
 
 from omnistage.core.errors import InternalError, ShutdownError
 from omnistage.core.types import AudioChunk, FinishReason, TokenLogprob, TokenLogprobs
+from omnistage.pipeline.loop_threads import LoopThread
 from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph
@@ -126,6 +127,26 @@ def test_shutdown_drains_what_is_in_flight() -> None:
     assert not closing.is_alive()
     assert sink.final.finish_reason is FinishReason.STOP
     assert [stage.closed for stage in pipeline.stages.values()] == [1, 1, 1]
+
+
+def test_shutdown_waits_for_the_end_of_the_threads_and_not_only_of_their_loops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that lets go of a stage's tensors while the interpreter ends would abort the process."""
+    drive, never, gone = LoopThread._drive, threading.Event(), []
+
+    def slowly(self: LoopThread[object], open_loops: list[int]) -> None:
+        drive(self, open_loops)
+        never.wait(0.2)  # its loops have ended: who waits for these alone goes on from here
+        gone.append(self.name)
+
+    monkeypatch.setattr(LoopThread, "_drive", slowly)
+    pipeline = Pipeline(threads=True)
+    pipeline.submit().wait()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("omnistage-")]
+    pipeline.orchestrator.shutdown()
+    assert sorted(gone) == ["omnistage-talker", "omnistage-thinker", "omnistage-vocoder"]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_shutdown_gives_up_draining_and_does_not_close_a_stuck_stage() -> None:
