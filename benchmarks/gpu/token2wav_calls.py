@@ -123,7 +123,7 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    component = build(args.scale, device, {"precision": args.precision, "quality": args.quality})
+    component = build(args.scale, device, {"precision": args.precision})
     block = component.layout.block_codes
     codes = tuple((7 * i) % (component.layout.codebook_size - 1) for i in range((args.blocks + 2) * block))
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -169,7 +169,7 @@ def load_token2wav(context: LoadContext) -> Token2Wav:
         precision=_precision(context, budget),
         kernels=budget.kernels,
         early_vocoder=budget.early_vocoder,
-        quality="full" if stage is None else stage.params.quality,
+        params=None if stage is None else stage.params,
         target=context.target,
     )
 

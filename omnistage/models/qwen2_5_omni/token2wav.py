@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from omnistage.core.errors import CheckpointError
-from omnistage.core.params import CodecParams, SpeechQuality
+from omnistage.core.params import CodecParams
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import SOLVERS
@@ -98,8 +98,8 @@ class Token2Wav(CodecComponent):
 
     `precision`: `tf32` counts on CUDA only. `float16` runs the matrix products of the DiT's blocks in half precision,
     whose mantissa is as long as TF32's, and all else in float32; a window that overflows is solved again in float32.
-    `kernels` of the DiT's layers: `auto` is `triton` on CUDA, `torch` elsewhere. `quality` is that of most requests,
-    for the warm-up. `target` is where a model on the meta device will run, for `memory`.
+    `kernels` of the DiT's layers: `auto` is `triton` on CUDA, `torch` elsewhere. `params` are those of most requests,
+    for the warm-up and the memory plan. `target` is where a model on the meta device will run, for `memory`.
     """
 
     sample_rate = SAMPLE_RATE
@@ -115,7 +115,7 @@ class Token2Wav(CodecComponent):
         precision: Precision = "tf32",
         kernels: Kernels = "auto",
         early_vocoder: bool = False,
-        quality: SpeechQuality = "full",
+        params: CodecParams | None = None,
         target: torch.device | None = None,
     ) -> None:
         if not speakers:
@@ -131,7 +131,7 @@ class Token2Wav(CodecComponent):
         self._samples_per_frame: int = math.prod(vocoder.config.upsample_rates)
         self.vocoder_context = vocoder_context(vocoder)
         self._early = early_vocoder
-        self._quality = quality
+        self._params = params or CodecParams()
         # TF32 is a way of CUDA's; half precision works anywhere, if seldom faster.
         self._precision: Precision = "float32" if precision == "tf32" and self.device.type != "cuda" else precision
         self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda", priority=CODEC_PRIORITY)
@@ -200,9 +200,10 @@ class Token2Wav(CodecComponent):
 
     def warm_up(self, chunk_blocks: Sequence[int], lookahead: int, max_blocks: int) -> None:
         """Capture the graphs: of the solver for each number of blocks, of BigVGAN for each place in an utterance."""
-        params = CodecParams(seed=0, num_steps=2, quality=self._quality)  # one interval of the solver
+        params = self._params.model_copy(update={"seed": 0, "num_steps": 2})  # one interval of the solver
         block = self.layout.block_codes
         with self._computing():
+            self._flow.intervals(self._params)
             sizes = padded_sizes(min(max_blocks, MAX_GRAPH_BLOCKS)) if self._graphs.enabled else []
             for size in reversed(sizes):  # the largest first: the others use its memory
                 codes = (0,) * (size.blocks * block)
@@ -219,7 +220,7 @@ class Token2Wav(CodecComponent):
         frames, blocks = codes * self._repeats, -(-codes // self.layout.block_codes)
         solver = 2 * rows * self.request_bytes  # what all windows keep, and the copy of each
         if not self._plans_graphs:
-            solver += self._flow.interval_bytes(self._quality, rows * blocks, rows)
+            solver += self._flow.interval_bytes(self._params.quality, rows * blocks, rows)
         activations = max(solver, self._vocoder_bytes(min(rows, WARM_BATCHES[-1]), frames))
         weights = weight_bytes((*self._flow.networks, self._vocoder))
         return StageMemory(weights, activations=activations, graphs=self._graph_bytes(frames))
@@ -231,17 +232,17 @@ class Token2Wav(CodecComponent):
         if frames in self._planned_graphs:
             return self._planned_graphs[frames]
         sizes = padded_sizes(MAX_GRAPH_BLOCKS)
-        largest = self._quality, sizes[-1].blocks, sizes[-1].windows
+        largest = self._params.quality, sizes[-1].blocks, sizes[-1].windows
         pool = max(self._flow.interval_bytes(*largest), self._vocoder_bytes(WARM_BATCHES[-1], frames))
-        driver = len(sizes) * SOLVERS[self._quality].evaluations + len(WARM_BATCHES) * _VOCODER_LENGTHS
+        driver = len(sizes) * SOLVERS[self._params.quality].evaluations + len(WARM_BATCHES) * _VOCODER_LENGTHS
         # A call runs once before it is captured. That memory is there: at the start no request keeps anything.
         planned = self._planned_graphs[frames] = pool + self._flow.buffer_bytes(*largest) + driver * _GRAPH_BYTES
         return planned
 
     @property
     def request_bytes(self) -> int:
-        """What is kept of a block with the default parameters."""
-        return self._flow.kept_bytes(CodecParams())
+        """What is kept of a block with the usual parameters."""
+        return self._flow.kept_bytes(self._params)
 
     def _vocoder_bytes(self, rows: int, frames: int) -> int:
         spectrogram = torch.empty(rows, self._mel_dim, frames, dtype=self._dtype, device=META)
