@@ -23,7 +23,7 @@ from xgrammar.testing import _is_grammar_accept_string
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.params import StructuredOutput
 from omnistage.engines.ar.sampling.grammar import GrammarCompiler
-from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, tell_apart
+from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, for_xgrammar
 from tests.unit.random_schemas import random_instance, random_schema
 from tests.unit.test_grammar import EOS, TOKENIZER, WIDTH, generate
 
@@ -37,7 +37,7 @@ B = {**OBJECT, "properties": {"b": INTEGER}, "required": ["b"]}
 
 def accepts(schema: Schema, text: str) -> bool:
     """Whether the text may be written, as the engine compiles the schema."""
-    compiled = xgrammar.Grammar.from_json_schema(tell_apart(json.dumps(schema)))
+    compiled = xgrammar.Grammar.from_json_schema(for_xgrammar(json.dumps(schema)))
     return bool(_is_grammar_accept_string(compiled, text))
 
 
@@ -112,7 +112,7 @@ REFUSED: list[tuple[Schema, str]] = [
                 "^(^a)+$",
                 r"\Aa\Z",
             ),
-            *('^"$', r"^\n$", r"^\\$", r"^\x22$", r"^\u005c$", r"^\cJ$", "a\tb"),
+            *('^"$', r"^\n$", r"^\\$", r"^\x22$", r"^\u005c$", r"^\cJ$", "a\tb", ".|]", "[^]", "[]", r"\é"),
         )
     ),
 ]
@@ -328,7 +328,7 @@ def test_random_schemas_are_refused_or_followed() -> None:
         schema = random_schema(rng)
         try:
             check_schema(schema, "p")
-            grammar = xgrammar.Grammar.from_json_schema(tell_apart(json.dumps(schema)))
+            grammar = xgrammar.Grammar.from_json_schema(for_xgrammar(json.dumps(schema)))
         except (OmniError, RuntimeError):
             continue
         accepted += 1
@@ -351,12 +351,24 @@ def test_objects_that_differ_in_a_property_called_like_a_comment_are_told_apart(
     assert not accepts(schema, f'{{"x": {{"{name}": "a"}}, "y": {{"{name}": "b"}}}}')
     either = {"anyOf": [{"const": {name: 1}}, {"const": {name: [2]}}]}
     assert accepts(either, f'{{"{name}":[2]}}')
-    assert tell_apart(text := json.dumps(STEP)) == text
+    assert for_xgrammar(text := json.dumps(STEP)) == text
     compiler = GrammarCompiler(TOKENIZER, WIDTH, [EOS])
     tag = {"type": "json_schema", "json_schema": schema}
     for structured in (StructuredOutput(json_schema=schema), StructuredOutput(structural_tag=tag)):
         matcher = xgrammar.GrammarMatcher(compiler.compile(structured))
         assert matcher.accept_string(f'{{"x": {{"{name}": "a"}}, "y": {{"{name}": 1}}}}')
+
+
+@pytest.mark.parametrize("pattern", ["^.é$", "^.[é-ü]$", r"^[A-z]\u00e9$", "^.😀$", "^\\s[\té]$"])
+def test_no_pattern_ends_its_string(pattern: str) -> None:
+    schema = {**STRING, "pattern": pattern}
+    check_schema(schema, "p")
+    last = "😀" if "😀" in pattern else "é"
+    assert accepts(schema, json.dumps(f" {last}" if "A" not in pattern else f"a{last}", ensure_ascii=False))
+    names = {**OBJECT, "patternProperties": {pattern: INTEGER}}
+    for first in ('"', "\\", "\n"):
+        assert not accepts(schema, f'"{first}{last}"')
+        assert not accepts(names, f'{{"{first}{last}": 1}}')
 
 
 # ----------------------------------------------------------------------------------------------------- bounds

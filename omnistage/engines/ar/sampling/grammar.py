@@ -29,7 +29,7 @@ from omnistage.core.threads import DaemonThreads
 from omnistage.engines.ar.sampling.grammar_bounds import HOW_TO_SIMPLIFY, MAX_SOURCE_BYTES, GrammarCost, cost_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
 from omnistage.engines.ar.sampling.masks import GrammarThreads, lower_priority
-from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, tell_apart
+from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, for_xgrammar
 from omnistage.media.context import current_owner
 
 if TYPE_CHECKING:
@@ -265,9 +265,9 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         if kind == "json_schema":
-            return self._compiler.compile_json_schema(tell_apart(text))
+            return self._compiler.compile_json_schema(for_xgrammar(text))
         if kind == "structural_tag":
-            return self._compiler.compile_structural_tag(tell_apart(text))
+            return self._compiler.compile_structural_tag(for_xgrammar(text))
         if kind == "regex":
             return self._compiler.compile_regex(text)
         if kind == "grammar":

@@ -74,6 +74,7 @@ _MAX_EXACT = 1e9
 _MAX_PATH = 200
 _ESCAPES = frozenset("dDwWsSbBpPkxunrtfvc")
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
+_UNPRINTABLE = re.compile("[^ -~]")
 _SPECIAL_GROUP = re.compile(r"\(\?(?!:|P?<[A-Za-z_])(?:<?[=!]|\w{0,4})")
 
 
@@ -283,17 +284,19 @@ def _numbers(node: Json, *keywords: str) -> list[int | float]:
     return [value for value in values if isinstance(value, int | float)]
 
 
-# ------------------------------------------------------------------------------------------- schemas that look alike
+# ------------------------------------------------------------------------------------------- what xgrammar misreads
 
 
-def tell_apart(text: str) -> str:
-    """The schema or structural tag with a keyword more in schemas that xgrammar would take for each other.
+def for_xgrammar(text: str) -> str:
+    """The schema or structural tag as xgrammar reads it rightly.
 
-    To find equal schemas it leaves out titles, descriptions and other comments, but also the properties of these names:
-    two objects that differ in the type of their `title` would both get that of the first.
+    - To find equal schemas it leaves out titles, descriptions and other comments, but also properties of these names:
+      two objects that differ in the type of their `title` would both get that of the first. They get a number.
+    - Characters beyond ASCII in a pattern make `.` and classes match quotes, which end the string. They get escaped.
     """
     document = json.loads(text)
     numbers: dict[str, int] = {}
+    changed = False
     left = [document]
     while left:
         node = left.pop()
@@ -309,7 +312,26 @@ def tell_apart(text: str) -> str:
             if hidden:
                 key = json.dumps(hidden, sort_keys=True)
                 node["x-omnistage-number"] = numbers.setdefault(key, len(numbers))
-    return json.dumps(document, ensure_ascii=False) if numbers else text
+            changed |= bool(hidden) | _escape_patterns(node)
+    return json.dumps(document, ensure_ascii=False) if changed else text
+
+
+def _escape_patterns(node: Json) -> bool:
+    pattern, named = node.get("pattern"), node.get("patternProperties")
+    changed = False
+    if isinstance(pattern, str) and node.get("type") != "regex":  # that is a structural tag's
+        node["pattern"] = _UNPRINTABLE.sub(_escaped, pattern)
+        changed = node["pattern"] != pattern
+    if isinstance(named, dict):
+        renamed = {_UNPRINTABLE.sub(_escaped, name): value for name, value in named.items()}
+        changed |= renamed.keys() != named.keys()
+        node["patternProperties"] = renamed
+    return changed
+
+
+def _escaped(character: re.Match[str]) -> str:
+    code = ord(character[0])
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
 
 
 def _overlooked(node: Json) -> list[object]:
@@ -377,12 +399,16 @@ def _escape_problem(expression: str, token: re.Match[str], *, in_json: bool) -> 
     """`in_json`: the token is a character of a JSON string, where some would have to be escaped."""
     text = token[0]
     for character in re.findall(r"\\(.)", text, re.DOTALL):
-        if character.isascii() and character.isalpha() and character not in _ESCAPES:
+        if (character.isalpha() or not character.isascii()) and character not in _ESCAPES:
             return f"\\{character} at {token.start()} is no known escape; remove the backslash"
+    if text in ("[]", "[^]"):
+        return f"{text} at {token.start()} means different things; write \\] for the character, [\\s\\S] for any"
     if not in_json:
         return None
     code = _CODE.match(expression, token.start())
     character = chr(min(int(code[1] or code[2] or code[3], 16), 0x10FFFF)) if code is not None else text[-1]
+    if text == "]":
+        return f"] at {token.start()} closes nothing; write \\] for the character"
     if character in '"\\' or character < " " or (len(text) > 1 and code is None and character in "nrtfv0c"):
         return f"{text!r} at {token.start()} would have to be escaped in JSON; leave it out"
     return None
