@@ -419,6 +419,14 @@ def test_calls_are_not_spoken(connection: Any) -> None:
     assert (error.param, "aloud" in error.message) == ("session.tools", True)
 
 
+def test_a_strict_tool_that_cannot_be_enforced_is_refused_when_it_is_set(connection: Any) -> None:
+    schema = {"type": "object", "properties": {"ids": {"type": "array", "items": {}, "uniqueItems": True}}}
+    tool = {"type": "function", "name": "pick", "parameters": schema, "strict": True}
+    connection.session.update(session={"type": "realtime", "output_modalities": ["text"], "tools": [tool]})
+    error = connection.recv().error
+    assert (error.param, "#/properties/ids: uniqueItems" in error.message) == ("session.tools", True)
+
+
 def test_two_sessions_do_not_mix(server: Running) -> None:
     async def one(text: str) -> tuple[str, str]:
         async with server.async_client() as client, client.realtime.connect(model="omni") as connection:

@@ -51,6 +51,7 @@ REFUSED: list[tuple[Schema, str]] = [
     ({**INTEGER, "multipleOf": 2000}, "multipleOf"),
     ({**INTEGER, "multipleOf": 3, "minimum": 2}, "multipleOf"),
     ({**NUMBER, "exclusiveMinimum": 8324356828206.669}, "exclusiveMinimum"),
+    ({**NUMBER, "exclusiveMaximum": -3938221920649432154}, "exclusiveMaximum"),
     ({"not": STRING}, "not"),
     ({**STRING, "if": {"const": "a"}, "then": {"minLength": 2}}, "if"),
     ({**OBJECT, "properties": TWO, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
@@ -83,6 +84,8 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"enum": ["a", 1], "type": "string"}, "type"),
     ({"const": "a", "minLength": 2}, "minLength"),
     ({"const": "a", "enum": ["b"]}, "enum"),
+    ({"const": 2**63}, "const"),
+    ({"enum": [1, -(2**64)]}, "enum"),
     ({"type": []}, "type"),
     *(
         ({keyword: value}, keyword)

@@ -69,8 +69,8 @@ _COMMENTS = frozenset(
 )
 _MAX_MULTIPLE = 1024
 _MAX_MULTIPLE_RANGE = 10_000
-_MAX_EXACT = 1e9
-"""Beyond it a bound with decimals has more digits than xgrammar keeps."""
+_MAX_EXACT, _MAX_EXACT_INTEGER = 1e9, 2**53
+"""Bounds beyond, with and without decimals, have more digits than xgrammar keeps."""
 _MAX_PATH = 200
 _ESCAPES = frozenset("dDwWsSbBpPkxunrtfvc")
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
@@ -166,6 +166,9 @@ class _Check:
             beside = []
         if beside:
             self._refuse(path, beside[0], f"beside {form} it would not be enforced; move it into {_target(form)}")
+        listed = [value] if form == "const" else options if form == "enum" and isinstance(options, list) else []
+        if any(isinstance(number, int) and abs(number) >= 2**63 for number in listed):
+            self._refuse(path, form, "integers beyond 64 bits would be rounded; use a string")
         if "type" in node and not covers(self.overlap.declared(node), self.overlap.types(node)):
             self._refuse(path, "type", f"beside {form} it would not be enforced; move it into {_target(form)}")
         if form == "allOf" and isinstance(node["allOf"], list) and len(node["allOf"]) != 1:
@@ -211,8 +214,9 @@ class _Check:
             if step is not None:
                 self._refuse(path, "multipleOf", "only integers can be counted in steps; use type integer")
             for name, bound in bounds.items():
-                if isinstance(bound, float) and not bound.is_integer() and abs(bound) > _MAX_EXACT:
-                    self._refuse(path, name, "it has too many digits; round it to an integer")
+                limit = _MAX_EXACT if isinstance(bound, float) and not bound.is_integer() else _MAX_EXACT_INTEGER
+                if isinstance(bound, int | float) and abs(bound) > limit:
+                    self._refuse(path, name, "it has too many digits to be enforced; round it, or use type integer")
         elif isinstance(step, int | float):
             bounds.pop("multipleOf")
             low, high = _numbers(node, "minimum", "exclusiveMinimum"), _numbers(node, "maximum", "exclusiveMaximum")
