@@ -229,28 +229,27 @@ class Orchestrator:
             run.emit_final()
 
     def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
-        pending = deque([chunk])
-        while pending:
-            chunk = pending.popleft()
-            if not run.record(chunk):
-                return
-            with run.emit_lock:
-                item = run.output.add(chunk)
-                if item is not None:
-                    run.sink(item)
-            if chunk.error is not None or chunk.finish is FinishReason.ERROR:
+        if not run.record(chunk):
+            return
+        with run.emit_lock:
+            item = run.output.add(chunk)
+            if item is not None:
+                run.sink(item)
+        stage, finish = run.stages[chunk.stage], chunk.finish
+        if finish is not None or chunk.error is not None:
+            if chunk.error is not None or finish is FinishReason.ERROR:
                 error = chunk.error or StageError(f"stage {chunk.stage!r} ended with an error that it did not give")
                 self._end(run, FinishReason.ERROR, error)
                 return
-            if chunk.finish in (FinishReason.ABORT, FinishReason.DEADLINE):
-                self._end(run, chunk.finish)
+            if finish in (FinishReason.ABORT, FinishReason.DEADLINE):
+                self._end(run, finish)
                 return
-            stage = run.stages[chunk.stage]
-            if chunk.payload is not None or chunk.finish is not None:
-                for target in stage.targets:
-                    self._fold(run, target, chunk)
-            if not stage.open_answers:
-                pending.extend(self._stage_ended(run, chunk.stage))
+        if stage.targets and (chunk.payload is not None or finish is not None):
+            for target in stage.targets:
+                self._fold(run, target, chunk)
+        if not stage.open_answers:
+            for skipped in self._stage_ended(run, chunk.stage):
+                self._advance(run, skipped)
 
     def _stage_ended(self, run: RequestRun, name: str) -> list[StageChunk]:
         """Close a stage of a request. The ends of targets that can no longer start, to be routed like any chunk."""

@@ -74,20 +74,16 @@ class OutputAssembler:
         if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
             raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
         if modality is Modality.TEXT:
-            answer = self._answers[chunk.index]
-            answer.finish_reason = chunk.finish
-            if isinstance(payload, TokenChunk) and (payload.token_ids or payload.text):
-                answer.token_ids.extend(payload.token_ids)
-                answer.logprobs.extend(payload.logprobs)
-                self._text[chunk.index].append(payload.text)
+            answer, finish = self._answers[chunk.index], chunk.finish
+            answer.finish_reason = finish
+            if isinstance(payload, TokenChunk) and ((ids := payload.token_ids) or payload.text):
+                answer.token_ids += ids
+                text, logprobs = payload.text, payload.logprobs
+                if logprobs:
+                    answer.logprobs += logprobs
+                self._text[chunk.index].append(text)
                 return OutputChunk(
-                    self._request_id,
-                    modality,
-                    chunk.index,
-                    payload.text,
-                    payload.token_ids,
-                    payload.logprobs,
-                    finish_reason=chunk.finish,
+                    self._request_id, modality, chunk.index, text, ids, logprobs, None, None, None, None, finish
                 )
         item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
         if modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
@@ -154,39 +150,43 @@ class OutputBuffer:
         self._limit = max(1, limit)
         self._wake = wake
         self._items: deque[OutputChunk] = deque()
-        self._arrived = threading.Condition()
+        self._lock = threading.Lock()  # itself, and not through the condition, which takes several calls
+        self._arrived = threading.Condition(self._lock)
+        self._waiting = False
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: OutputChunk) -> None:
-        with self._arrived:
+        with self._lock:
             was_empty = not self._items
             if len(self._items) >= self._limit and item.final is None:
                 self._items = deque(_joined([*self._items, item]))
             else:
                 self._items.append(item)
-            if was_empty:  # who waits, waits for the first item
+            if self._waiting:
                 self._arrived.notify()
         if was_empty and self._wake is not None:
             self._wake()
 
     def pop(self) -> OutputChunk | None:
         """The next item, or None if there is none now."""
-        with self._arrived:
+        with self._lock:
             return self._items.popleft() if self._items else None
 
     def pop_all(self) -> list[OutputChunk]:
         """All items that are there now."""
-        with self._arrived:
+        with self._lock:
             items = list(self._items)
             self._items.clear()
             return items
 
     def get(self, timeout: float | None = None) -> OutputChunk | None:
         """Wait for the next item; None once `timeout` seconds have passed."""
-        with self._arrived:
+        with self._lock:
+            self._waiting = True
             self._arrived.wait_for(lambda: bool(self._items), timeout)
+            self._waiting = False
             return self._items.popleft() if self._items else None
 
 

@@ -84,13 +84,15 @@ class OutputStream(AsyncIterator[OutputChunk]):
         return item
 
     async def take(self) -> list[OutputChunk]:
-        """All items that have come since the last ones were taken, at least one; none at the end."""
+        """All items that have come since the last ones were taken, at least one; none at the end.
+
+        A reader uses either this or `__anext__`: here items are there once the event is set.
+        """
         items: list[OutputChunk] = []
         while not self._done and not items:
+            await self._ready.wait()
+            self._ready.clear()
             items = self._buffer.pop_all()
-            if not items:
-                await self._ready.wait()
-                self._ready.clear()
         self._done = self._done or items[-1].final is not None
         return items
 

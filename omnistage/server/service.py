@@ -349,7 +349,7 @@ class Service:
             yield content_filter.open(FilterContext(holder.name, model.name))
         except ContentFilterError as error:
             record.ended = FILTERED
-            self.metrics.filtered.labels(model.name, error.where).inc()
+            self.metrics.filtered(model.name, error.where).inc()
             raise
 
     async def drain(self, timeout: float) -> None:
@@ -399,7 +399,7 @@ class ObservedStream(OutputStream):
             self._timed.add(chunk.modality)
             metrics = self._service.metrics
             histogram = metrics.first_token if chunk.token_ids else metrics.first_audio
-            histogram.labels(self._model).observe(time.monotonic() - self._record.started)
+            histogram(self._model).observe(time.monotonic() - self._record.started)
         if chunk.final is not None:
             self._finish(chunk.final)
         self._started = True

@@ -77,6 +77,7 @@ class TokenBytes:
         self._backend = backend
         self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         self._table: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
+        self._texts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
@@ -97,6 +98,16 @@ class TokenBytes:
             except KeyError:  # an added token, which stands for its own text
                 table[token_id] = token.encode()
         return table[token_id]
+
+    def text(self, token_id: int, skip_special: bool) -> str | None:
+        """The same as text; None where it is not whole characters."""
+        texts = self._texts[skip_special]
+        if token_id not in texts:
+            try:
+                texts[token_id] = self.get(token_id, skip_special).decode()
+            except UnicodeDecodeError:
+                texts[token_id] = None
+        return texts[token_id]
 
 
 def _byte_characters() -> dict[str, int]:
@@ -135,6 +146,8 @@ class TextStream:
         self._bytes = TokenBytes.of(tokenizer)
         if self._bytes is not None:
             self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+            self._partial = False
+            """Whether the decoder has the beginning of a character."""
             return
         # Ids that the stream has not turned into text yet, and those before them that it decodes along with them.
         self._context = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
@@ -152,10 +165,13 @@ class TextStream:
         if self.stopped or self._finished:
             return ""
         self._pushed += 1
-        if self._bytes is not None:
-            text = self._utf8.decode(self._bytes.get(token_id, self._skip_special))
-        else:
+        if self._bytes is None:
             text = self._decode(token_id)
+        elif self._partial or (whole := self._bytes.text(token_id, self._skip_special)) is None:
+            text = self._utf8.decode(self._bytes.get(token_id, self._skip_special))
+            self._partial = bool(self._utf8.getstate()[0])
+        else:
+            text = whole
         return self._release(text) if self._stops and text else text
 
     def finish(self) -> str:

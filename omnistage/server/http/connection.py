@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import Context, ContextVar
 from functools import lru_cache
 from ipaddress import ip_address
 
 import h11
+from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -224,9 +226,9 @@ class _Transfer:
         self._receive, self._send = receive, send
         transport = _TRANSPORT.get()
         connection = None if transport is None else transport.get_protocol()
-        self._flow, self._writes = None, None
+        self._connection, self._writes, self._chunked = None, None, False
         if isinstance(connection, Connection) and transport is not None:
-            self._flow, self._writes = connection.flow, _HeldWrites(transport)
+            self._connection, self._writes = connection, _HeldWrites(transport)
             connection.held_writes = connection.cycle.transport = self._writes  # type: ignore[assignment]
         self._record = record
         self._stall_seconds = stall_seconds
@@ -252,13 +254,17 @@ class _Transfer:
             pass
 
     async def send(self, message: Message) -> None:
-        record, is_body = self._record, message["type"] == "http.response.body"
+        record, connection, is_body = self._record, self._connection, message["type"] == "http.response.body"
+        waits = connection is None or connection.flow.write_paused
         pieces: tuple[Message, ...] = (message,)
         if is_body:
             body = message.get("body", b"")
             record.bytes_out += len(body)
             if len(body) > _WRITE_BYTES:
                 pieces = _split(message, body)
+            elif self._chunked and not waits and message.get("more_body", False):
+                self._write_chunk(body)
+                return
         else:
             self.started = True
             record.status = message["status"]
@@ -270,17 +276,24 @@ class _Transfer:
                 self.complete = is_body and not piece.get("more_body", False)
                 if self._writes is not None and (self.complete or not is_body):
                     self._writes.holds = True  # the head goes with the first of the body, the end with the last
-                if self._flow is not None and not self._flow.write_paused:
-                    await self._send(piece)  # without waiting, so that it needs no timeout
-                else:
-                    async with asyncio.timeout(self._stall_seconds):
-                        await self._send(piece)
+                # Without waiting it needs no timeout.
+                async with asyncio.timeout(self._stall_seconds) if waits else nullcontext():
+                    await self._send(piece)
+                waits = connection is None or connection.flow.write_paused
                 if self._writes is not None and is_body:
                     self._writes.release()
         except TimeoutError:
             record.ended, record.status = SLOW_READER, CLIENT_CLOSED
             await cut()
             raise StalledError("the client does not read") from None
+        if not is_body and connection is not None:
+            self._chunked = type(connection.conn._writer) is ChunkedWriter
+
+    def _write_chunk(self, body: bytes) -> None:
+        """A piece of a streamed body, as h11 writes it: it changes nothing of the connection's state."""
+        if self._writes is not None and body and not self._writes.is_closing():
+            self._writes.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._writes.release()
 
 
 class Exchange:

@@ -6,8 +6,9 @@ Labels are models, stages, endpoints, statuses and reasons: few values, none of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -43,11 +44,14 @@ class RequestMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def seconds(name: str, help_text: str, labels: Sequence[str] = _MODEL) -> Histogram:
-            return Histogram(name, help_text, labels, buckets=_SECONDS, registry=self.registry)
+        # By labels: prometheus_client looks a metric up under a lock, after a walk through its labels.
+        def seconds(
+            name: str, help_text: str, labels: Sequence[str] = _MODEL, buckets: Sequence[float] = _SECONDS
+        ) -> Callable[..., Histogram]:
+            return cache(Histogram(name, help_text, labels, buckets=buckets, registry=self.registry).labels)
 
-        def count(name: str, help_text: str, labels: Sequence[str] = _MODEL) -> Counter:
-            return Counter(name, help_text, labels, registry=self.registry)
+        def count(name: str, help_text: str, labels: Sequence[str] = _MODEL) -> Callable[..., Counter]:
+            return cache(Counter(name, help_text, labels, registry=self.registry).labels)
 
         self.first_token = seconds(
             "omnistage_time_to_first_token_seconds", "Time from a request's arrival to its first token."
@@ -57,12 +61,10 @@ class RequestMetrics:
         )
         self._queue = seconds("omnistage_stage_queue_seconds", "Time that requests wait in a stage's queue.", _STAGE)
         self._request = seconds("omnistage_request_seconds", "Request duration by endpoint.", ("endpoint",))
-        self._real_time_factor = Histogram(
+        self._real_time_factor = seconds(
             "omnistage_real_time_factor",
             "Request duration over the duration of its audio; below 1 is faster than real time.",
-            _MODEL,
             buckets=_FACTORS,
-            registry=self.registry,
         )
         self._prompt_tokens = count("omnistage_prompt_tokens", "Prompt tokens of finished requests.")
         self._tokens = count("omnistage_generated_tokens", "Generated tokens.")
@@ -79,31 +81,31 @@ class RequestMetrics:
     def observe_response(self, record: AuditRecord, seconds: float) -> None:
         """Count a finished HTTP request or WebSocket connection."""
         status = record.status or 500
-        self._request.labels(record.endpoint).observe(seconds)
-        self._responses.labels(record.endpoint, str(status)).inc()
+        self._request(record.endpoint).observe(seconds)
+        self._responses(record.endpoint, str(status)).inc()
         if status >= 400:
-            self._errors.labels(str(status)).inc()
+            self._errors(str(status)).inc()
 
     def observe_output(self, model: str, final: OmniRequestOutput, seconds: float) -> None:
         """Count the output of a request that was read to its end."""
         usage = final.usage
-        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        self._tokens.labels(model).inc(usage.completion_tokens)
-        self._audio.labels(model).inc(usage.audio_seconds)
-        self._images.labels(model).inc(usage.images)
-        self._video.labels(model).inc(usage.video_seconds)
-        self._steps.labels(model).inc(usage.steps)
+        self._prompt_tokens(model).inc(usage.prompt_tokens)
+        self._tokens(model).inc(usage.completion_tokens)
+        self._audio(model).inc(usage.audio_seconds)
+        self._images(model).inc(usage.images)
+        self._video(model).inc(usage.video_seconds)
+        self._steps(model).inc(usage.steps)
         # Only complete outputs: one that was cut short took the time of its text for a little audio.
         if usage.audio_seconds and final.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._real_time_factor.labels(model).observe(seconds / usage.audio_seconds)
+            self._real_time_factor(model).observe(seconds / usage.audio_seconds)
         if final.finish_reason is FinishReason.CONTENT_FILTER:
-            self.filtered.labels(model, "output").inc()
+            self.filtered(model, "output").inc()
 
     def observe_trace(self, model: str, trace: Trace) -> None:
         """Count how long a finished request waited for each stage."""
         for name, stage in trace.stages.items():
             if stage.queue is not None:
-                self._queue.labels(model, name).observe(max(0.0, stage.queue))
+                self._queue(model, name).observe(max(0.0, stage.queue))
 
 
 _STAGE_GAUGES = {
