@@ -116,11 +116,12 @@ class _Front:
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
-        preparing = self._preparing.get(known_request_id(request_id))
+        if self.orchestrator.abort(known_request_id(request_id)):
+            return True
+        preparing = self._preparing.get(request_id)
         if preparing is not None:
             preparing.cancel()
-            return True
-        return self.orchestrator.abort(request_id)
+        return preparing is not None
 
     def trace(self, request_id: str) -> Trace | None:
         """What ran when, for a running or recent request."""
@@ -190,6 +191,7 @@ class AsyncOmni(_Front):
         if request_id in self._preparing:
             raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
         requests, orchestrator, arrival = self._requests, self.orchestrator, time.monotonic()
+        stream = OutputStream(orchestrator, request_id, self._output_buffer)
         with cancellation_scope() as cancellation:
             cancellation.deadline = requests.deadline(arrival, options.timeout)
             self._preparing[request_id] = cancellation
@@ -197,15 +199,20 @@ class AsyncOmni(_Front):
                 params = requests.stage_params(sampling_params)
                 if is_constrained(params):  # compiled first, in threads that others' prompts do not need
                     await prepare(lambda: orchestrator.check_params(params), cancellation, Lane.CONSTRAINT)
-                plan = await prepare(
-                    lambda: orchestrator.plan(requests.build(prompt, params, options, request_id, arrival)),
-                    cancellation,
-                    lane_of(prompt, options.tools),
-                )
+
+                def begin() -> None:
+                    """In the thread that prepares it: the stages need not wait until the event loop comes to it."""
+                    stream.begin(orchestrator.plan(requests.build(prompt, params, options, request_id, arrival)))
+                    if cancellation.cancelled:  # just now: nobody has closed it
+                        stream.close()
+
+                await prepare(begin, cancellation, lane_of(prompt, options.tools))
+            except BaseException:
+                stream.close()
+                raise
             finally:
                 del self._preparing[request_id]
-        # No await from here on: a cancellation finds either no request or a stream that its reader closes.
-        return OutputStream(orchestrator, plan, self._output_buffer)
+        return stream
 
     async def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Let requests in flight finish for up to `timeout` seconds, abort the rest, release everything."""

@@ -143,12 +143,19 @@ class OutputBuffer:
 
     A full buffer never blocks the stage and drops nothing: everything that waits is joined into one item per stream
     (a modality of an answer), so a slow consumer gets fewer, larger items. `wake` is called, without the lock, when
-    an item arrives in an empty buffer; a consumer takes items until there is none before it waits again.
+    an item arrives in an empty buffer, and for the last item `wake_last`; a consumer takes items until there is none
+    before it waits again.
     """
 
-    def __init__(self, limit: int, wake: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        wake: Callable[[], object] | None = None,
+        wake_last: Callable[[], object] | None = None,
+    ) -> None:
         self._limit = max(1, limit)
         self._wake = wake
+        self._wake_last = wake_last
         self._items: deque[OutputChunk] = deque()
         self._lock = threading.Lock()  # itself, and not through the condition, which takes several calls
         self._arrived = threading.Condition(self._lock)
@@ -166,7 +173,9 @@ class OutputBuffer:
                 self._items.append(item)
             if self._waiting:
                 self._arrived.notify()
-        if was_empty and self._wake is not None:
+        if item.final is not None and self._wake_last is not None:
+            self._wake_last()
+        elif was_empty and self._wake is not None:
             self._wake()
 
     def pop(self) -> OutputChunk | None:

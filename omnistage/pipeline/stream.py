@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer
-from omnistage.pipeline.outputs import OutputChunk
-from omnistage.pipeline.request import RequestPlan
+from omnistage.pipeline.outputs import OutputChunk, Trace
+from omnistage.pipeline.request import RequestPlan, RequestRun
 
 _SECONDS_A_READER = 0.00025
 _MAX_PAUSE_SECONDS = 0.02
@@ -29,6 +29,8 @@ class _Readers:
         self._ready: deque[asyncio.Event] = deque()
         self._called = False
         self._not_before = 0.0
+        self._ended: deque[asyncio.Event] = deque()
+        self._called_for_ended = False
 
     def wake(self, event: asyncio.Event) -> None:
         """Set the event soon. Each call into the loop is a write to a socket, so that one stands for many events."""
@@ -40,6 +42,22 @@ class _Readers:
             except RuntimeError:  # the loop is closed, and every request that has its reader there is to know it
                 self._called = False
                 raise
+
+    def wake_ended(self, event: asyncio.Event) -> None:
+        """The same without a pause, for a request that has ended: its client may send another."""
+        self._ended.append(event)
+        if not self._called_for_ended:
+            self._called_for_ended = True
+            try:
+                self._call(self._wake_all_ended)
+            except RuntimeError:
+                self._called_for_ended = False
+                raise
+
+    def _wake_all_ended(self) -> None:
+        self._called_for_ended = False
+        while self._ended:
+            self._ended.popleft().set()
 
     def _wake_all(self) -> None:
         if (wait := self._not_before - self._time()) > 0:
@@ -60,19 +78,26 @@ _readers: WeakValueDictionary[asyncio.AbstractEventLoop, _Readers] = WeakValueDi
 class OutputStream(AsyncIterator[OutputChunk]):
     """The items of one running request, for one reader. Closing it aborts the request if it still runs."""
 
-    def __init__(self, orchestrator: Orchestrator, plan: RequestPlan, limit: int) -> None:
-        self.request_id = plan.request.info.request_id
+    trace: Trace
+    """What ran when; the stages still change it."""
+
+    def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
+        self.request_id = request_id
         self._ready = asyncio.Event()
         self._done = False
         # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
         loop = asyncio.get_running_loop()
         if (readers := _readers.get(loop)) is None:
             readers = _readers[loop] = _Readers(loop)
-        self._buffer = OutputBuffer(limit, partial(readers.wake, self._ready))
+        wakes = partial(readers.wake, self._ready), partial(readers.wake_ended, self._ready)
+        self._buffer = OutputBuffer(limit, *wakes)
         self._orchestrator = orchestrator
-        self._run = orchestrator.start(plan, self._buffer.put)
+        self._run: RequestRun | None = None
+
+    def begin(self, plan: RequestPlan) -> None:
+        """Admit the request. May be called from any thread."""
+        self._run = self._orchestrator.start(plan, self._buffer.put)
         self.trace = self._run.trace
-        """What ran when; the stages still change it."""
 
     async def __anext__(self) -> OutputChunk:
         if self._done:
@@ -98,4 +123,5 @@ class OutputStream(AsyncIterator[OutputChunk]):
 
     def close(self) -> None:
         self._done = True
-        self._orchestrator.cancel(self._run)
+        if self._run is not None:
+            self._orchestrator.cancel(self._run)

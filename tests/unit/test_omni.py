@@ -30,7 +30,9 @@ from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
 from omnistage.core.types import ARInput, FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
+from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import OutputChunk
+from omnistage.pipeline.request import RequestPlan, RequestRun
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(60)
@@ -421,6 +423,34 @@ def test_cancelling_the_task_aborts_the_request(rig: Rig) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        release.set()
+        assert omni.stats().finished[FinishReason.ABORT] == 1
+
+    run(go, rig)
+
+
+def test_a_task_that_is_cancelled_while_its_request_is_admitted_aborts_it(rig: Rig) -> None:
+    _, release = held(rig)
+    admitted, left = threading.Event(), threading.Event()
+
+    async def go(omni: AsyncOmni) -> None:
+        orchestrator = omni.orchestrator
+        start = orchestrator.start
+
+        def start_slowly(plan: RequestPlan, sink: Sink) -> RequestRun:
+            run = start(plan, sink)
+            admitted.set()
+            assert left.wait(30)
+            return run
+
+        orchestrator.start = start_slowly  # type: ignore[method-assign]
+        task = asyncio.create_task(omni.start("w " * 500))
+        await asyncio.to_thread(admitted.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left.set()
+        assert await asyncio.to_thread(orchestrator.wait_for_room, 30, orchestrator.max_inflight)
         release.set()
         assert omni.stats().finished[FinishReason.ABORT] == 1
 

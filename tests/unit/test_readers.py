@@ -80,6 +80,21 @@ def test_readers_are_woken_again_after_their_share_of_time(count: int) -> None:
     assert late.is_set()
 
 
+def test_the_readers_of_requests_that_have_ended_do_not_wait_for_their_share_of_time() -> None:
+    loop, readers = make()
+    for _ in range(64):
+        readers.wake(asyncio.Event())
+    loop.run()
+    ended = [asyncio.Event() for _ in range(8)]
+    readers.wake(running := asyncio.Event())
+    for event in ended:
+        readers.wake_ended(event)
+    assert len(loop.calls) == 2
+    loop.run()
+    assert all(event.is_set() for event in ended)
+    assert not running.is_set()
+
+
 def test_no_wake_is_lost_between_threads() -> None:
     async def run() -> None:
         readers = _Readers(asyncio.get_running_loop())
@@ -106,7 +121,7 @@ def test_an_event_loop_that_is_closed_is_not_kept() -> None:
 
     async def open_stream() -> weakref.ref[asyncio.AbstractEventLoop]:
         plan = SimpleNamespace(request=SimpleNamespace(info=RequestInfo("a")))
-        stream.OutputStream(Door(), plan, 4)  # type: ignore[arg-type]
+        stream.OutputStream(Door(), "a", 4).begin(plan)  # type: ignore[arg-type]
         return weakref.ref(asyncio.get_running_loop())
 
     loops = [asyncio.run(open_stream()) for _ in range(3)]
