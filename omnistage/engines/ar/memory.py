@@ -88,6 +88,7 @@ def zeros(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> tor
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _HOST_ALIGNMENT, dtype=np.uint8)
     first = -memory.ctypes.data % _HOST_ALIGNMENT
+    memory[first] = 0  # the first page, which may be a huge one, is there before the first request
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
