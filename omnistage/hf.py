@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from omnistage.compat import import_without, prepare_torchvision
-from omnistage.import_structure import keep_import_structure
 
 prepare_torchvision(required=False)
-keep_import_structure()
 
 import transformers  # noqa: E402  (importing almost anything of it imports torchvision where that is installed)
 

@@ -44,7 +44,7 @@ PLACES: dict[str, str] = {
     **dict.fromkeys(("types", "params", "errors", "record", "verify"), "core"),
     **dict.fromkeys(("chat", "batch"), "pipeline"),
     "loadtest": "bench",
-    **dict.fromkeys(("hf", "import_structure"), "compat"),
+    "hf": "compat",
     "__main__": "package",
 }
 STARTER = "starter"  # its own distribution, or what becomes it: no layer, and in no total
