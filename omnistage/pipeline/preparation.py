@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
+from omnistage.core.failures import log_defect
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.media.context import current_owner
@@ -68,11 +69,8 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     Left before its end, at the request's deadline, its abort or because the task was cancelled, it cancels the work and
     waits no longer. `cancellation.when_idle` tells when the thread is really done.
     """
-    context, loop = copy_context(), asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-    if (wakeups := _wakeups.get(loop)) is None:
-        wakeups = _wakeups[loop] = _Wakeups()
-    wake = partial(wakeups.add, loop, over)
+    context, over = copy_context(), asyncio.Event()
+    wake = partial(call_soon, asyncio.get_running_loop(), over.set)
 
     def run() -> _Result:
         cancellation.check()  # it may have waited in the queue
@@ -91,9 +89,9 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     try:
         with cancellation.on_cancel(wake):
             if (seconds := cancellation.remaining()) is None:
-                await over
+                await over.wait()
             else:
-                await asyncio.wait((over,), timeout=seconds)
+                await asyncio.wait((asyncio.ensure_future(over.wait()),), timeout=seconds)
         if job.done() and not cancellation.cancelled:
             return job.result()
         cancellation.check()
@@ -104,31 +102,6 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
             cancellation.cancel()
         # An error that is raised refers to this frame: with this it would be a cycle, and keep the data of a request.
         del job
-
-
-class _Wakeups:
-    """Futures of one event loop that other threads resolve. Each call into a loop is a write to a socket, for which a
-    thread gives the interpreter away, so that one stands for all futures that come until it is made."""
-
-    def __init__(self) -> None:
-        self._futures: deque[asyncio.Future[None]] = deque()
-        self._called = False
-
-    def add(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-        self._futures.append(future)
-        if not self._called:
-            self._called = True
-            call_soon(loop, self._resolve)
-
-    def _resolve(self) -> None:
-        self._called = False  # first: who comes from here on calls again
-        while self._futures:
-            future = self._futures.popleft()
-            if not future.done():
-                future.set_result(None)
-
-
-_wakeups: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = WeakKeyDictionary()
 
 
 def lane_of(prompt: object, tools: object = ()) -> Lane:
@@ -186,5 +159,33 @@ def _weight(value: object, enough: int) -> int:
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Call in the loop, from any thread; not at all if it is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
+    if (calls := _calls.get(loop)) is None:
+        calls = _calls.setdefault(loop, _Calls())
+    calls.add(loop, callback)
+
+
+class _Calls:
+    """Calls that wait for one event loop. Each call into a loop is a write to a socket, for which a thread gives the
+    interpreter away, so that one stands for all that come until it is made."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._called = False
+
+    def add(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        self._waiting.append(callback)
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._make)
+
+    def _make(self) -> None:
+        self._called = False  # first: who comes from here on calls again
+        while self._waiting:
+            try:
+                self._waiting.popleft()()
+            except Exception as error:  # the boundary of one call: the others still have to be made
+                log_defect("a call from another thread", error)
+
+
+_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, _Calls] = WeakKeyDictionary()

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk, Trace
+from omnistage.pipeline.preparation import call_soon
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
 _SECONDS_A_READER = 0.00025
@@ -29,8 +30,6 @@ class _Readers:
         self._ready: deque[asyncio.Event] = deque()
         self._called = False
         self._not_before = 0.0
-        self._ended: deque[asyncio.Event] = deque()
-        self._called_for_ended = False
 
     def wake(self, event: asyncio.Event) -> None:
         """Set the event soon. Each call into the loop is a write to a socket, so that one stands for many events."""
@@ -42,22 +41,6 @@ class _Readers:
             except RuntimeError:  # the loop is closed, and every request that has its reader there is to know it
                 self._called = False
                 raise
-
-    def wake_ended(self, event: asyncio.Event) -> None:
-        """The same without a pause, for a request that has ended: its client may send another."""
-        self._ended.append(event)
-        if not self._called_for_ended:
-            self._called_for_ended = True
-            try:
-                self._call(self._wake_all_ended)
-            except RuntimeError:
-                self._called_for_ended = False
-                raise
-
-    def _wake_all_ended(self) -> None:
-        self._called_for_ended = False
-        while self._ended:
-            self._ended.popleft().set()
 
     def _wake_all(self) -> None:
         if (wait := self._not_before - self._time()) > 0:
@@ -89,7 +72,8 @@ class OutputStream(AsyncIterator[OutputChunk]):
         loop = asyncio.get_running_loop()
         if (readers := _readers.get(loop)) is None:
             readers = _readers[loop] = _Readers(loop)
-        wakes = partial(readers.wake, self._ready), partial(readers.wake_ended, self._ready)
+        # At its end without a pause: its client may send another request.
+        wakes = partial(readers.wake, self._ready), partial(call_soon, loop, self._ready.set)
         self._buffer = OutputBuffer(limit, *wakes)
         self._orchestrator = orchestrator
         self._run: RequestRun | None = None

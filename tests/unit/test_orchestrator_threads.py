@@ -143,9 +143,10 @@ def test_shutdown_waits_for_the_end_of_the_threads_and_not_only_of_their_loops(
     monkeypatch.setattr(LoopThread, "_drive", slowly)
     pipeline = Pipeline(threads=True)
     pipeline.submit().wait()
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("omnistage-")]
+    names = ["omnistage-talker", "omnistage-thinker", "omnistage-vocoder"]
+    threads = [thread for thread in threading.enumerate() if thread.name in names]
     pipeline.orchestrator.shutdown()
-    assert sorted(gone) == ["omnistage-talker", "omnistage-thinker", "omnistage-vocoder"]
+    assert sorted(gone) == names
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from omnistage.core.types import RequestInfo
+from omnistage.core.types import Modality, RequestInfo
 from omnistage.pipeline import stream
+from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.stream import _Readers
 
 
@@ -80,19 +82,19 @@ def test_readers_are_woken_again_after_their_share_of_time(count: int) -> None:
     assert late.is_set()
 
 
-def test_the_readers_of_requests_that_have_ended_do_not_wait_for_their_share_of_time() -> None:
-    loop, readers = make()
-    for _ in range(64):
-        readers.wake(asyncio.Event())
-    loop.run()
-    ended = [asyncio.Event() for _ in range(8)]
-    readers.wake(running := asyncio.Event())
-    for event in ended:
-        readers.wake_ended(event)
-    assert len(loop.calls) == 2
-    loop.run()
-    assert all(event.is_set() for event in ended)
-    assert not running.is_set()
+def test_the_end_of_a_request_wakes_its_reader_without_a_pause() -> None:
+    class Door:
+        def start(self, plan: object, sink: Callable[[OutputChunk], None]) -> SimpleNamespace:
+            sink(OutputChunk("a", Modality.TEXT, final=OmniRequestOutput("a")))
+            return SimpleNamespace(trace=None)
+
+    async def run() -> None:
+        ended = stream.OutputStream(Door(), "a", 4)  # type: ignore[arg-type]
+        stream._readers[asyncio.get_running_loop()]._not_before = math.inf
+        ended.begin(SimpleNamespace())  # type: ignore[arg-type]
+        assert [item.final is not None for item in await asyncio.wait_for(ended.take(), 30)] == [True]
+
+    asyncio.run(run())
 
 
 def test_no_wake_is_lost_between_threads() -> None:

@@ -203,8 +203,15 @@ class _HeldWrites:
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if self.holds:
+        self._pieces.append(data)
+        if not self.holds:
+            self.release()
+
+    def write_through(self, data: bytes) -> None:
+        """Write at once, behind what was held."""
+        if self._pieces:
             self._pieces.append(data)
+            self.release()
         else:
             self._transport.write(data)
 
@@ -262,8 +269,10 @@ class _Transfer:
             record.bytes_out += len(body)
             if len(body) > _WRITE_BYTES:
                 pieces = _split(message, body)
-            elif self._chunked and not waits and message.get("more_body", False):
-                self._write_chunk(body)
+            elif self._chunked and not waits and message.get("more_body", False) and self._writes is not None:
+                # As h11 writes it: a piece of a streamed body changes nothing of the connection's state.
+                if body and not self._writes.is_closing():
+                    self._writes.write_through(b"%x\r\n%b\r\n" % (len(body), body))
                 return
         else:
             self.started = True
@@ -288,12 +297,6 @@ class _Transfer:
             raise StalledError("the client does not read") from None
         if not is_body and connection is not None:
             self._chunked = type(connection.conn._writer) is ChunkedWriter
-
-    def _write_chunk(self, body: bytes) -> None:
-        """A piece of a streamed body, as h11 writes it: it changes nothing of the connection's state."""
-        if self._writes is not None and body and not self._writes.is_closing():
-            self._writes.write(b"%x\r\n%b\r\n" % (len(body), body))
-            self._writes.release()
 
 
 class Exchange:

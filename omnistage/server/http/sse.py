@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
 from fastapi.responses import StreamingResponse
@@ -37,17 +38,21 @@ class _StreamedResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            piece = self._first
-            while piece is not None:
-                last = type(piece) is LastPiece
-                await send({"type": "http.response.body", "body": piece, "more_body": not last})
-                if last:
-                    return
-                piece = await anext(self._pieces, None)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            # In a task of its own: otherwise every piece would resume the coroutines of all middleware.
+            await asyncio.create_task(self._send(send))
         finally:
             await self._pieces.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        piece = self._first
+        while piece is not None:
+            last = type(piece) is LastPiece
+            await send({"type": "http.response.body", "body": piece, "more_body": not last})
+            if last:
+                return
+            piece = await anext(self._pieces, None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def stream_response(pieces: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> StreamingResponse:
