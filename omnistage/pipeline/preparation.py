@@ -87,11 +87,9 @@ async def prepare(work: Callable[[], _Result], cancellation: Cancellation, lane:
     cancellation.begin_work()  # only now: where no thread can be started, nothing would ever end it
     job.add_done_callback(ended)
     try:
-        with cancellation.on_cancel(wake):
-            if (seconds := cancellation.remaining()) is None:
+        with cancellation.on_cancel(wake), suppress(TimeoutError):
+            async with asyncio.timeout(cancellation.remaining()):
                 await over.wait()
-            else:
-                await asyncio.wait((asyncio.ensure_future(over.wait()),), timeout=seconds)
         if job.done() and not cancellation.cancelled:
             return job.result()
         cancellation.check()
@@ -176,8 +174,11 @@ class _Calls:
         self._waiting.append(callback)
         if not self._called:
             self._called = True
-            with suppress(RuntimeError):  # it is closed
+            try:
                 loop.call_soon_threadsafe(self._make)
+            except RuntimeError:  # it is closed
+                self._called = False
+                self._waiting.clear()
 
     def _make(self) -> None:
         self._called = False  # first: who comes from here on calls again

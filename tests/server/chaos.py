@@ -141,7 +141,7 @@ class Storm:
             for _ in range(width):
                 group.create_task(client())
 
-    def _kinds(self) -> dict[Callable[[], Awaitable[None]], int]:
+    def _kinds(self) -> dict[Callable[[], Awaitable[object]], int]:
         return {
             self.completes: 16,
             self.chats: 14,
@@ -455,18 +455,29 @@ class Storm:
             with contextlib.suppress(ConnectionError):
                 await reader.read(self.chance.choice((1, 200, 1000)))
 
-    async def reads_slowly(self) -> None:
-        """Half of them stop for good, until they are cut off; the others take it all, in small bites."""
+    async def reads_slowly(self, stops: bool | None = None) -> bool:
+        """Half of them stop for good, until they are cut off; the others take it all, in small bites.
+
+        Whether there was a response to read: most of these many answers are refused while others are served.
+        """
         head = self._tag("slow", 200, 429, 499)
-        stops = self.chance.random() < 0.5
+        stops = self.chance.random() < 0.5 if stops is None else stops
+        begun = b""
         async with self._whole({**head, "Connection": "close"}, WIDE, window=4096) as reader:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                await reader.readexactly(600)
+                begun = await reader.readexactly(600)
                 async with asyncio.timeout(LONGEST_WAIT):
                     while stops and head[TAG] not in self.over:
                         await asyncio.sleep(0.05)
                     while not stops and await reader.read(512):
                         pass
+        return b" 200 " in begun
+
+    async def is_cut_off(self) -> None:
+        """A reader that stops, sent again until it is served."""
+        async with asyncio.timeout(LONGEST_WAIT):
+            while not await self.reads_slowly(stops=True):
+                await asyncio.sleep(0.05)
 
     async def breaks_the_protocol(self) -> None:
         """A chunk whose length is no number, in the middle of a body."""

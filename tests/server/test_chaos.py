@@ -281,6 +281,7 @@ def test_a_storm_leaves_nothing_behind(
 
         storm = Storm(server.url, expected, random.Random(0), KEYS, ledger.lines)
         asyncio.run(storm.run(REQUESTS, OFFERED))
+        asyncio.run(storm.is_cut_off())
         done = steps(service)
         asyncio.run(storm.is_served_afterwards())
         assert steps(service) - done < AT_ONCE_STEPS

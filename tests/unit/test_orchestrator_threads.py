@@ -143,11 +143,10 @@ def test_shutdown_waits_for_the_end_of_the_threads_and_not_only_of_their_loops(
     monkeypatch.setattr(LoopThread, "_drive", slowly)
     pipeline = Pipeline(threads=True)
     pipeline.submit().wait()
-    names = ["omnistage-talker", "omnistage-thinker", "omnistage-vocoder"]
-    threads = [thread for thread in threading.enumerate() if thread.name in names]
+    threads = [loop.thread for loop in pipeline.orchestrator._loops.values()]
     pipeline.orchestrator.shutdown()
-    assert sorted(gone) == names
-    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(gone) == ["omnistage-talker", "omnistage-thinker", "omnistage-vocoder"]
+    assert not any(thread is not None and thread.is_alive() for thread in threads)
 
 
 def test_shutdown_gives_up_draining_and_does_not_close_a_stuck_stage() -> None:
