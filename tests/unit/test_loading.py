@@ -337,7 +337,7 @@ def test_speech_is_in_half_precision_where_that_is_fast_and_nobody_asked_for_mor
     from omnistage.config import CodecBudget
     from omnistage.models.qwen2_5_omni.load import _precision
 
-    context = SimpleNamespace(requested_dtype=deployment, device=torch.device(device))
+    context = SimpleNamespace(requested_dtype=deployment, device=torch.device(device), target=None)
     assert _precision(context, CodecBudget()) == expected  # type: ignore[arg-type]
 
 
