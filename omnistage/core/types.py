@@ -131,19 +131,27 @@ class SideRows:
     final: bool = False
 
 
+Code = int | tuple[int, ...]
+"""One frame of a codec: its code, or where a frame has several codebooks one code for each, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class CodecInput:
-    """Start of a codec stage's work on a request; codes follow by `CodecFrames`."""
+    """Start of a codec stage's work on a request; codes follow by `CodecFrames`.
 
-    codes: tuple[int, ...] = ()
+    One entry of `codes` is one frame, so that lengths count frames whatever the number of codebooks; all entries of a
+    request are of one kind.
+    """
+
+    codes: tuple[Code, ...] = ()
     final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CodecFrames:
-    """More codes for a running codec request."""
+    """More codes for a running codec request, one entry a frame as in `CodecInput`."""
 
-    codes: tuple[int, ...]
+    codes: tuple[Code, ...]
     final: bool = False
 
 

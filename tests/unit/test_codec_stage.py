@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,6 +164,26 @@ def test_a_component_that_answers_short_is_an_error() -> None:
     stage = CodecStage("codec", component, BUDGET)
     stage.submit(start("a", [1], final=True))
     assert isinstance(stage.drain()[-1].error, StageError)
+
+
+def test_a_frame_with_several_codebooks_is_one_entry_of_codes() -> None:
+    class Frames(Echo):
+        layout = replace(Echo.layout, num_codebooks=3)
+
+        def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
+            return [np.array(w.codes[w.history : w.history + w.emit], dtype=np.float32).reshape(-1) for w in windows]
+
+    stage = CodecStage("codec", Frames(), BUDGET)
+    stage.submit(StageInput(RequestInfo("a"), CodecParams(), CodecInput(((1, 2, 3),))))
+    stage.feed("a", CodecFrames(((4, 5, 6), (7, 8, 9)), final=True))
+    chunks = stage.drain()
+    assert audio(chunks, "a") == list(range(1, 10))
+    assert stage.stats().tokens == 3
+    for wrong in (1, (1, 2), (1, 2, 3, 4), (1, 2, 50)):
+        with pytest.raises(InvalidRequestError):
+            stage.submit(StageInput(RequestInfo("b"), CodecParams(), CodecInput((wrong,))))
+    with pytest.raises(InvalidRequestError, match="a frame has 1 codes"):
+        CodecStage("codec", Echo(), BUDGET).submit(StageInput(RequestInfo("b"), CodecParams(), CodecInput(((1,),))))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 
 from omnistage.core.params import CodecParams
 from omnistage.core.stage_memory import StageMemory
+from omnistage.core.types import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class CodecLayout:
     """Seconds of audio in a code; 0: not known."""
     first_blocks: int = 1
     """Fewest blocks from which the first window gives any samples."""
+    num_codebooks: int = 1
+    """Codes of a frame: with one, a frame is an `int`; with several, a tuple of so many."""
     mixed_windows: bool = False
     """Whether windows of different shapes may share a forward."""
 
@@ -45,7 +48,7 @@ class Window:
     """
 
     state: object
-    codes: tuple[int, ...]
+    codes: tuple[Code, ...]
     history: int
     emit: int
     last: bool

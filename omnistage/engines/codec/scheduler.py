@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from omnistage.config.schema import CodecBudget
+from omnistage.core.types import Code
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.costs import CostModel
@@ -41,7 +42,7 @@ class WindowPlan:
     """A window of one request: `codes` is `history` old codes, `emit` new ones, then look-ahead."""
 
     request_id: str
-    codes: tuple[int, ...]
+    codes: tuple[Code, ...]
     history: int
     emit: int
     last: bool
@@ -64,7 +65,7 @@ class _Request:
     streaming: bool
     first_code: float = 0.0
     """When the first codes came."""
-    codes: list[int] = field(default_factory=list)
+    codes: list[Code] = field(default_factory=list)
     final: bool = False
     done: int = 0
     windows: int = 0
@@ -106,7 +107,7 @@ class CodecScheduler:
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
         self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)
 
-    def extend(self, request_id: str, codes: Sequence[int], final: bool) -> None:
+    def extend(self, request_id: str, codes: Sequence[Code], final: bool) -> None:
         """More codes; ignored once the utterance is complete or the request has ended."""
         request = self._requests.get(request_id)
         if request is None or request.final:

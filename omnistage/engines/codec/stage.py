@@ -8,7 +8,16 @@ from omnistage.config.schema import CodecBudget
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
 from omnistage.core.params import CodecParams
 from omnistage.core.stage import StageStats
-from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageChunk, StageFeed, StageInput
+from omnistage.core.types import (
+    AudioChunk,
+    Code,
+    CodecFrames,
+    CodecInput,
+    RequestInfo,
+    StageChunk,
+    StageFeed,
+    StageInput,
+)
 from omnistage.engines.codec.component import CodecComponent
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
 from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
@@ -71,16 +80,20 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._check_codes(feed.codes, known)
         self._scheduler.extend(request_id, feed.codes, feed.final)
 
-    def _check_codes(self, codes: tuple[int, ...], known: int) -> None:
+    def _check_codes(self, codes: tuple[Code, ...], known: int) -> None:
         layout = self.component.layout
         if known + len(codes) > layout.max_codes:
             raise LimitExceededError(
                 f"the utterance has {known + len(codes)} codes and may have {layout.max_codes}; split the text"
             )
-        if codes and not (min(codes) >= 0 and max(codes) < layout.codebook_size):
-            wrong = next(code for code in codes if not 0 <= code < layout.codebook_size)
-            size = layout.codebook_size
-            raise InvalidRequestError(f"code {wrong} is outside the codebook [0, {size})", param="codes")
+        size, count = layout.codebook_size, layout.num_codebooks
+        for frame in codes:
+            values = (frame,) if isinstance(frame, int) else frame
+            if len(values) != count or isinstance(frame, int) != (count == 1):
+                raise InvalidRequestError(f"a frame has {count} codes, not {frame}", param="codes")
+            for code in values:
+                if not 0 <= code < size:
+                    raise InvalidRequestError(f"code {code} is outside the codebook [0, {size})", param="codes")
 
     def step(self) -> list[StageChunk]:
         scheduled = self._scheduler.schedule()

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -295,7 +295,7 @@ class Token2Wav(CodecComponent):
 
     def _rows(self, stream: _Stream, window: Window) -> WindowRows:
         return WindowRows(
-            codes=window.codes[window.history :],
+            codes=cast("Sequence[int]", window.codes[window.history :]),  # it has one codebook
             noise=self._noise(stream, window),
             cond=stream.voice.cond,
             reference=stream.voice.reference,
