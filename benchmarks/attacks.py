@@ -133,6 +133,7 @@ def attacks() -> list[Attack]:
         _grammar_attack("grammar that is slow to step", {"type": "string", "pattern": "^(.{1,500}){400,500}$"}),
         _grammar_attack("grammar within the bounds that is slow to step", {"type": "string", "pattern": _AMBIGUOUS}),
         _grammar_attack("grammar that is slow to compile", _wide_schema()),
+        _chat_attack("strict tool with a pattern of 60 KB", TEXT_MODEL, "hi", tools=[_strict_tool("[a-z]x?" * 8_500)]),
         _chat_attack("control: 64 tokens", TEXT_MODEL, "hi", max_tokens=64, ignore_eos=True),
         _chat_attack("64 tokens with log probabilities", TEXT_MODEL, "hi", **{**logprobs, "ignore_eos": True}),
         Attack("tiny chunks", TEXT_MODEL, _chunked(small + b" " * 60_000)),
@@ -191,6 +192,12 @@ def _tool(number: int, properties: int) -> dict[str, Any]:
     fields = {f"field_{number}_{i}": {"type": "string", "description": "what it is for"} for i in range(properties)}
     parameters = {"type": "object", "properties": fields}
     return {"type": "function", "function": {"name": f"tool_{number}", "parameters": parameters}}
+
+
+def _strict_tool(pattern: str) -> dict[str, Any]:
+    fields = {"a": {"type": "string", "pattern": pattern}}
+    schema = {"type": "object", "properties": fields, "required": ["a"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
 
 
 # -------------------------------------------------------------------------------------------------------- measuring

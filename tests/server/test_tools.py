@@ -14,8 +14,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from omnistage.engines.ar.sampling.schema_support import check_schema
 from omnistage.omni import AsyncOmni
-from omnistage.server.openai.tools import CallReader, Function, Toolbox, ToolFields, read_whole
+from omnistage.server.openai.tools import CallReader, Function, Toolbox, ToolFields, check_schemas, read_whole
 from omnistage.server.service import Service
 from tests.chat_templates import TOOL_TEMPLATE
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
@@ -371,7 +372,30 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_and_without_tools(serv
 
 def test_large_schemas_are_left_to_the_engines_limit() -> None:
     function = Function(name="f", parameters={**UNIQUE, "description": "x" * 70_000}, strict=True)
-    assert Toolbox((function,)).structured() is not None
+    check_schemas(Toolbox((function,)).exact_schemas())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_schemas_are_checked_outside_the_event_loop(
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pattern of 60 KB takes a tenth of a second, in which nobody else would be answered."""
+    in_loop: list[bool] = []
+
+    def check(schema: object, param: str) -> None:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        check_schema(schema, param)
+
+    monkeypatch.setattr("omnistage.server.openai.tools.check_schema", check)
+    function = {"name": "f", "parameters": UNIQUE, "strict": True}
+    flat, nested = {"type": "function", **function}, {"type": "function", "function": function}
+    bodies = {
+        "chat/completions": {**GIVEN, "tools": [nested]},
+        "responses": {"model": "lm", "input": "a", "tools": [flat], "max_output_tokens": 1},
+    }
+    answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path], timeout=30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert in_loop == [False]
 
 
 def test_the_constraint_follows_the_choice() -> None:

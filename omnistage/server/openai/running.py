@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.stream import OutputStream
+from omnistage.server.http.json_body import run_json
 from omnistage.server.http.sse import LastPiece, event
+from omnistage.server.openai.tools import ExactSchema, check_schemas
 from omnistage.server.service import ServedModel
 
 Running = AbstractAsyncContextManager[OutputStream]
@@ -37,6 +40,12 @@ async def events_of(running: Running, writer: Callable[[str], Writer], *, last: 
             if piece:
                 yield piece
     yield LastPiece(piece + last)
+
+
+async def require_enforceable(schemas: Sequence[ExactSchema], owner: str | None) -> None:
+    """Raise `InvalidRequestError` for a schema that cannot be enforced; in a thread, as long patterns take a while."""
+    if schemas:
+        await run_json(partial(check_schemas, schemas), small=False, owner=owner)
 
 
 async def final_output(running: Running) -> OmniRequestOutput:

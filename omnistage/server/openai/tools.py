@@ -165,6 +165,15 @@ class ToolFields(ToolRules):
 
 
 @dataclass(frozen=True, slots=True)
+class ExactSchema:
+    """A JSON schema that must be met, with the request's field and the place in it."""
+
+    schema: object
+    param: str
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools of one request. `forced`: the model must call; `allowed`: only these, None: all."""
 
@@ -181,23 +190,23 @@ class Toolbox:
     def specs(self) -> list[dict[str, object]]:
         return [function.spec() for function in self.functions]
 
-    def structured(
-        self, text: StructuredOutput | None = None, field: str = "response_format"
-    ) -> StructuredOutput | None:
-        """What enforces the choice. `text`, sent in `field`, constrains a text without calls; None: it is free.
+    def exact_schemas(self, text: StructuredOutput | None = None, field: str = "response_format") -> list[ExactSchema]:
+        """The schemas that must be met: of strict functions, and of a `text` without calls, which was sent in `field`.
 
-        Raises `InvalidRequestError` for a schema that must be met and cannot be enforced. Without `strict: true`, a
-        function's schema is enforced as far as it can be.
+        Without `strict: true`, a function's schema is enforced as far as it can be.
         """
-        called = [function for function in self.functions if function.name in self.names]
-        exact: list[tuple[object, str, str]] = [
-            (function.arguments_schema, "tools", f"parameters of {function.name}, ")
-            for function in called
-            if function.strict
+        exact = [
+            ExactSchema(function.arguments_schema, "tools", f"parameters of {function.name}, ")
+            for function in self.functions
+            if function.strict and function.name in self.names
         ]
         if text is not None and text.json_schema is not None:
-            exact.append((text.json_schema, field, ""))
-        _check_schemas(exact)
+            exact.append(ExactSchema(text.json_schema, field))
+        return exact
+
+    def structured(self, text: StructuredOutput | None = None) -> StructuredOutput | None:
+        """What enforces the choice. `text` constrains a text without calls; None: it is free."""
+        called = [function for function in self.functions if function.name in self.names]
         tags = [self._tag(function) for function in called]
         only = {"tags": tags, "stop_after_first": not self.parallel}
         calls: dict[str, object] = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **only}
@@ -223,15 +232,15 @@ class Toolbox:
         return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{_CLOSE}"}
 
 
-def _check_schemas(schemas: Sequence[tuple[object, str, str]]) -> None:
-    """Each with the request's field and the place in it."""
-    if len(json.dumps([schema for schema, _, _ in schemas])) > MAX_SOURCE_BYTES:
+def check_schemas(schemas: Sequence[ExactSchema]) -> None:
+    """Raise `InvalidRequestError` for one that cannot be enforced. Long patterns take a while."""
+    if len(json.dumps([schema.schema for schema in schemas])) > MAX_SOURCE_BYTES:
         return  # the engine refuses them
-    for schema, param, place in schemas:
+    for schema in schemas:
         try:
-            check_schema(schema, param)
+            check_schema(schema.schema, schema.param)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"{place}{error.message}", param=param) from error
+            raise InvalidRequestError(f"{schema.place}{error.message}", param=schema.param) from error
 
 
 # ------------------------------------------------------------------------------------------------------- calls

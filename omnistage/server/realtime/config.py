@@ -19,7 +19,16 @@ from omnistage.core.validation import short_repr
 from omnistage.server.openai.audio import capabilities
 from omnistage.server.openai.base import Metadata
 from omnistage.server.openai.responses.tools import FlatTool
-from omnistage.server.openai.tools import MAX_TOOLS, Function, FunctionName, NamedChoice, Tool, Toolbox, ToolFields
+from omnistage.server.openai.tools import (
+    MAX_TOOLS,
+    Function,
+    FunctionName,
+    NamedChoice,
+    Tool,
+    Toolbox,
+    ToolFields,
+    check_schemas,
+)
 from omnistage.server.realtime.audio import RATES, FormatName
 from omnistage.server.realtime.base import ClientModel, Ignored, JsonObject, validate
 from omnistage.server.realtime.preview import from_preview, merge_settings
@@ -240,7 +249,7 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
     try:
         toolbox = config.tool_fields().toolbox
         if toolbox is not None:
-            toolbox.structured()
+            check_schemas(toolbox.exact_schemas())
     except InvalidRequestError as error:
         error.param = f"{prefix}.{error.param}"
         raise

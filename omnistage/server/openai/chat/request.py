@@ -17,7 +17,7 @@ from omnistage.core.validation import field_error
 from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import UncheckedMessages
 from omnistage.server.openai.request_models import AudioOptions, SamplingFields
-from omnistage.server.openai.tools import JsonSchema, ToolFields
+from omnistage.server.openai.tools import ExactSchema, JsonSchema, ToolFields
 
 _Drawing = Annotated[DiffusionParams, max_items(len(DiffusionParams.model_fields))]
 Modalities = Annotated[tuple[Literal["text", "audio", "image"], ...], max_items(MAX_MODALITIES)]
@@ -102,10 +102,19 @@ class ChatRequest(SamplingFields, ToolFields):
     def speaks(self) -> bool:
         return "audio" in (self.modalities or ())
 
+    def _structured_text(self) -> StructuredOutput | None:
+        return self.response_format.structured() if self.response_format is not None else None
+
+    def exact_schemas(self) -> list[ExactSchema]:
+        """Schemas beside tools that must be met; a schema without tools is checked by the engine."""
+        if self.toolbox is None:
+            return []
+        return self.toolbox.exact_schemas(self._structured_text(), _ERROR_PATHS["structured.json_schema"])
+
     def sampling(self) -> SamplingParams | None:
-        structured = self.response_format.structured() if self.response_format is not None else None
+        structured = self._structured_text()
         if self.toolbox is not None:
-            structured = self.toolbox.structured(structured, _ERROR_PATHS["structured.json_schema"])
+            structured = self.toolbox.structured(structured)
         return self.sampling_params(
             "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

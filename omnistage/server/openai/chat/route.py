@@ -17,7 +17,7 @@ from omnistage.server.http.sse import DONE, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import events_of, final_output
+from omnistage.server.openai.running import events_of, final_output, require_enforceable
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -38,6 +38,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.use_audio_in_video,
         toolbox.specs() if toolbox is not None else (),
     )
+    await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     messages = service.spoken.recalled(holder.name, body.messages)
     params, paths = _params(body, model), body.error_paths()
     running = service.run_request(holder, model, messages, params, options, rename=paths)

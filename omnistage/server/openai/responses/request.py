@@ -19,7 +19,7 @@ from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadat
 from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
 from omnistage.server.openai.request_models import AudioOptions, Finite, SamplesText
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
-from omnistage.server.openai.tools import JsonSchema
+from omnistage.server.openai.tools import ExactSchema, JsonSchema
 
 _NOT_SUPPORTED = "parameter not supported; leave it out"
 
@@ -252,8 +252,12 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
             return "input"
         return f"input[{as_messages(self.input)[1][index]}]{match[2]}"
 
+    def exact_schemas(self) -> list[ExactSchema]:
+        """Schemas beside tools that must be met; a schema without tools is checked by the engine."""
+        return [] if self.toolbox is None else self.toolbox.exact_schemas(self.text.format.structured(), "text.format")
+
     def sampling(self) -> SamplingParams | None:
         structured, toolbox = self.text.format.structured(), self.toolbox
         if toolbox is not None:
-            structured = toolbox.structured(structured, "text.format")
+            structured = toolbox.structured(structured)
         return self.sampling_params("max_output_tokens", structured=structured)

@@ -14,7 +14,7 @@ from omnistage.server.http.sse import stream_response
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
-from omnistage.server.openai.running import events_of, final_output, text_stage, writes
+from omnistage.server.openai.running import events_of, final_output, require_enforceable, text_stage, writes
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -36,6 +36,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         body.timeout,
         tools=toolbox.specs() if toolbox is not None else (),
     )
+    await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     params = _params(body, model)
     running = service.run_request(holder, model, body.messages(), params, options, rename=body.path)
     if not body.stream:
