@@ -73,6 +73,7 @@ _MAX_EXACT, _MAX_EXACT_INTEGER = 1e9, 2**53
 """Bounds beyond, with and without decimals, have more digits than xgrammar keeps."""
 _MAX_PATH = 200
 _ESCAPES = frozenset("dDwWsSbBpPkxunrtfvc")
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
 _UNPRINTABLE = re.compile("[^ -~]")
 _SPECIAL_GROUP = re.compile(r"\(\?(?!:|P?<[A-Za-z_])(?:<?[=!]|\w{0,4})")
@@ -402,7 +403,7 @@ def _regex_problem(expression: str, *, in_json: bool) -> str | None:
 def _escape_problem(expression: str, token: re.Match[str], *, in_json: bool) -> str | None:
     """`in_json`: the token is a character of a JSON string, where some would have to be escaped."""
     text = token[0]
-    for character in re.findall(r"\\(.)", text, re.DOTALL):
+    for character in _ESCAPED.findall(text) if "\\" in text else ():
         if (character.isalpha() or not character.isascii()) and character not in _ESCAPES:
             return f"\\{character} at {token.start()} is no known escape; remove the backslash"
     if text in ("[]", "[^]"):
