@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.budget import ItemBytes, current_hold
+from omnistage.media.budget import current_hold
 from omnistage.media.container import check_decoder, open_container
 from omnistage.media.decode_pool import active_decode_pool
 from omnistage.media.limits import MediaLimits, Need, no_need
@@ -63,17 +63,12 @@ def decode_audio(
     with current_hold().decoding() as item:
         if array is not None:
             clip = _from_array(*array, target_rate, limits.max_audio_seconds, item.need)
+        elif (pool := active_decode_pool()) is not None:
+            clip = pool.decode_audio(data, limits, target_rate, item)
         else:
-            clip = _decode_file(data, limits, target_rate, item)
+            clip = decode_audio_bytes(data, limits, target_rate, item.need)
         item.keep(clip.samples.nbytes)
         return clip
-
-
-def _decode_file(data: bytes, limits: MediaLimits, target_rate: int | None, item: ItemBytes) -> AudioClip:
-    pool = active_decode_pool()
-    if pool is not None:
-        return pool.decode_audio(data, limits, target_rate, item)
-    return decode_audio_bytes(data, limits, target_rate, item.need)
 
 
 def decode_audio_bytes(data: bytes, limits: MediaLimits, target_rate: int | None, need: Need = no_need) -> AudioClip:

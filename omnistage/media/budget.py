@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from traceback import clear_frames
 
 from omnistage.core.cancellation import current_cancellation
@@ -42,15 +43,14 @@ def default_media_bytes() -> int:
     return max((host_memory() or 0) // _DEFAULT_SHARE, _MIN_DEFAULT)
 
 
+@dataclass(eq=False, slots=True)
 class _Account:
     """What one request holds."""
 
-    __slots__ = ("number", "owner", "size")
-
-    def __init__(self, owner: str | None, number: int) -> None:
-        self.owner: object = self if owner is None else owner
-        self.number = number
-        self.size = 0
+    owner: object
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order in which they were opened."""
+    size: int = 0
 
 
 class MediaBudget:
@@ -70,8 +70,7 @@ class MediaBudget:
         self._changed = threading.Condition(threading.Lock())
         self._dropped: deque[_Account] = deque()
         """Of holds that were collected, which may happen in the middle of any call, also with the lock held."""
-        self._numbers = itertools.count()
-        self._waiting: list[tuple[_Account, int]] = []
+        self._waiting: list[_Account] = []
         self._first: _Account | None = None
         """The request in preparation that may use all that is left, until it is prepared or ends."""
         self._owned: Counter[object] = Counter()
@@ -89,9 +88,6 @@ class MediaBudget:
         """Requests that wait for bytes."""
         return len(self._waiting)
 
-    def open_account(self, owner: str | None) -> _Account:
-        return _Account(owner, next(self._numbers))
-
     def reserve(self, account: _Account, nbytes: int) -> None:
         """Wait until there is room for so many more.
 
@@ -103,48 +99,43 @@ class MediaBudget:
                 f"the request's media take {account.size + nbytes} bytes of memory up to here, over the limit of "
                 f"{self.max_request_bytes} for one request; send fewer or smaller ones"
             )
+        cancellation, end = current_cancellation(), time.monotonic() + MAX_WAIT_SECONDS
         try:
-            self._wait_for(account, nbytes)
+            with cancellation.on_cancel(self._wake), self._changed:
+                self._waiting.append(account)
+                try:
+                    while not self._fits(account, nbytes):
+                        cancellation.check()
+                        left, remaining = end - time.monotonic(), cancellation.remaining()
+                        if left <= 0:
+                            raise QueueFullError(
+                                "other requests hold the memory for media; send the request again later",
+                                retry_after=5.0,
+                            )
+                        # Not for longer: a hold may be collected just before this gives the lock away.
+                        self._changed.wait(min(left, _DROPPED_SECONDS, left if remaining is None else remaining))
+                    cancellation.check()
+                    self._add(account, nbytes)
+                finally:
+                    self._waiting.remove(account)
+                    if not account.size and self._first is account:
+                        self._first = None
+                    self._changed.notify_all()
         finally:
             self._take_dropped()
 
-    def _wait_for(self, account: _Account, nbytes: int) -> None:
-        cancellation, entry = current_cancellation(), (account, nbytes)
-        end = time.monotonic() + MAX_WAIT_SECONDS
-        with cancellation.on_cancel(self._wake), self._changed:
-            self._waiting.append(entry)
-            try:
-                while True:
-                    cancellation.check()
-                    self._settle_dropped()
-                    if self._fits(account, nbytes):
-                        break
-                    left, remaining = end - time.monotonic(), cancellation.remaining()
-                    if left <= 0:
-                        raise QueueFullError(
-                            "other requests hold the memory for media; send the request again later", retry_after=5.0
-                        )
-                    # Not for longer: a hold may be collected just before this gives the lock away.
-                    self._changed.wait(min(left, _DROPPED_SECONDS, left if remaining is None else remaining))
-                self._add(account, nbytes)
-            finally:
-                self._waiting.remove(entry)
-                if not account.size:
-                    self._leave(account)
-                self._changed.notify_all()
-
     def _fits(self, account: _Account, nbytes: int) -> bool:
-        starts = account.size > 0 or not self._owns_enough(account)
-        if starts and self._held + nbytes <= self.max_bytes - self.max_request_bytes:
+        self._settle_dropped()
+        if self._may_grow(account) and self._held + nbytes <= self.max_bytes - self.max_request_bytes:
             return True
         # Only where memory is short does one get the rest: a request that took little would keep it from the others.
         if self._first is None:
-            able = [waiting for waiting, _ in self._waiting if waiting.size or not self._owns_enough(waiting)]
+            able = filter(self._may_grow, self._waiting)
             self._first = min(able, key=lambda waiting: waiting.number, default=None)
         return account is self._first and self._held + nbytes <= self.max_bytes
 
-    def _owns_enough(self, account: _Account) -> bool:
-        return self._owned[account.owner] >= self._max_owned
+    def _may_grow(self, account: _Account) -> bool:
+        return account.size > 0 or self._owned[account.owner] < self._max_owned
 
     def resize(self, account: _Account, nbytes: int, *, settled: bool = False) -> None:
         """Hold so many from now on, which are there already; `settled`: and never more."""
@@ -154,8 +145,8 @@ class MediaBudget:
 
     def _resize(self, account: _Account, nbytes: int, settled: bool) -> None:
         self._add(account, nbytes - account.size)
-        if settled or not account.size:
-            self._leave(account)
+        if self._first is account and (settled or not account.size):
+            self._first = None
         self._changed.notify_all()
 
     def drop(self, account: _Account) -> None:
@@ -186,10 +177,6 @@ class MediaBudget:
         if not self._owned[account.owner]:
             del self._owned[account.owner]  # owners come and go
 
-    def _leave(self, account: _Account) -> None:
-        if self._first is account:
-            self._first = None
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
@@ -205,38 +192,33 @@ class MediaHold:
     def __init__(self, budget: MediaBudget | None, owner: str | None) -> None:
         """Without a budget nothing is counted and nothing waits."""
         self._budget = budget
-        self._account: _Account | None = None
+        self._account = _Account(object() if owner is None else owner)
         if budget is not None:
-            self._account = budget.open_account(owner)
             weakref.finalize(self, budget.drop, self._account).atexit = False
 
     @property
-    def counted(self) -> bool:
-        return self._account is not None
-
-    @property
     def size(self) -> int:
-        return 0 if self._account is None else self._account.size
+        return self._account.size
 
     @property
-    def left(self) -> int:
-        """How many more one request may hold."""
-        return 0 if self._budget is None else max(self._budget.max_request_bytes - self.size, 0)
+    def left(self) -> int | None:
+        """How many more one request may hold; None: nothing is counted."""
+        return None if self._budget is None else max(self._budget.max_request_bytes - self._account.size, 0)
 
     def reserve(self, nbytes: int) -> None:
         """Hold so many more, once there is room. Raises as `MediaBudget.reserve` does."""
-        if self._budget is not None and self._account is not None and nbytes > 0:
+        if self._budget is not None and nbytes > 0:
             self._budget.reserve(self._account, nbytes)
 
     def release(self, nbytes: int) -> None:
         """Hold so many fewer."""
-        if self._budget is not None and self._account is not None and nbytes:
+        if self._budget is not None and nbytes:
             self._budget.resize(self._account, self._account.size - nbytes)
 
     def settle(self, nbytes: int | None = None) -> None:
         """The request is prepared: hold so many from now on, or as many as before, and never more."""
-        if self._budget is not None and self._account is not None:
-            self._budget.resize(self._account, self.size if nbytes is None else nbytes, settled=True)
+        if self._budget is not None:
+            self._budget.resize(self._account, self._account.size if nbytes is None else nbytes, settled=True)
 
     def close(self) -> None:
         """Give all of it back now."""
@@ -260,15 +242,11 @@ class ItemBytes:
         self._hold = hold
         self._size = 0
 
-    @property
-    def counted(self) -> bool:
-        return self._hold.counted
-
     def begin(self) -> int | None:
         """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""
-        if not self.counted:
+        if (left := self._hold.left) is None:
             return None
-        nbytes = min(FREE_BYTES, self._hold.left // _COPIES)
+        nbytes = min(FREE_BYTES, left // _COPIES)
         self.need(nbytes)
         return nbytes
 
@@ -279,7 +257,7 @@ class ItemBytes:
     @property
     def most(self) -> int:
         """How many bytes it may have at all."""
-        return self._size + self._hold.left
+        return self._size + (self._hold.left or 0)
 
     def reserve(self, nbytes: int) -> None:
         """Have so many bytes in all."""
@@ -295,10 +273,6 @@ class ItemBytes:
 
 _active: MediaBudget | None = None
 _HOLD: ContextVar[MediaHold | None] = ContextVar("omnistage_media_hold", default=None)
-
-
-def active_media_budget() -> MediaBudget | None:
-    return _active
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -142,7 +143,7 @@ class DecodePool:
         Nobody waits for memory while it has a process.
         """
         max_decoded, memory = item.begin(), limits.max_decode_memory
-        if item.counted:
+        if max_decoded is not None:
             memory = min(memory, FREE_MEMORY)
         for _ in range(_MAX_TRIES):
             bounds = limits.model_copy(update={"max_decode_memory": memory})
@@ -153,7 +154,7 @@ class DecodePool:
                 continue
             except _MemoryNeededError:
                 before, memory = memory, min(limits.max_decode_memory, item.most)
-                if not item.counted or memory <= before:
+                if memory <= before:
                     raise _too_large(job.kind, before) from None
                 item.reserve(memory)
                 continue
@@ -229,8 +230,7 @@ class DecodePool:
     @contextmanager
     def _process(self, cancellation: Cancellation) -> Iterator[DecodeProcess]:
         """A process for one item; where the block fails with anything but an answer, it is ended."""
-        process = self._take_process(cancellation)
-        reusable = False
+        process, reusable = self._take_process(cancellation), False
         try:
             try:
                 yield process
@@ -251,19 +251,17 @@ class DecodePool:
                 process.close()
 
     def _take_process(self, cancellation: Cancellation) -> DecodeProcess:
-        process = self._start_process(cancellation)
-        with self._changed:
-            self._busy.add(process)
-            if self._closed:
-                process.kill()
-        return process
-
-    def _start_process(self, cancellation: Cancellation) -> DecodeProcess:
         """An idle process, or a new one; where the system gives none, it is asked again for a moment."""
         tries = _MAX_TRIES
         while True:
+            with self._changed:
+                process = self._idle.pop() if self._idle else None
+            if process is not None and not process.reusable:  # it may have been killed while it was idle
+                process.close()
+                process = None
             try:
-                return self._idle_process() or DecodeProcess()
+                process = process or DecodeProcess()
+                break
             except OSError as error:
                 tries -= 1
                 if error.errno not in _EXHAUSTED:
@@ -276,13 +274,10 @@ class DecodePool:
                 self._changed.wait(_RETRY_SECONDS)
             cancellation.check()
             self._check_open()
-
-    def _idle_process(self) -> DecodeProcess | None:
         with self._changed:
-            process = self._idle.pop() if self._idle else None
-        if process is not None and not process.reusable:  # it may have been killed while it was idle
-            process.close()
-            return None
+            self._busy.add(process)
+            if self._closed:
+                process.kill()
         return process
 
 
@@ -294,13 +289,11 @@ class _NotBegunError(Exception):
     """The process ended before it began with its item."""
 
 
+@dataclass(eq=False, slots=True)
 class _Turn:
     """One item that waits for a process or has one."""
 
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: str | None) -> None:
-        self.owner = owner
+    owner: str | None
 
 
 class _AnsweredError(Exception):

@@ -300,9 +300,9 @@ def test_a_hold_may_be_collected_in_the_middle_of_any_call(moment: int) -> None:
                 others.clear()
             return super().__hash__()
 
-    account = pool.open_account(Owner("a"))
-    pool.reserve(account, 20)
-    pool.resize(account, 0)
+    hold = MediaHold(pool, Owner("a"))
+    hold.reserve(20)
+    hold.release(20)
     others.clear()
     assert (pool.held, dict(pool._owned)) == (0, {})
 
