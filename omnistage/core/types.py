@@ -102,8 +102,8 @@ class ARInput:
     embeds: torch.Tensor | None = None
     """`[n, E]` rows used instead of embedding `token_ids` (which then serve penalties only)."""
     positions: torch.Tensor | None = None
-    """`int64 [3, n]` for m-RoPE or `[n]`; `None` counts 0, 1, 2, ... Beside `num_tokens` it may go on over those."""
-    position_delta: int = 0
+    """`[3, n]` for m-RoPE or `[n]`; `None` counts 0, 1, 2, ... Beside `num_tokens` it may go on over those."""
+    position_delta: float = 0
     """Generated token at index i gets position i + position_delta, where `positions` does not reach it."""
     num_tokens: int | None = None
     """Generate just as many, whatever the parameters' `max_tokens`: a picture's grid has as many as it has."""
@@ -117,7 +117,7 @@ class ARInput:
     streaming: bool = False
     """True: each generated token needs a row of `SideRows` to be computed; the stage waits (starved) without."""
     side_rows: torch.Tensor | None = None
-    """`[k, E]` side rows known already."""
+    """`[k, side width]` side rows known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +289,8 @@ class TokenChunk:
     """The end token, when one ended the answer; it is the last of `token_ids`."""
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; on the first chunk only."""
+    frames: tuple[tuple[int, ...], ...] = ()
+    """From a stage with a code predictor: for each of `token_ids` all codes of its frame, the token first."""
 
 
 @dataclass(frozen=True, slots=True)

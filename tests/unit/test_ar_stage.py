@@ -39,7 +39,7 @@ from omnistage.core.types import (
 from omnistage.engines.ar import graphs
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.graphs import DecodeGraphs
+from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import block_bytes
 from omnistage.engines.ar.merged import merge_linears
 from omnistage.engines.ar.scheduler import ScheduledSequence
@@ -1065,12 +1065,10 @@ class FakeGraphs:
         self._runner = stage.runner
         self.rows = 0
 
-    def run(self, batch: Sequence[ScheduledSequence], _sequences: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, batch: Sequence[ScheduledSequence], _sequences: object) -> StepTensors:
         assert all(item.sample and item.count == 1 for item in batch)
         self.rows += len(batch)
-        logits, rows, _ = self._runner._forward(batch)
-        assert logits is not None
-        return logits, rows
+        return self._runner._forward(batch)
 
 
 @pytest.mark.parametrize("chunk", [1, 3])

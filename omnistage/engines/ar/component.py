@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from omnistage.engines.ar.attention import PagedContext
+
+
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
+"""Logits `[S, V]` of the residual code with this index → the chosen codes, `int64 [S]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualCodes:
+    """The codes of a frame that follow the sampled one, and how they are sampled: greedily where that one is."""
+
+    count: int
+    vocab_size: int
+    hidden_size: int
+    """Width H of the hidden rows that they are predicted from."""
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +49,8 @@ class ARSpec:
     max_length: int
     position_dims: int = 1
     """1 for plain positions, 3 for m-RoPE."""
+    fractional_positions: bool = False
+    """Positions are not always whole numbers; `forward` gets them as float64."""
     emit_size: int = 0
     """Width of the hidden rows handed downstream; 0: none."""
     emit_anew: bool = False
@@ -39,6 +58,12 @@ class ARSpec:
     they differ in the last bits, and so would what is made of them."""
     side_input: bool = False
     """Generated tokens take a side row from upstream."""
+    side_size: int = 0
+    """Width of the side rows, where it is not E."""
+    deep_size: int = 0
+    """Width of what `encode` may give beyond E, for deeper layers: `forward_media` takes it."""
+    residual: ResidualCodes | None = None
+    """A generated token is the first code of a frame; `predict` gives the others, `embed_frames` embeds all."""
     prompt_vocab_size: int = 0
     """Ids that a prompt may hold, where they are more than can be sampled; 0: the same."""
 
@@ -80,6 +105,18 @@ class ARComponent(ABC):
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         """`[T, E]`, `int64 [position_dims, T]` → final hidden states `[T, H]`."""
 
+    def forward_media(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedContext,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """`forward` of a batch in which media fill the rows `places` (`bool [T]`); `rows` `[M, deep_size]` are what
+        `encode` gave for them beyond E, zeros where it gave nothing."""
+        raise StageError(f"{type(self).__name__} has no rows for deeper layers")
+
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[S, H]` → `[S, V]`."""
@@ -89,9 +126,25 @@ class ARComponent(ABC):
         raise StageError(f"{type(self).__name__} emits no hidden rows")
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
-        """Rows `[len(span.positions), E]` of a media item."""
+        """Rows `[len(span.positions), E]` of a media item, or `[len(span.positions), E + deep_size]`."""
         raise StageError(f"{type(self).__name__} takes no {span.kind} input")
 
+    def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[T, E]` of generated tokens with their side rows `[T, side_size]`."""
+        return embeds + rows
+
+    def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
+        """Residual codes `int64 [S, residual.count]` of the frames that `token_ids` `[S]` begin.
+
+        `hidden` `[S, H]` are the rows that the tokens were sampled from. No row may depend on another, and nothing may
+        wait for the device: the call is captured in a CUDA graph.
+        """
+        raise StageError(f"{type(self).__name__} has no code predictor")
+
+    def embed_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        """`int64 [T, 1 + residual.count]` → `[T, E]`: what is fed back for generated tokens, before side rows."""
+        raise StageError(f"{type(self).__name__} has no code predictor")
+
     def final_side_rows(self) -> torch.Tensor:
-        """Rows `[k, E]` that follow the upstream's last one; the last of them serves all further tokens."""
+        """Rows `[k, side_size]` that follow the upstream's last one; the last of them serves all further tokens."""
         raise StageError(f"{type(self).__name__} takes no side rows")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from omnistage.core.failures import loses_device
@@ -29,6 +30,7 @@ idle; from 16,384 tokens on there are no more of them."""
 _OPTIONAL_SECONDS = 1.0
 """For capturing steps that another one could stand in for."""
 
+_T = TypeVar("_T")
 Shape = tuple[int, int]
 """Of a captured step: how many sequences, and tokens of the longest of them."""
 
@@ -52,6 +54,34 @@ def smallest_fit(shapes: Sequence[Shape], count: int, longest: int) -> Shape | N
     return next((shape for shape in shapes if shape[0] >= count and shape[1] >= longest), None)
 
 
+class StepTensors(NamedTuple):
+    """What the forward of a step gives."""
+
+    logits: torch.Tensor | None
+    """`[S, V]` of the sequences that sample; None: there are none."""
+    hidden: torch.Tensor | None
+    """`[S, H]`: the rows that the logits were made of."""
+    emitted: torch.Tensor | None
+    """`[T, emit_size]`, where the component emits rows."""
+
+
+def capture(
+    step: Callable[[], _T], device: torch.device, pool: Any
+) -> tuple[Any, _T]:  # pragma: no cover  (needs CUDA; tests/gpu)
+    """A CUDA graph of `step`, and its result, which every replay writes anew."""
+    step()  # kernels compile and workspaces appear before the capture
+    torch.cuda.current_stream(device).synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.
+    # Thread-local: they go on allocating and launching while this thread captures.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        result = step()
+    finally:
+        graph.capture_end()
+    return graph, result
+
+
 class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
     """Static buffers and the graph for `size` sequences of at most `length` tokens."""
 
@@ -60,14 +90,17 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         spec, device = component.spec, component.device
         self.size = size
         dims = spec.position_dims
-        self.longs = torch.zeros(size * (3 + dims), dtype=torch.int64, device=device)
+        num_codes = 0 if spec.residual is None else spec.residual.count
+        self.longs = torch.zeros(size * (3 + dims + num_codes), dtype=torch.int64, device=device)
         self.longs[size : 3 * size] = -1
         ids, slots, sources = self.longs[: 3 * size].view(3, size)
-        positions = self.longs[3 * size :].view(dims, size)
-        self.side = (
-            torch.zeros(size, spec.embed_size, dtype=component.dtype, device=device) if spec.side_input else None
-        )
-        self.no_side_row = torch.zeros(spec.embed_size, dtype=component.dtype, device=device)
+        positions = self.longs[3 * size : (3 + dims) * size].view(dims, size)
+        if spec.fractional_positions:
+            positions = positions.view(torch.float64)
+        codes = self.longs[(3 + dims) * size :].view(num_codes, size).t()
+        side_size = spec.side_size or spec.embed_size
+        self.side = torch.zeros(size, side_size, dtype=component.dtype, device=device) if spec.side_input else None
+        self.no_side_row = torch.zeros(side_size, dtype=component.dtype, device=device)
         self.attention = runner.backend.graph_plan(size, length, runner.block_size, device)
         paged = PagedContext(runner.backend, slots, self.attention.plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
@@ -75,30 +108,26 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         self._no_media = no_media
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
-        def step() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def step() -> StepTensors:
             current.paged = paged
             # A token that nobody has read yet is where the last step left it; one that failed is never read.
-            tokens = torch.where(sources < 0, ids, runner.last_ids[sources.clamp(min=0)]).clamp(min=0)
-            embeds = component.embed(tokens)
+            known, last = sources < 0, sources.clamp(min=0)
+            tokens = torch.where(known, ids, runner.last_ids[last]).clamp(min=0)
+            if runner.last_codes is None:
+                embeds = component.embed(tokens)
+            else:
+                residual = torch.where(known[:, None], codes, runner.last_codes[last]).clamp(min=0)
+                embeds = component.embed_frames(torch.cat((tokens[:, None], residual), dim=1))
             if self.side is not None:
-                embeds = embeds + self.side
+                embeds = component.add_side(embeds, self.side)
             hidden = component.forward(embeds, positions, paged)
             rows = None
             if runner.emit_pool is not None:
                 rows = component.emit(embeds, hidden, no_media)
                 runner.emit_pool.index_copy_(0, torch.where(slots < 0, trash, slots), rows)
-            return component.logits(hidden), rows
+            return StepTensors(component.logits(hidden), hidden, rows)
 
-        step()  # kernels compile and workspaces appear before the capture
-        torch.cuda.current_stream(device).synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.
-        # Thread-local: they go on allocating and launching while this thread captures.
-        self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            self.logits, self.rows = step()
-        finally:
-            self.graph.capture_end()
+        self.graph, self.result = capture(step, device, pool)
 
 
 class DecodeGraphs:
@@ -133,25 +162,24 @@ class DecodeGraphs:
             return False
         return True
 
-    def run(
-        self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Logits `[len(batch), V]` and emitted rows of a batch of generated tokens, one each; None: not captured."""
-        logits: list[torch.Tensor] = []
-        emitted: list[torch.Tensor] = []
+    def run(self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]) -> StepTensors | None:
+        """What a batch of generated tokens, one each, gives; None: not captured."""
+        parts: list[StepTensors] = []
         largest = self._largest
+        more = len(batch) > largest
         for first in range(0, len(batch), largest):
             part = batch[first : first + largest]
             captured = self._replay(part, [sequences[item.key] for item in part])
             if captured is None:
                 return None
-            more = len(batch) > largest
-            logits.append(captured.logits[: len(part)].clone() if more else captured.logits[: len(part)])
-            if captured.rows is not None:
-                emitted.append(captured.rows[: len(part)].clone())
-        if len(logits) == 1:
-            return logits[0], emitted[0] if emitted else None
-        return torch.cat(logits), torch.cat(emitted) if emitted else None
+            logits, hidden, emitted = (None if x is None else x[: len(part)] for x in captured.result)
+            if more and logits is not None and hidden is not None:  # the next part may overwrite them
+                logits, hidden = logits.clone(), hidden.clone()
+            parts.append(StepTensors(logits, hidden, None if emitted is None else emitted.clone()))
+        if not more:
+            return parts[0]
+        columns = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
+        return StepTensors(*(torch.cat(column) if column else None for column in columns))
 
     def _replay(
         self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]
@@ -167,13 +195,21 @@ class DecodeGraphs:
         longs[count:size] = 0
         longs[size : 3 * size] = -1
         longs[3 * size :] = 0
+        spec = self._runner.component.spec
+        last_place = (3 + spec.position_dims) * size
+        places = longs[3 * size : last_place]
+        if spec.fractional_positions:
+            places = places.view(np.float64)
+        codes = longs[last_place:]
         for i, (item, row) in enumerate(zip(part, rows, strict=True)):
             token = row.tokens[item.start]
             longs[i] = token
             longs[size + i] = row.slots[item.start]
             if token == UNREAD:
                 longs[2 * size + i] = row.sampled_row
-            longs[3 * size + i :: size] = row.position(item.start)
+            elif len(codes) and item.start >= row.prompt_length:
+                codes[i::size] = row.frame(item.start)
+            places[i::size] = row.position(item.start)
         captured.longs.copy_(host, non_blocking=True)
         captured.attention.fill([item.start + 1 for item in part], [row.table for row in rows])
         if captured.side is not None:

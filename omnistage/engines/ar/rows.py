@@ -13,6 +13,7 @@ from omnistage.core.types import ARInput
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
+_NO_CODES = np.empty((0, 0), dtype=np.int64)
 _MAX_BORROWED = 64
 """Side rows that are left in the upstream's memory."""
 _MAX_BORROWED_BYTES = 2 << 20
@@ -45,10 +46,19 @@ class SequenceRows:
     """Where its unread token stands among those that the last step samples."""
     slots: np.ndarray = field(default_factory=lambda: _EMPTY_SLOTS)
     table: np.ndarray = field(default_factory=lambda: _EMPTY_TABLE)
+    codes: np.ndarray = field(default_factory=lambda: _NO_CODES)
+    """`[n, c]`: the residual codes of the generated tokens; for an unread token they are unread too."""
 
     @classmethod
     def open(
-        cls, key: str, payload: ARInput, capacity: int, emit: bool, device: torch.device, dtype: torch.dtype
+        cls,
+        key: str,
+        payload: ARInput,
+        capacity: int,
+        emit: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_codes: int = 0,
     ) -> SequenceRows:
         prompt = len(payload.token_ids)
         tokens = np.zeros(max(capacity, prompt + 1), dtype=np.int64)
@@ -69,16 +79,24 @@ class SequenceRows:
             embeds=None if payload.embeds is None else payload.embeds.to(device=device, dtype=dtype),
             positions=positions,
             media_index=np.sort(np.concatenate(media)) if media else _EMPTY_SLOTS,
+            codes=np.zeros((len(tokens) - prompt, num_codes), dtype=np.int64) if num_codes else _NO_CODES,
         )
 
     def append(self, token_id: int) -> None:
         """A token was sampled, or is being sampled (`UNREAD`)."""
         if self.length == len(self.tokens):
             self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
+            if self.codes.shape[1]:
+                self.codes = np.concatenate((self.codes, np.zeros((self.length, self.codes.shape[1]), dtype=np.int64)))
         self.tokens[self.length] = token_id
         self.length += 1
 
-    def position(self, index: int) -> int | np.ndarray:
+    def frame(self, index: int) -> np.ndarray:
+        """Residual codes of the generated token at sequence index `index`."""
+        row: np.ndarray = self.codes[index - self.prompt_length]
+        return row
+
+    def position(self, index: int) -> float | np.ndarray:
         """Position of a generated token: one for all dimensions, or `[dims]` where the payload gives it."""
         if self.positions is not None and index < self.positions.shape[1]:
             return self.positions[:, index]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 
 from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import stage_failure
@@ -18,10 +19,13 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.graphs import DecodeGraphs
+from omnistage.engines.ar.embeds import fill_frames, fill_rows
+from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import zeros
+from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
+from omnistage.engines.ar.sampling.selection import FAILED
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.streams import DeviceStream, Download, upload
@@ -46,6 +50,8 @@ class RunnerOutput:
     """Not sampled although asked: the masks of their grammars are not there. Their last token has to run again."""
     slow: frozenset[str] = frozenset()
     """Sampled, and their next mask may take long."""
+    frames: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """All codes of the sampled tokens' frames, where the component predicts them."""
 
 
 @dataclass(slots=True)
@@ -58,6 +64,8 @@ class LaunchedStep:
     done: Download | None = None
     """Set where nothing is sampled."""
     tokens: PendingTokens | None = None
+    codes: Download | None = None
+    """Residual codes of the sampled tokens."""
     sampled: list[tuple[str, SequenceRows, int]] = field(default_factory=list)
     """Which sequences get a token, and where in them it will stand."""
 
@@ -103,12 +111,20 @@ class Runner:
         )
         self.last_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
         """The tokens that the last step sampled, in its order: the next one may begin before they are read."""
+        self.last_codes: torch.Tensor | None = None
+        """Their residual codes."""
+        if spec.residual is not None:
+            self.last_codes = torch.zeros(max_batch, spec.residual.count, dtype=torch.int64, device=device)
+        self.predictor: CodePredictor | None = None
         self._rows: dict[str, SequenceRows] = {}
         self._stream.follow()  # merged weights and the caches' zeros may still be written
         self.graphs: DecodeGraphs | None = None
-        if graph_batch_sizes and device.type == "cuda" and backend.supports_graphs:
-            with self._stream.use():
-                self.graphs = DecodeGraphs(self, graph_batch_sizes, max_length)
+        sizes = graph_batch_sizes if device.type == "cuda" and backend.supports_graphs else ()
+        with self._stream.use():
+            if sizes:
+                self.graphs = DecodeGraphs(self, sizes, max_length)
+            if spec.residual is not None:
+                self.predictor = CodePredictor(component, sizes)
 
     # ------------------------------------------------------------------------------------------ sequences
 
@@ -126,7 +142,9 @@ class Runner:
         with self._stream.use():
             self.sampler.add(key, params, payload.token_ids, owner)
             device, dtype = self.component.device, self.component.dtype
-            rows = SequenceRows.open(key, payload, capacity, emit, device, dtype)
+            residual = self.component.spec.residual
+            num_codes = 0 if residual is None else residual.count
+            rows = SequenceRows.open(key, payload, capacity, emit, device, dtype, num_codes)
             if payload.side_rows is not None and len(payload.side_rows):
                 self._stream.share(payload.side_rows)
                 rows.feed(payload.side_rows.to(device, dtype), final=False)
@@ -162,7 +180,6 @@ class Runner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Begin with a step. Nothing waits for the device, unless media have to be encoded."""
         step = LaunchedStep(output, RunnerOutput())
-        logits: torch.Tensor | None
         with self._stream.use():
             for key in output.preempted:
                 if key in self._rows:
@@ -186,10 +203,10 @@ class Runner:
             replayed = None
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
                 replayed = self.graphs.run(batch, self._rows)
-            if replayed is not None:
-                (logits, emitted), sampling = replayed, batch
-            else:
-                logits, emitted, sampling = self._forward(batch)
+            sampling = batch
+            if replayed is None:
+                replayed, sampling = self._forward(batch), [item for item in batch if item.sample]
+            logits, hidden, emitted = replayed
             if emitted is not None:
                 self._gather_hidden(batch, emitted, step.result)
             keys = [item.key for item in sampling]
@@ -198,19 +215,35 @@ class Runner:
                 on_time = [row for row, key in enumerate(keys) if key not in step.result.late]
                 if len(on_time) < len(keys):
                     keys = [keys[row] for row in on_time]
-                    logits = logits[upload(np.array(on_time, dtype=np.int64), logits.device)]
+                    index = upload(np.array(on_time, dtype=np.int64), logits.device)
+                    logits, hidden = logits[index], None if hidden is None else hidden[index]
             if logits is None or not keys:
                 step.done = self._stream.mark()
                 return step
             step.tokens = self.sampler.launch(logits, keys)
             if step.tokens.ids is not None:
                 self.last_ids[: len(keys)] = step.tokens.ids
+            if hidden is not None and self.predictor is not None:
+                step.codes = self._predict(self.predictor, hidden, step.tokens, keys)
             for row, key in enumerate(keys):
                 rows = self._rows[key]
                 step.sampled.append((key, rows, rows.length))
                 rows.append(UNREAD)
                 rows.sampled_row = row
         return step
+
+    def _predict(
+        self, predictor: CodePredictor, hidden: torch.Tensor, tokens: PendingTokens, keys: Sequence[str]
+    ) -> Download:
+        """Launch the residual codes of the tokens that are being sampled."""
+        ids, last = tokens.ids, self.last_codes
+        if ids is None:
+            ids = torch.tensor([sampled.token_id for sampled in tokens.results or ()], device=hidden.device)
+        if last is None:
+            raise InternalError("this component has no code predictor")
+        codes = predictor.run(hidden, ids, self.sampler.residual_numbers(keys, last.shape[1]))
+        last[: len(keys)] = codes
+        return Download(codes)
 
     def read(self, step: LaunchedStep) -> RunnerOutput:
         """What a step gave, once it is there. Steps are read in the order in which they were launched."""
@@ -224,19 +257,29 @@ class Runner:
             for (key, rows, place), sampled in zip(step.sampled, results, strict=True):
                 result.sampled[key] = sampled
                 rows.tokens[place] = sampled.token_id
+            if step.codes is not None:
+                self._read_codes(step, step.codes)
             if self.sampler.constrained:
                 result.slow = self.sampler.slow([key for key, _, _ in step.sampled])
         return result
 
-    def _forward(
-        self, batch: Sequence[ScheduledSequence]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ScheduledSequence]]:
+    def _read_codes(self, step: LaunchedStep, download: Download) -> None:
+        for (key, rows, place), codes in zip(step.sampled, download.wait()[0].tolist(), strict=True):
+            sampled = step.result.sampled[key]
+            if sampled.error is None and min(codes) < 0:
+                error = StageError("the code predictor returned NaN or infinite logits")
+                step.result.sampled[key] = Sampled(FAILED, error=error)
+            rows.codes[place - rows.prompt_length] = codes
+            step.result.frames[key] = (sampled.token_id, *codes)
+
+    def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
         """The plain path: any mixture of prompt chunks and generated tokens."""
         component, device = self.component, self.component.device
         total = sum(item.count for item in batch)
         ids = np.empty(total, dtype=np.int64)
         slots = np.empty(total, dtype=np.int64)
-        positions = np.empty((component.spec.position_dims, total), dtype=np.int64)
+        fractional = component.spec.fractional_positions
+        positions = np.empty((component.spec.position_dims, total), dtype=np.float64 if fractional else np.int64)
         sequences = [self._rows[item.key] for item in batch]
         offset, has_rows = 0, False
         unread: list[tuple[int, int]] = []
@@ -254,7 +297,7 @@ class Runner:
                 rows.fill_positions(positions[:, offset : offset + count], start, start + count)
             has_rows = has_rows or start < rows.prompt_length or rows.payload.streaming
             offset += count
-        packed = upload(np.concatenate((ids, slots, positions.reshape(-1))), device)
+        packed = upload(np.concatenate((ids, slots, positions.reshape(-1).view(np.int64))), device)
         slot_mapping = packed[total : 2 * total]
         if unread:
             places = upload(np.array(unread).T.copy(), device)
@@ -262,8 +305,9 @@ class Runner:
             packed[places[0]] = self.last_ids[places[1]].clamp(min=0)
         embeds = component.embed(packed[:total])
         media = torch.zeros(total, 1, dtype=torch.bool, device=device) if self.emit_pool is not None else None
-        if has_rows:
-            self._fill_embeds(embeds, media, batch)
+        if self.last_codes is not None:
+            fill_frames(component, embeds, packed, batch, self._rows, self.last_codes)
+        deep = fill_rows(component, embeds, media, batch, self._rows) if has_rows else None
         layout = BatchLayout(
             np.array([item.count for item in batch], dtype=np.int32),
             np.array([item.start + item.count for item in batch], dtype=np.int32),
@@ -272,43 +316,25 @@ class Runner:
         )
         paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
         current.paged = paged
-        hidden = component.forward(embeds, packed[2 * total :].view(-1, total), paged)
+        places = packed[2 * total :].view(-1, total)
+        if fractional:
+            places = places.view(torch.float64)
+        if deep is None:
+            hidden = component.forward(embeds, places, paged)
+        else:
+            hidden = component.forward_media(embeds, places, paged, *deep)
         emitted = None
         if self.emit_pool is not None and media is not None:
             emitted = component.emit(embeds, hidden, media)
             self.emit_pool.index_copy_(0, slot_mapping, emitted)
         sampling = [item for item in batch if item.sample]
         if not sampling:
-            return None, emitted, []
+            return StepTensors(None, None, emitted)
         if len(sampling) != total:
             ends = np.cumsum([item.count for item in batch]) - 1
             last = [int(e) for e, item in zip(ends, batch, strict=True) if item.sample]
             hidden = hidden.index_select(0, upload(np.array(last), device))
-        return component.logits(hidden), emitted, sampling
-
-    def _fill_embeds(
-        self, embeds: torch.Tensor, media: torch.Tensor | None, batch: Sequence[ScheduledSequence]
-    ) -> None:
-        """Put prompt rows, media rows and side rows into the batch's embeddings; and in `media` where media stand."""
-        offset = 0
-        for item in batch:
-            rows, end = self._rows[item.key], item.start + item.count
-            prompt_end = min(end, rows.prompt_length)
-            if rows.embeds is not None and item.start < prompt_end:
-                embeds[offset : offset + prompt_end - item.start] = rows.embeds[item.start : prompt_end]
-            if rows.media_rows is not None and item.start < prompt_end:
-                low, high = np.searchsorted(rows.media_index, (item.start, end))
-                if high > low:
-                    where = upload(rows.media_index[low:high] - item.start + offset, embeds.device)
-                    embeds[where] = rows.media_rows[low:high]
-                    if media is not None:
-                        media[where] = True
-                if prompt_end == rows.prompt_length:
-                    rows.media_rows = None
-            if rows.payload.streaming:
-                for index in range(max(item.start, rows.prompt_length), end):
-                    embeds[offset + index - item.start] += rows.side_row(index)
-            offset += item.count
+        return StepTensors(component.logits(hidden), hidden, emitted)
 
     # --------------------------------------------------------------------------------------------- pieces
 
@@ -336,7 +362,8 @@ class Runner:
                 self.encoder_cache.put(span.key, encoded)
             parts.append(encoded)
         order = np.argsort(np.concatenate([s.positions.cpu().numpy() for s in rows.payload.media]), kind="stable")
-        joined = torch.cat(parts)
+        widest = max(part.shape[1] for part in parts)
+        joined = torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
         return joined.index_select(0, upload(order, joined.device))
 
     def _gather_hidden(self, batch: Sequence[ScheduledSequence], step_rows: torch.Tensor, result: RunnerOutput) -> None:

@@ -358,6 +358,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             prompt=None if answer.announced else answer.payload,
             ended_by=ended_by,
             cached_tokens=0 if answer.announced else self.scheduler.cached(key),
+            frames=(result.frames[key],) if key in result.frames else (),
         )
         answer.announced = True
         if finish is not None:

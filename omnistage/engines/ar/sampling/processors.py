@@ -30,6 +30,8 @@ _REFRESH_STEPS = 256
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_RESIDUAL = 0xD1B54A32D192ED03
+"""Tells the streams of residual codes from those of tokens."""
 
 
 def mix(value: int) -> int:
@@ -52,6 +54,20 @@ def uniforms(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> 
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     value ^= value >> np.uint64(31)
     numbers: npt.NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def residual_numbers(states: Sequence[RowState], count: int) -> npt.NDArray[np.float64]:
+    """What the residual codes of the tokens that were sampled last are chosen by, `[1 + count, S]`.
+
+    For each row its temperature (0: greedy), then a number in [0, 1) for each code, from a stream beside the tokens'.
+    """
+    numbers = np.zeros((1 + count, len(states)), dtype=np.float64)
+    numbers[0] = [not state.params.greedy for state in states]
+    if numbers[0].any():
+        streams = np.array([state.stream for state in states], dtype=np.uint64) ^ np.uint64(_RESIDUAL)
+        steps = np.array([state.step - 1 for state in states], dtype=np.uint64) * np.uint64(count)
+        numbers[1:] = uniforms(streams[None], steps[None] + np.arange(count, dtype=np.uint64)[:, None])
     return numbers
 
 

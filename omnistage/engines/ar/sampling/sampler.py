@@ -21,7 +21,7 @@ from omnistage.core.record import record
 from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import NOTHING
-from omnistage.engines.ar.sampling.processors import Arrays, Ints, RowState, mix
+from omnistage.engines.ar.sampling.processors import Arrays, Ints, RowState, mix, residual_numbers
 from omnistage.engines.ar.sampling.selection import FAILED
 from omnistage.engines.ar.text import token_bytes
 from omnistage.engines.streams import Download
@@ -206,6 +206,10 @@ class Sampler:
         for state in plan.states:
             state.step += 1
         return pending
+
+    def residual_numbers(self, keys: Sequence[str], count: int) -> np.ndarray:
+        """What the residual codes of the tokens that `launch` has just sampled are chosen by (`CodePredictor.run`)."""
+        return residual_numbers([self._states[key] for key in keys], count)
 
     def read(self, pending: PendingTokens) -> list[Sampled]:
         """The result of each row of a batch, once it is there. To be called once."""

@@ -1,0 +1,104 @@
+"""What runs after sampling in a stage with a code predictor: the residual codes of each sampled token's frame.
+
+The sampled token is the first code of a frame; the component's small autoregressive head gives the others from the row
+that it was sampled from. Everything is done on the device with fixed shapes, so that it can be captured in a CUDA graph
+for each batch size and the next step can be launched before anything is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnistage.core.errors import InternalError
+from omnistage.core.failures import loses_device
+from omnistage.core.params import SamplingParams
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.graphs import capture
+from omnistage.engines.ar.sampling.device_selection import DeviceSelector
+from omnistage.engines.ar.sampling.selection import FAILED
+from omnistage.engines.streams import upload
+
+logger = logging.getLogger(__name__)
+
+
+class _Sized:
+    """The predictor for `size` rows: its inputs keep their place, and so do the codes where a graph gives them."""
+
+    def __init__(self, component: ARComponent, size: int) -> None:
+        residual = component.spec.residual
+        if residual is None:
+            raise InternalError("this component has no code predictor")
+        self._component = component
+        device = component.device
+        self.hidden = torch.zeros(size, residual.hidden_size, dtype=component.dtype, device=device)
+        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(1 + residual.count, size, dtype=torch.float64, device=device)
+        """The rows' temperatures, 0 for greedy ones, and a random number for each code."""
+        params = SamplingParams(temperature=1.0, top_k=residual.top_k, top_p=residual.top_p)
+        self.selector = DeviceSelector([params] * size, residual.vocab_size, device)
+        self.graph: Any = None
+        self.codes: torch.Tensor | None = None
+
+    def run(self) -> torch.Tensor:
+        self.selector.temperature = self.numbers[0].float()
+        chosen: list[torch.Tensor] = []
+
+        def choose(logits: torch.Tensor, index: int) -> torch.Tensor:
+            chosen.append(self.selector.select(logits, self.numbers[1 + index]))
+            return chosen[-1].clamp(min=0)
+
+        codes = self._component.predict(self.hidden, self.ids.clamp(min=0), choose)
+        return torch.where(torch.stack(chosen).amin(0)[:, None] < 0, FAILED, codes)
+
+    def capture(self, pool: Any) -> None:  # pragma: no cover  (needs CUDA; tests/gpu)
+        self.selector.random = True
+        self.graph, self.codes = capture(self.run, self._component.device, pool)
+
+
+class CodePredictor:
+    """Residual codes for batches of any size; batches of up to the largest captured size replay a graph."""
+
+    def __init__(self, component: ARComponent, graph_sizes: Sequence[int] = ()) -> None:
+        self._component = component
+        self._sized: dict[int, _Sized] = {}
+        self._captured: list[int] = []
+        pool: Any = torch.cuda.graph_pool_handle() if graph_sizes else None
+        for size in sorted(graph_sizes, reverse=True):  # the largest first: the others use its memory
+            sized = _Sized(component, size)
+            try:
+                with torch.inference_mode():
+                    sized.capture(pool)
+            except RuntimeError as error:  # there may be no memory for it; it runs without
+                if loses_device(error):
+                    raise
+                logger.warning("no CUDA graph for the residual codes of %d sequences: %s", size, error)
+                break
+            self._sized[size] = sized
+            self._captured.insert(0, size)
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
+        """Codes `int64 [S, count]` of frames that `ids` `[S]` begin, a negative one where none could be chosen.
+
+        `numbers` `[1 + count, S]` are the rows' temperatures, then random numbers in [0, 1). The result may be
+        overwritten by the next call.
+        """
+        count = len(hidden)
+        place = bisect_left(self._captured, count)
+        size = self._captured[place] if place < len(self._captured) else count
+        sized = self._sized.get(size)
+        if sized is None:
+            sized = self._sized[size] = _Sized(self._component, size)
+        sized.hidden[:count] = hidden
+        sized.ids[:count] = ids
+        sized.numbers[:, :count] = upload(numbers, hidden.device)
+        if sized.graph is None or sized.codes is None:
+            sized.selector.random = bool(numbers[0].any())
+            return sized.run()[:count]
+        sized.graph.replay()
+        return sized.codes[:count]
