@@ -32,7 +32,7 @@ from full_load_requests import LoadRequest, build_requests
 from serve import PORT, URL, ready_after, service, write_checkpoint
 
 from omnistage.bench.client import Address, BrokenResponseError, Client
-from omnistage.config.schema import parse_size
+from omnistage.config import parse_size
 
 GIB = 2**30
 PATH = "/v1/chat/completions"

@@ -3,6 +3,7 @@
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model
 from omnistage.config.located import LocatedConfigError, Source
 from omnistage.config.resolve import OmniEngineArgs, ResolvedConfig, resolve, to_yaml
+from omnistage.config.scalars import Size, format_size, parse_size
 from omnistage.config.schema import (
     ARBudget,
     ARStageConfig,
@@ -15,10 +16,7 @@ from omnistage.config.schema import (
     LimitsConfig,
     OmniConfig,
     PipelineConfig,
-    Size,
     StageConfig,
-    format_size,
-    parse_size,
 )
 from omnistage.core.graph import PipelineGraph
 

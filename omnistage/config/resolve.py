@@ -16,7 +16,8 @@ from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.names import check_names, graph_of
 from omnistage.config.problems import to_config_error
-from omnistage.config.schema import ConfigModel, DeviceName, OmniConfig, Size, format_size
+from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
+from omnistage.config.schema import OmniConfig
 from omnistage.config.yamlio import load_file
 from omnistage.core.errors import ConfigError
 from omnistage.core.family import Family

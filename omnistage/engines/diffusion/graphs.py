@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from omnistage.config.schema import DiffusionBudget, picture_size
+from omnistage.config.scalars import picture_size
+from omnistage.config.schema import DiffusionBudget
 from omnistage.core.params import DiffusionParams
 from omnistage.engines.diffusion.component import Denoiser, Row, Tensors
 from omnistage.engines.graphs import GraphCache
