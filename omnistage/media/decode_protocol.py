@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter
 from omnistage.media.limits import MediaLimits
 
 MAX_LINE_BYTES = 64 * 1024
-KEEP_BYTES = 16 * 1024 * 1024
-"""A file keeps its pages up to here for the next item: writing to new ones takes five times as long."""
 
 
 class _Message(BaseModel):
@@ -143,9 +141,3 @@ def read_all(file: FileIO, buffer: memoryview) -> bool:
             return False
         buffer = buffer[count:]
     return True
-
-
-def release(file: FileIO) -> None:
-    """Give back what a large item took."""
-    if os.fstat(file.fileno()).st_size > KEEP_BYTES:
-        file.truncate(0)

@@ -248,20 +248,12 @@ class Orchestrator:
             for target in stage.targets:
                 self._fold(run, target, chunk)
         if not stage.open_answers:
-            for skipped in self._stage_ended(run, chunk.stage):
-                self._advance(run, skipped)
-
-    def _stage_ended(self, run: RequestRun, name: str) -> list[StageChunk]:
-        """Close a stage of a request. The ends of targets that can no longer start, to be routed like any chunk."""
-        skipped = [
-            StageChunk(run.info.request_id, target, finish=FinishReason.STOP, time=self._clock())
-            for target in run.stages[name].targets
-            if run.source_ended(name, target)
-        ]
-        reason = run.stage_ended(name)
-        if reason is not None:
-            self._end(run, reason)
-        return skipped
+            skipped, reason = run.stage_ended(chunk.stage)
+            if reason is not None:
+                self._end(run, reason)
+            for target in skipped:
+                end = StageChunk(run.info.request_id, target, finish=FinishReason.STOP, time=self._clock())
+                self._advance(run, end)  # as any chunk
 
     def _fold(self, run: RequestRun, target: str, chunk: StageChunk) -> None:
         """Run the bridge into `target` over a chunk and queue what it gives."""
@@ -278,17 +270,13 @@ class Orchestrator:
                         check_length(value, run.plan.request.max_prompt_tokens)
                     self._launch(run, target, value)
                 elif isinstance(value, StageFeed):
-                    self._feed(run, target, value)
+                    with run.lock:
+                        if run.over or stage.phase is Phase.ENDED:
+                            return
+                        stage.accept(value)
+                        self._loops[target].feed(run.info.request_id, value, run)
                 else:
                     raise BridgeError(f"the bridge into {target!r} started it a second time")
-
-    def _feed(self, run: RequestRun, target: str, feed: StageFeed) -> None:
-        stage = run.stages[target]
-        with run.lock:
-            if run.over or stage.phase is Phase.ENDED:
-                return
-            stage.accept(feed)
-            self._loops[target].feed(run.info.request_id, feed, run)
 
     # ---------------------------------------------------------------------------------------------- ending
 

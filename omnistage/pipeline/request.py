@@ -263,35 +263,30 @@ class RequestRun:
                     stage.reason = chunk.finish
             return True
 
-    def source_ended(self, source: str, target: str) -> bool:
-        """Take note that `source` is done with feeding `target`. True: no source is left and it was never started."""
-        with self.lock:
-            stage = self.stages[target]
-            stage.open_sources.discard(source)
-            if stage.open_sources or self.over:
-                return False
-            if stage.phase is Phase.WAITING:
-                stage.open_answers.clear()
-                stage.reason = FinishReason.STOP
-                return True
-            if stage.phase is Phase.RUNNING and stage.awaiting_final_input:
-                raise BridgeError(
-                    f"the bridge into {target!r} saw the end of its sources and left the stage waiting for input; "
-                    "its last input must be final"
-                )
-            return False
-
-    def stage_ended(self, name: str) -> FinishReason | None:
-        """Mark a stage ended. The request's reason if that was its last stage, else None."""
+    def stage_ended(self, name: str) -> tuple[list[str], FinishReason | None]:
+        """Mark a stage ended. The targets that can no longer start, and the request's reason if it was the last."""
+        skipped: list[str] = []
         with self.lock:
             if self.over:
-                return None
+                return skipped, None
             stage = self.stages[name]
+            for target in map(self.stages.__getitem__, stage.targets):
+                target.open_sources.discard(name)
+                if target.open_sources:
+                    continue
+                if target.phase is Phase.WAITING:
+                    target.open_answers.clear()
+                    target.reason = FinishReason.STOP
+                    skipped.append(target.name)
+                elif target.phase is Phase.RUNNING and target.awaiting_final_input:
+                    raise BridgeError(
+                        f"the bridge into {target.name!r} saw the end of its sources and left the stage waiting for "
+                        "input; its last input must be final"
+                    )
             stage.phase = Phase.ENDED
             stage.trace.finish = stage.reason
-            if any(other.phase is not Phase.ENDED for other in self.stages.values()):
-                return None
-            return self.stages[self.lead].reason
+            over = all(other.phase is Phase.ENDED for other in self.stages.values())
+            return skipped, self.stages[self.lead].reason if over else None
 
     def end(self, reason: FinishReason, error: OmniError | None, now: float) -> list[str] | None:
         """Fix the reason. The stages to abort, or None if the request was over already."""

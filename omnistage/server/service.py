@@ -143,9 +143,9 @@ class Service:
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
         self._holders: dict[str, str] = {}
+        """The holder's name by request id."""
         self._further: Counter[str] = Counter()
         """By model: answers beyond the first of the requests that are admitted."""
-        """The holder's name by request id."""
         self._tagged: dict[tuple[str, str], str] = {}
         """The request id by holder and the client's own id."""
         if state is None:
