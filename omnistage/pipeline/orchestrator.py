@@ -270,13 +270,17 @@ class Orchestrator:
                         check_length(value, run.plan.request.max_prompt_tokens)
                     self._launch(run, target, value)
                 elif isinstance(value, StageFeed):
-                    with run.lock:
-                        if run.over or stage.phase is Phase.ENDED:
-                            return
-                        stage.accept(value)
-                        self._loops[target].feed(run.info.request_id, value, run)
+                    self._feed(run, target, value)
                 else:
                     raise BridgeError(f"the bridge into {target!r} started it a second time")
+
+    def _feed(self, run: RequestRun, target: str, feed: StageFeed) -> None:
+        stage = run.stages[target]
+        with run.lock:
+            if run.over or stage.phase is Phase.ENDED:
+                return
+            stage.accept(feed)
+            self._loops[target].feed(run.info.request_id, feed, run)
 
     # ---------------------------------------------------------------------------------------------- ending
 
