@@ -45,6 +45,9 @@ class ARBudget(ConfigModel):
     ageing_steps: Count = Field(default=64, description="Steps of waiting that are worth one priority level.")
     encoder_cache: Size = Field(default=256 * 2**20, description="Memory for the outputs of media encoders.")
     attention: Literal["auto", "sdpa", "triton"] = Field(default="auto", description="sdpa runs on every device.")
+    experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = Field(
+        default="auto", description="How a mixture of experts is computed; auto: grouped_mm on CUDA, else a loop."
+    )
     cuda_graphs: bool = Field(default=True, description="Replay decode steps as CUDA graphs; only used on CUDA.")
     graph_batch_sizes: tuple[Count, ...] = Field(
         default=(1, 2, 4, 8, 16, 32, 64), description="Batch sizes to capture a graph for, ascending."

@@ -32,6 +32,7 @@ from omnistage.core.types import (
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.experts import set_experts
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import max_length_of, plan_blocks
 from omnistage.engines.ar.merged import merge_linears
@@ -88,6 +89,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             prefill_chunk=budget.prefill_chunk,
         )
         on_cuda = component.device.type == "cuda"
+        set_experts(component.decoder, budget.experts, component.device, component.dtype)
         if on_cuda if budget.merge_linears == "auto" else budget.merge_linears:
             merge_linears(component.decoder)
         backend = make_backend(budget.attention, component.device)
