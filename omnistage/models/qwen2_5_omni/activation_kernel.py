@@ -12,6 +12,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
+from omnistage.engines.codec.snake import snake
 from omnistage.engines.triton_jit import HAS_TRITON, jit
 
 if HAS_TRITON:
@@ -44,24 +45,6 @@ def _store_four(out_ptr, base, first, length, y0, y1, y2, y3, LANES: tl.constexp
     place = first[:, None] + tl.arange(0, 4)[None, :]
     y = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [LANES, 4])
     tl.store(out_ptr + base[:, None] + place, y, mask=place < length[:, None])
-
-
-@jit()
-def _snake(x, alpha, scale):  # type: ignore[no-untyped-def]  # kernel
-    """x + scale · sin²(alpha · x), to float32's precision for |alpha · x| below 10⁷.
-
-    The square has period π, so that one short polynomial over ±π/2 replaces a general sine.
-    """
-    angle = x * alpha
-    turns = (angle * 0.31830988618379067 + 12582912.0) - 12582912.0  # 1.5 · 2²³: rounds to an integer
-    rest = tl.fma(turns, -3.1415927410125732, angle)
-    rest = tl.fma(turns, 8.742277657347586e-08, rest)
-    square = rest * rest
-    series = tl.fma(square, 2.6083159809786593e-06, -0.00019810690719168633)
-    series = tl.fma(square, series, 0.008333078585565090)
-    series = tl.fma(square, series, -0.16666659712791443)
-    sine = tl.fma(rest * square, series, rest)
-    return tl.fma(sine * sine, scale, x)
 
 
 @jit(counts=("rows", "channels", "units"))
@@ -100,7 +83,7 @@ def _activation_kernel(
         up = x[n // 2 + 5] * UP[n % 2]
         for tap in tl.static_range(1, 6):
             up = tl.fma(x[n // 2 + 5 - tap], UP[n % 2 + 2 * tap], up)
-        active += (_snake(up, alpha, scale),)
+        active += (snake(up, alpha, scale),)
     # The same for its ends.
     a = ()
     for n in tl.static_range(5):

@@ -9,24 +9,22 @@ of each look-back layer for the block before, as it was when that block was solv
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from omnistage.core.errors import CheckpointError
+from omnistage.engines.shared_copy import shared_copy
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
     from omnistage.models.qwen2_5_omni.fused_dit import FusedLayers
 
-_M = TypeVar("_M", bound=nn.Module)
 _MAX_ERROR = 1e-3  # of the largest velocity, in float32
 
 
@@ -205,16 +203,6 @@ class SpeakerRows(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.where(rows[:, 0, -1:] > 0, rows[:, 0, :-1], self.silence)
-
-
-def shared_copy(module: _M, swaps: Mapping[nn.Module, nn.Module]) -> _M:
-    """A copy of the module tree with other submodules in some places; it shares every parameter and buffer.
-
-    `deepcopy` takes what its memo already holds, so the original stays untouched and nothing private is used.
-    """
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    memo.update({id(old): new for old, new in swaps.items()})
-    return copy.deepcopy(module, memo)
 
 
 class _Exact(nn.Module):

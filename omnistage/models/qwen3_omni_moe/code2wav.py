@@ -1,0 +1,111 @@
+"""Qwen3-Omni's code2wav as a streaming codec component, on transformers' own modules.
+
+Several codes a frame become an embedding, a transformer with sliding-window attention mixes frames, and convolutions
+raise 12.5 frames a second to 24,000 samples. It is causal, except that some transposed convolutions wait for one more
+column of their input: samples are 555 behind the frames, and `forward` never gives those at an utterance's end. What is
+streamed here equals `forward` over the whole utterance. transformers' `chunked_decode`, which `generate` uses, does not
+from 300 frames on: each of its chunks lacks its last 555 samples, and sees 25 frames of the past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from omnistage.core.errors import CheckpointError
+from omnistage.engines.codec.causal import CausalDecoder
+from omnistage.engines.codec.causal_layers import Contexts, StreamedConv, StreamedTransformer, StreamedTransposedConv
+from omnistage.engines.codec.component import CodecLayout
+from omnistage.engines.codec.snake import fused_snakes
+from omnistage.engines.shared_copy import shared_copy
+from omnistage.models.loading import kv_shape, positive
+
+if TYPE_CHECKING:
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+SAMPLE_RATE = 24_000  # not in the checkpoint's config
+
+
+class Code2Wav(CausalDecoder):
+    """Code2wav behind the codec engine. The given model's modules stay as they are; their tensors are shared.
+
+    It computes in the model's dtype; with `tf32` float32 products may be TF32 on CUDA. `fused` activations need Triton.
+    `voices` are the talker's, which this stage has no use for and must not refuse.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3OmniMoeCode2Wav,
+        device: torch.device | str | None = None,
+        *,
+        voices: tuple[str, ...] = (),
+        cuda_graphs: bool = True,
+        tf32: bool = False,
+        fused: bool = False,
+        target: torch.device | None = None,
+    ) -> None:
+        at = torch.device(device) if device is not None else model.device
+        model.to(at).eval()
+        config, contexts = model.config, Contexts()
+        scale, delay = 1, 0
+        for conv in (conv for _, conv in _convolutions(model) if isinstance(conv, nn.ConvTranspose1d)):
+            scale, delay = scale * conv.stride[0], delay * conv.stride[0] + _crop(conv)
+        layout = CodecLayout(
+            block_codes=1,
+            codebook_size=positive(config, "codebook_size"),
+            num_codebooks=positive(config, "num_quantizers"),
+            max_codes=positive(config, "max_position_embeddings"),
+            code_seconds=scale / SAMPLE_RATE,
+            first_blocks=delay // scale + 1,
+            mixed_windows=True,
+        )
+        super().__init__(
+            streamed_copy(model, contexts, fused=fused),
+            contexts,
+            layout,
+            SAMPLE_RATE,
+            frame_samples=scale,
+            delay=delay,
+            device=at,
+            voices=voices,
+            cuda_graphs=cuda_graphs,
+            tf32=tf32,
+            target=target,
+        )
+
+
+def streamed_copy(model: Qwen3OmniMoeCode2Wav, contexts: Contexts, *, fused: bool) -> Qwen3OmniMoeCode2Wav:
+    """A copy whose convolutions and transformer go on from `contexts`; all else is transformers' own."""
+    config = model.config
+    if set(config.layer_types) != {"sliding_attention"}:
+        raise CheckpointError(f"code2wav_config has layers of {config.layer_types}; all must be sliding_attention")
+    # Masks are boolean, as this implementation takes them.
+    transformer = shared_copy(model.pre_transformer, {})
+    transformer.set_attn_implementation("sdpa")
+    window = positive(config, "sliding_window")
+    swaps: dict[nn.Module, nn.Module] = fused_snakes(model.modules()) if fused else {}
+    swaps[model.pre_transformer] = StreamedTransformer(transformer, window, kv_shape(config), contexts)
+    for module, conv in _convolutions(model):
+        if conv.kernel_size == conv.stride:  # it sees one column at a time
+            continue
+        if isinstance(conv, nn.ConvTranspose1d):
+            swaps[module] = StreamedTransposedConv(conv, _crop(conv), contexts)
+        else:
+            swaps[module] = StreamedConv(conv, contexts)
+    return shared_copy(model, swaps)
+
+
+def _convolutions(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Conv1d | nn.ConvTranspose1d]]:
+    """transformers' causal convolutions as they follow each other, each with the plain one that it pads or crops."""
+    for module in model.modules():
+        conv = dict(module.named_children()).get("conv")
+        if isinstance(conv, nn.Conv1d | nn.ConvTranspose1d):
+            yield module, conv
+
+
+def _crop(conv: nn.ConvTranspose1d) -> int:
+    """Columns that the reference drops on both sides of what the convolution gives."""
+    return conv.kernel_size[0] - conv.stride[0]
