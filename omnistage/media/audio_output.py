@@ -6,7 +6,6 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import soundfile
@@ -40,9 +39,7 @@ class AudioOutput:
         target = Path(path)
         if target.suffix.lower() not in _FORMATS:
             raise InvalidRequestError(f"cannot save audio as {target.name!r}; end the name in {', '.join(_FORMATS)}")
-        encoded = io.BytesIO()
-        _encode(encoded, self.samples, self.sample_rate, target.suffix.lower())
-        target.write_bytes(encoded.getbuffer())
+        target.write_bytes(encode_audio(self.samples, self.sample_rate, target.suffix.lower()))
         return target
 
     def to_wav_bytes(self) -> bytes:
@@ -54,21 +51,21 @@ class AudioOutput:
 
 def encode_wav(samples: NDArray[np.generic], rate: int) -> bytes:
     """Return mono samples `[n]` as a 16-bit WAV file; values outside -1..1 are clipped, NaN is refused."""
-    encoded = io.BytesIO()
-    _encode(encoded, samples, rate, ".wav")
-    return encoded.getvalue()
+    return encode_audio(samples, rate, ".wav")
 
 
-def _encode(file: IO[bytes], samples: NDArray[np.generic], rate: int, extension: str) -> None:
+def encode_audio(samples: NDArray[np.generic], rate: int, extension: str) -> bytes:
+    """The same for any extension that `AudioOutput.save` takes."""
     if samples.ndim != 1 or samples.dtype.kind != "f":
         raise MediaError(f"audio to encode must be floats [n], got {samples.dtype} {samples.shape}")
     if not np.isfinite(samples).all():
         raise MediaError("audio to encode has NaN or infinite samples")
     kind, subtype = _FORMATS[extension]
-    clipped = np.clip(samples, -1.0, 1.0).astype(np.float32)
+    clipped, encoded = np.clip(samples, -1.0, 1.0).astype(np.float32), io.BytesIO()
     try:
-        with soundfile.SoundFile(file, "w", rate, 1, subtype=subtype, format=kind) as writer:
+        with soundfile.SoundFile(encoded, "w", rate, 1, subtype=subtype, format=kind) as writer:
             for start in range(0, len(clipped), _BLOCK_FRAMES):
                 writer.write(clipped[start : start + _BLOCK_FRAMES])
     except soundfile.SoundFileError as error:
         raise MediaError(f"cannot encode {extension[1:]} at {rate} Hz ({error}); use wav, or another rate") from error
+    return encoded.getvalue()

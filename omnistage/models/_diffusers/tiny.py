@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 CLIP_BOS, CLIP_EOS = "<|startoftext|>", "<|endoftext|>"
 CLIP_TEXT, T5_TEXT = 77, 512
 _CLIP_MERGES = 300
+QWEN3_CHAT = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{- '<|im_start|>assistant\\n' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}"
+    "{{- '<think>\\n\\n</think>\\n\\n' -}}"
+    "{%- endif -%}"
+    "{%- endif -%}"
+)
 _WEIGHTS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 
 # ------------------------------------------------------------------------------------------- weights and files
@@ -143,12 +154,8 @@ def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]
     common.write_json(folder / INDEX, {**version, **settings, **index})
 
 
-def write_flow_scheduler(folder: Path, **settings: object) -> None:
-    """Write the configuration of the scheduler that flow-matching models share."""
-    flow_scheduler(**settings).write(folder)
-
-
 def flow_scheduler(**settings: object) -> TinyPart:
+    """The scheduler that flow-matching models share."""
     scheduler = diffusers().FlowMatchEulerDiscreteScheduler(**settings)
     return TinyPart("diffusers", "FlowMatchEulerDiscreteScheduler", scheduler.save_pretrained)
 

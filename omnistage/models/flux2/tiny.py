@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 VARIANTS = ("base", "distilled")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{- '<|im_start|>assistant\\n' -}}"
-    "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
-    "{%- endif -%}"
-)
 
 
 def text_encoder(scale: float) -> Qwen3ForCausalLM:
@@ -102,7 +93,7 @@ def write(
         {
             "scheduler": parts.flow_scheduler(shift=3.0, use_dynamic_shifting=True),
             "tokenizer": parts.qwen_tokenizer(
-                _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=CHAT_TEMPLATE
+                _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=parts.QWEN3_CHAT
             ),
         },
         seed=seed,

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -15,12 +14,12 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.loading import diffusers
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
-    from diffusers import ModelMixin
-    from transformers import GlmImageConfig, PreTrainedConfig, T5Config
+    from transformers import GlmImageConfig, GlmImageProcessor, T5Config
+    from transformers.models.glm_image import GlmImageTextConfig
 
 _REAL_VOCAB, _REAL_CODES, _CONTROLS = 168064, 16384, 128
 _FIRST_SPECIAL = 167841
@@ -30,15 +29,7 @@ _SPECIAL_TOKENS = (
     *("<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>"),
     *("<|end_of_video|>", "<|image|>", "<|video|>"),
 )
-_INDEX = {
-    "processor": ("transformers", "GlmImageProcessor"),
-    "text_encoder": ("transformers", "T5EncoderModel"),
-    "tokenizer": ("transformers", "ByT5Tokenizer"),
-    "vision_language_encoder": ("transformers", "GlmImageForConditionalGeneration"),
-    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-    "transformer": ("diffusers", "GlmImageTransformer2DModel"),
-    "vae": ("diffusers", "AutoencoderKL"),
-}
+_ORDER = ("processor", "text_encoder", "tokenizer", "vision_language_encoder", "scheduler", "transformer", "vae")
 _IMAGE_START, _IMAGE_END = "<|dit_token_16384|>", "<|dit_token_16385|>"
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -113,8 +104,6 @@ def prior_config(scale: float) -> GlmImageConfig:
         image_token_id=ids["<|image|>"],
         image_start_token_id=ids[_IMAGE_START],
         image_end_token_id=ids[_IMAGE_END],
-        architectures=["GlmImageForConditionalGeneration"],
-        dtype=str(common.stored_dtype(scale)).removeprefix("torch."),
     )
 
 
@@ -127,7 +116,6 @@ def glyph_config(scale: float) -> T5Config:
         num_layers=between(scale, (2, 12)),
         num_heads=between(scale, (3, 6)),
         feed_forward_proj="gated-gelu",
-        architectures=["T5EncoderModel"],
     )
 
 
@@ -174,7 +162,7 @@ def vae_config(scale: float, seed: int) -> dict[str, object]:
 
 def _prior_rule(codes: int) -> common.Rule:
     def rule(name: str, shape: Sequence[int]) -> Init:
-        if name == "lm_head.weight":
+        if name.endswith("lm_head.weight"):
             return common.head_init(shape, (0, codes))  # a picture token is always the best one
         if name.endswith("position_embedding.weight"):
             return Init(0.5)
@@ -185,22 +173,10 @@ def _prior_rule(codes: int) -> common.Rule:
     return rule
 
 
-def _glyph_init(name: str, shape: Sequence[int]) -> Init:
-    if name == "shared.weight" or len(shape) == 1:
-        return Init(0.1 if len(shape) == 1 else 1.0, mean=1.0 if len(shape) == 1 else 0.0)
-    # T5 does not scale its scores.
-    return common.normal(shape, gain=0.5 if name.endswith((".q.weight", ".k.weight")) else 1.0)
-
-
-def _picture_init(name: str, shape: Sequence[int]) -> Init:
-    """Weights of the transformer and the VAE: pictures that differ by prompt and place, within range."""
-    if len(shape) == 1:
-        return common.vector_init(name)
+def _transformer_init(name: str, shape: Sequence[int]) -> Init:
     if name.endswith("prior_token_embedding.weight"):
         return Init(1.0)
-    if name == "decoder.conv_out.weight":
-        return common.normal(shape, gain=0.5)
-    return common.normal(shape)
+    return common.vector_init(name) if len(shape) == 1 else common.normal(shape)
 
 
 # ------------------------------------------------------------------------------------------------- writing
@@ -210,63 +186,47 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     """Write the checkpoint into `folder`, which must be new or empty."""
     prepare_torchvision()
     common.start(folder, scale)
-    package, report = diffusers(), progress or (lambda _what, _done: None)
-    report("vision_language_encoder", 0.0)
-    _write_prior(folder / "vision_language_encoder", scale, seed)
-    report("text_encoder", 0.5)
-    _write_language_model(folder / "text_encoder", "T5EncoderModel", glyph_config(scale), _glyph_init, scale, seed)
-    report("transformer", 0.6)
-    transformer = package.GlmImageTransformer2DModel
-    _write_picture_model(folder / "transformer", transformer, transformer_config(scale), scale, seed)
-    report("vae", 0.9)
-    _write_picture_model(folder / "vae", package.AutoencoderKL, vae_config(scale, seed), scale, seed)
-    _write_processors(folder, scale)
-    parts.write_flow_scheduler(
-        folder / "scheduler",
-        use_dynamic_shifting=True,
-        base_shift=0.25,
-        max_shift=0.75,
-        base_image_seq_len=256,
-        time_shift_type="linear",
+    prior, glyphs = prior_config(scale), glyph_config(scale)
+    language = parts.on_meta(lambda: transformers.GlmImageForConditionalGeneration(prior))
+    transformer = parts.diffusers_model("GlmImageTransformer2DModel", **transformer_config(scale))
+    _write_generation_config(folder / "vision_language_encoder", prior.text_config)
+    parts.write_checkpoint(
+        folder,
+        "GlmImagePipeline",
+        {
+            "vision_language_encoder": TinyModel(language, _prior_rule(num_codes(scale))),
+            "text_encoder": TinyModel(parts.on_meta(lambda: transformers.T5EncoderModel(glyphs)), parts.t5_init),
+            "transformer": TinyModel(transformer, _transformer_init),
+            "vae": TinyModel(parts.diffusers_model("AutoencoderKL", **vae_config(scale, seed)), parts.vae_init),
+        },
+        {
+            "scheduler": parts.flow_scheduler(
+                use_dynamic_shifting=True,
+                base_shift=0.25,
+                max_shift=0.75,
+                base_image_seq_len=256,
+                time_shift_type="linear",
+            ),
+            "processor": TinyPart("transformers", "GlmImageProcessor", _processor(scale).save_pretrained),
+            "tokenizer": TinyPart(
+                "transformers", "ByT5Tokenizer", transformers.ByT5Tokenizer(extra_ids=0).save_pretrained
+            ),
+        },
+        seed=seed,
+        scale=scale,
+        progress=progress,
+        order=_ORDER,
     )
-    parts.write_index(folder, "GlmImagePipeline", _INDEX)  # last: a folder without it is no checkpoint
-    report("written", 1.0)
 
 
-def _write_prior(folder: Path, scale: float, seed: int) -> None:
-    config = prior_config(scale)
-    rule = _prior_rule(num_codes(scale))
-    _write_language_model(folder, "GlmImageForConditionalGeneration", config, rule, scale, seed)
-    text = config.text_config
+def _write_generation_config(folder: Path, text: GlmImageTextConfig) -> None:
+    folder.mkdir()
     sampling = {"do_sample": True, "temperature": 0.9, "top_p": 0.75, "top_k": text.vision_vocab_size}
     ends = {"eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
     common.write_json(folder / "generation_config.json", {**sampling, **ends})
 
 
-def _write_language_model(
-    folder: Path, cls: str, config: PreTrainedConfig, rule: common.Rule, scale: float, seed: int
-) -> None:
-    folder.mkdir()
-    tensors = parts.on_meta(lambda: getattr(transformers, cls)(config)).state_dict()
-    tied = "encoder.embed_tokens.weight"
-    stored = {name: tensor for name, tensor in tensors.items() if name != tied}
-    common.write_weights(folder, stored, rule, lambda _name: common.stored_dtype(scale), seed)
-    config.save_pretrained(folder)
-
-
-def _write_picture_model(
-    folder: Path, cls: type[ModelMixin], config: Mapping[str, object], scale: float, seed: int
-) -> None:
-    model: ModelMixin = parts.on_meta(lambda: cls.from_config(dict(config)))
-    model.save_config(folder)
-    tensors = {
-        name: common.initial(name, tensor.shape, _picture_init, seed).to(common.stored_dtype(scale))
-        for name, tensor in model.state_dict().items()
-    }
-    save_file(tensors, str(folder / "diffusion_pytorch_model.safetensors"), metadata={"format": "pt"})
-
-
-def _write_processors(folder: Path, scale: float) -> None:
+def _processor(scale: float) -> GlmImageProcessor:
     ids = special_ids(scale)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer(scale, ids),
@@ -287,9 +247,7 @@ def _write_processors(folder: Path, scale: float) -> None:
         image_mean=common.CLIP_MEAN,
         image_std=common.CLIP_STD,
     )
-    processor = transformers.GlmImageProcessor(images, tokenizer, chat_template=_CHAT_TEMPLATE)
-    processor.save_pretrained(folder / "processor")
-    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(folder / "tokenizer")
+    return transformers.GlmImageProcessor(images, tokenizer, chat_template=_CHAT_TEMPLATE)
 
 
 def _tokenizer(scale: float, special: Mapping[str, int]) -> Tokenizer:

@@ -17,17 +17,6 @@ from omnistage.models._tiny_common import Init, between
 REAL_VOCAB, FIRST_SPECIAL = 151936, 151643
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # in the order of the real vocabulary
 _MIN_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
-_CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{- '<|im_start|>assistant\\n' -}}"
-    "{%- if enable_thinking is defined and enable_thinking is false -%}"
-    "{{- '<think>\\n\\n</think>\\n\\n' -}}"
-    "{%- endif -%}"
-    "{%- endif -%}"
-)
 
 
 def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
@@ -43,7 +32,7 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
         },
         {
             "scheduler": parts.flow_scheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=False),
-            "tokenizer": parts.qwen_tokenizer(special_ids(scale), chat_template=_CHAT_TEMPLATE),
+            "tokenizer": parts.qwen_tokenizer(special_ids(scale), chat_template=parts.QWEN3_CHAT),
         },
         seed=seed,
         scale=scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from omnistage.media.audio_output import AudioOutput, encode_wav
+from omnistage.media import audio_output
+from omnistage.media.audio_output import AudioOutput
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
@@ -55,20 +55,10 @@ def pcm16(samples: NDArray[np.float32]) -> bytes:
 
 def encode_audio(audio: AudioOutput, format: str) -> bytes:
     """Whole audio in one of `CONTENT_TYPES`."""
-    if format == "wav":
-        return encode_wav(audio.samples, audio.sample_rate)
-    if format not in ("flac", "mp3"):
-        writer = audio_writer(format, audio.sample_rate)
-        return writer.write(audio.samples) + writer.finish()
-    # Of whole audio the file's header can say how long it is.
-    import soundfile
-
-    kind, subtype = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III")}[format]
-    encoded = io.BytesIO()
-    with soundfile.SoundFile(encoded, "w", audio.sample_rate, 1, subtype=subtype, format=kind) as writer:
-        for start in range(0, len(audio.samples), 16_384):
-            writer.write(audio.samples[start : start + 16_384])
-    return encoded.getvalue()
+    if format in ("wav", "flac", "mp3"):  # whose headers can say how long whole audio is
+        return audio_output.encode_audio(audio.samples, audio.sample_rate, f".{format}")
+    writer = audio_writer(format, audio.sample_rate)
+    return writer.write(audio.samples) + writer.finish()
 
 
 # --------------------------------------------------------------------------------------------- piece by piece
