@@ -26,8 +26,8 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec.component import Window
 from omnistage.engines.codec.stage import CodecStage
 from omnistage.hf import transformers
+from omnistage.models._qwen_omni.bridges import talker2codec, thinker2talker
 from omnistage.models.qwen2_5_omni import FAMILY, tiny
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
 from omnistage.omni import Omni
@@ -116,7 +116,7 @@ def open_ours(model: Any, options: argparse.Namespace) -> Omni:
     return Omni.from_parts(
         graph_of(pipeline),
         stages,
-        {"talker": thinker2talker, "token2wav": talker2token2wav},
+        {"talker": thinker2talker, "token2wav": talker2codec},
         {name: stage.params for name, stage in pipeline.stages.items()},
         NoProcessor(),
     )

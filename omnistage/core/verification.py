@@ -97,6 +97,6 @@ def check_cases(cases: int) -> None:
         raise ConfigError(f"cases is {cases}; compare at least one", param="cases")
 
 
-def count_differences(ours: Sequence[int], theirs: Sequence[int]) -> float:
+def count_differences(ours: Sequence[object], theirs: Sequence[object]) -> float:
     """How many tokens differ; missing ones count."""
     return float(sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs)))

@@ -43,7 +43,7 @@ from omnistage.core.types import (
     SideRows,
     StageChunk,
 )
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
+from omnistage.models._qwen_omni.bridges import talker2codec, thinker2talker
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OmniRequestOutput
 from tests.e2e.harness import PipelineHarness, final_of, greedy, say
@@ -410,12 +410,12 @@ def test_a_code_that_cannot_be_spoken_ends_its_own_request(
     parts: EngineParts, beside: Any, wrong: int, first: bool
 ) -> None:
     def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> Any:
-        state, inputs = talker2token2wav(request, state, chunk)
+        state, inputs = talker2codec(request, state, chunk)
         return state, [
             replace(value, codes=(wrong,)) if first or isinstance(value, CodecFrames) else value for value in inputs
         ]
 
-    harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": only_for("bad", bridge, talker2token2wav)})
+    harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": only_for("bad", bridge, talker2codec)})
     with beside(harness):
         items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
     output = final_of(items)

@@ -26,6 +26,7 @@ from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import CheckpointError, InvalidRequestError
 from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
 from omnistage.core.types import FinishReason, OmniTokensPrompt
+from omnistage.models._qwen_omni import verify as omni_cases
 from omnistage.models.loading import Checkpoint
 from omnistage.models.qwen2_5_omni import verify as qwen_verify
 from omnistage.models.qwen2_5_omni.components import Thinker
@@ -423,7 +424,7 @@ def test_generate_writes_what_was_written_and_said(checkpoint: Path, tmp_path: P
 @pytest.fixture
 def two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each kind is enough here; the parity tests run them all."""
-    monkeypatch.setattr(qwen_verify, "KINDS", ("text", "image"))
+    monkeypatch.setattr(omni_cases, "KINDS", ("text", "image"))
 
 
 def test_verify_ends_with_0_where_both_sides_agree(checkpoint: Path, two_cases: None) -> None:

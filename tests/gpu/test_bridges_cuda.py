@@ -7,7 +7,7 @@ import torch
 
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, TokenChunk
 from omnistage.engines.streams import DeviceStream
-from omnistage.models.qwen2_5_omni.bridges import thinker2talker
+from omnistage.models._qwen_omni.bridges import thinker2talker
 
 pytestmark = [
     pytest.mark.gpu,

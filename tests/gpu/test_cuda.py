@@ -28,9 +28,9 @@ from omnistage.core.types import (
 )
 from omnistage.engines.ar import graphs
 from omnistage.engines.ar.stage import ARStage
+from omnistage.models._qwen_omni.bridges import talker2codec
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
 from omnistage.omni import Omni
 from omnistage.pipeline.build import build_parts
 from omnistage.pipeline.intake import RequestOptions
@@ -216,7 +216,7 @@ class Model:
     def _note(self, request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
         if isinstance(chunk.payload, TokenChunk):
             self._codes.setdefault(request.request_id, []).extend(chunk.payload.token_ids)
-        return talker2token2wav(request, state, chunk)
+        return talker2codec(request, state, chunk)
 
     def answer(self, output: OmniRequestOutput) -> Answer:
         assert output.error is None

@@ -24,10 +24,11 @@ from omnistage.core.types import FinishReason, RequestInfo, StageChunk
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
+from omnistage.models._qwen_omni import verify as omni_cases
+from omnistage.models._qwen_omni.bridges import talker2codec
+from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, compare, make_cases
 from omnistage.models.qwen2_5_omni import tiny, verify
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav
-from omnistage.models.qwen2_5_omni.reference import Reference, ReferenceOutput
-from omnistage.models.qwen2_5_omni.verify import Answer, Case
+from omnistage.models.qwen2_5_omni.reference import Reference
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.messages.chat import parse_messages
@@ -63,7 +64,7 @@ class Bench:
         rows = [
             row
             for index, answer in zip(chosen, answers, strict=True)
-            for row in verify.compare(self.cases[index].name, answer, self.expected[index])
+            for row in compare(self.cases[index].name, answer, self.expected[index])
         ]
         assert [row for row in rows if not row.ok] == []
         assert len(rows) == 3 * len(answers)
@@ -120,7 +121,7 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Benc
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind) / "model"
             write_checkpoint(kind, folder)
-            cases = verify.make_cases(len(verify.KINDS), seed=(PLAIN, LARGER, ENDING).index(kind))
+            cases = make_cases(len(KINDS), seed=(PLAIN, LARGER, ENDING).index(kind))
             answers, noise = verify.run_ours(OmniRunner(folder), cases)
             reference = Reference(folder)
             expected, logits = [], []
@@ -141,7 +142,7 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Benc
 def test_chats_of_every_kind_in_one_batch_get_the_reference_answers(make_bench, kind: str) -> None:
     bench = make_bench(kind)
     bench.check(bench.answers)
-    assert {case.name.split(":")[1] for case in bench.cases} == set(verify.KINDS)
+    assert {case.name.split(":")[1] for case in bench.cases} == set(KINDS)
     # Equal answers must not be equal because they are empty, silent or all the same.
     spoken = [answer for answer in bench.answers if answer.codes]
     assert len(spoken) > len(bench.cases) / 2
@@ -162,24 +163,24 @@ def unusual_cases() -> list[Case]:
 
     def video(frames: int, sound: float | None = None, fps: float = 2.0) -> VideoPart:
         pixels = rng.integers(0, 256, (frames, 56, 84, 3), dtype=np.uint8)
-        audio = None if sound is None else verify._clip(rng, sound)
+        audio = None if sound is None else omni_cases._clip(rng, sound)
         return VideoPart(VideoClip(pixels, fps, frames / fps, audio), use_audio=audio is not None)
 
     def audio(seconds: float) -> AudioPart:
-        return AudioPart(verify._clip(rng, seconds))
+        return AudioPart(omni_cases._clip(rng, seconds))
 
     text = TextPart("What is it?")
     media: dict[str, list[Part]] = {
         "sound outlasts its video": [video(4, 9.0)],
         "video outlasts its sound": [video(12, 0.7)],
         "two videos with sound": [video(8, 4.0), video(4, 2.5)],
-        "sound, video with sound, image": [audio(1.2), video(8, 4.0), verify._image(rng)],
-        "text between all": [text, verify._image(rng), text, audio(1.0), text, video(4)],
+        "sound, video with sound, image": [audio(1.2), video(8, 4.0), omni_cases._image(rng)],
+        "text between all": [text, omni_cases._image(rng), text, audio(1.0), text, video(4)],
         "one frame": [video(1)],
         "three frames": [video(3)],
         "slow frames": [video(8, None, 0.5)],
         "an odd rate": [video(10, 5.3, 1.7)],
-        "the shortest sound": [verify._image(rng), audio(0.03)],
+        "the shortest sound": [omni_cases._image(rng), audio(0.03)],
     }
     return [Case(name, (ChatMessage("user", (*parts, text)),), 4, 14) for name, parts in media.items()]
 
@@ -215,9 +216,9 @@ def test_a_difference_is_found(make_bench) -> None:
         "waveform": replace(answer, waveform=answer.waveform + 2e-3),
     }
     for quantity, wrong in changed.items():
-        assert [row.quantity for row in verify.compare("", wrong, expected) if not row.ok] == [quantity]
+        assert [row.quantity for row in compare("", wrong, expected) if not row.ok] == [quantity]
     shorter = replace(answer, waveform=answer.waveform[:-1])
-    assert [row.quantity for row in verify.compare("", shorter, expected) if not row.ok] == ["waveform"]
+    assert [row.quantity for row in compare("", shorter, expected) if not row.ok] == ["waveform"]
 
 
 # ------------------------------------------------------------------------------------------------- budgets
@@ -235,7 +236,7 @@ def answer_turn_by_turn(bench: Bench, overrides: Sequence[str]) -> tuple[list[An
     parts, codes = build_parts(args, progress=False), dict[str, list[int]]()
 
     def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-        state, inputs = talker2token2wav(request, state, chunk)
+        state, inputs = talker2codec(request, state, chunk)
         for value in inputs:
             codes.setdefault(request.request_id, []).extend(value.codes)  # type: ignore[union-attr]
         return state, inputs
@@ -369,7 +370,7 @@ def test_the_other_voice_speaks_as_in_the_reference(make_bench, index: int) -> N
     assert output.token_ids == expected.token_ids
     assert output.audio is not None
     assert expected.waveform is not None
-    assert np.abs(output.audio.samples - expected.waveform).max() < verify.WAVE_TOLERANCE
+    assert np.abs(output.audio.samples - expected.waveform).max() < WAVE_TOLERANCE
 
 
 # ----------------------------------------------------------------------------------- the reference itself
@@ -418,7 +419,7 @@ def stock(make_bench) -> Any:
 def test_the_mask_hook_gives_what_a_stock_padded_batch_gives(make_bench, stock, kind: str) -> None:
     """`_keep_mask` restores what padding makes `transformers` keep by itself; it adds nothing of ours."""
     bench = make_bench(PLAIN)
-    index = verify.KINDS.index(kind)
+    index = KINDS.index(kind)
     case = bench.cases[index]
     made, _ = bench.reference.inputs(parse_messages(case.as_sent(), MediaLimits()))
     pad = bench.reference.model.config.thinker_config.pad_token_id

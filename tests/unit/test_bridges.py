@@ -1,4 +1,4 @@
-"""thinker2talker and talker2token2wav: folds whose result depends on what was said, not on how it was cut."""
+"""thinker2talker and talker2codec: folds whose result depends on what was said, not on how it was cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omnistage.core.types import (
     StageChunk,
     TokenChunk,
 )
-from omnistage.models.qwen2_5_omni.bridges import _PendingTalker, talker2token2wav, thinker2talker
+from omnistage.models._qwen_omni.bridges import _PendingTalker, talker2codec, thinker2talker
 
 INFO = RequestInfo("r")
 CONTEXT = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
@@ -85,7 +85,7 @@ def cut_prompts(draw: st.DrawFn) -> tuple[int, list[int]]:
 class TestThinker2Talker:
     def test_it_has_the_signature_of_a_bridge(self) -> None:
         check_bridge("thinker2talker", thinker2talker)
-        check_bridge("talker2token2wav", talker2token2wav)
+        check_bridge("talker2codec", talker2codec)
 
     @given(
         cut=cut_prompts(),
@@ -191,24 +191,24 @@ class TestTalker2Token2Wav:
             chunks.append(talker_chunk(*pieces[-1], 8294, finish=FinishReason.STOP, ended_by=8294))
         else:
             chunks.append(talker_chunk(*pieces[-1], finish=FinishReason.LENGTH))
-        inputs = fold(talker2token2wav, chunks)
+        inputs = fold(talker2codec, chunks)
         assert isinstance(inputs[0], CodecInput)
         assert all(isinstance(value, CodecFrames) for value in inputs[1:])
         assert [code for value in inputs for code in value.codes] == codes
         assert [value.final for value in inputs] == [False] * (len(inputs) - 1) + [True]
 
     def test_a_talker_that_ends_at_once_gives_an_empty_utterance(self) -> None:
-        inputs = fold(talker2token2wav, [talker_chunk(8294, finish=FinishReason.STOP, ended_by=8294)])
+        inputs = fold(talker2codec, [talker_chunk(8294, finish=FinishReason.STOP, ended_by=8294)])
         assert inputs == [CodecInput((), final=True)]
 
     def test_chunks_without_codes_start_nothing(self) -> None:
-        assert fold(talker2token2wav, [StageChunk("r", "talker"), talker_chunk()]) == []
+        assert fold(talker2codec, [StageChunk("r", "talker"), talker_chunk()]) == []
 
     def test_a_failed_talker_completes_nothing(self) -> None:
         """An error or an abort must not become a short but complete utterance."""
         for reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE):
-            assert fold(talker2token2wav, [talker_chunk(finish=reason)]) == []
+            assert fold(talker2codec, [talker_chunk(finish=reason)]) == []
 
     def test_sound_is_not_taken_for_codes(self) -> None:
         chunk = StageChunk("r", "talker", AudioChunk(samples=None, sample_rate=1))  # type: ignore[arg-type]
-        assert fold(talker2token2wav, [chunk]) == []
+        assert fold(talker2codec, [chunk]) == []

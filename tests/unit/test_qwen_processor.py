@@ -28,8 +28,9 @@ from omnistage.core.errors import (
 )
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
+from omnistage.models._qwen_omni.processor import _Media
 from omnistage.models.qwen2_5_omni import tiny
-from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor, _Media
+from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
 
 VOCAB = 1296
 IDS = tiny.special_ids(VOCAB)

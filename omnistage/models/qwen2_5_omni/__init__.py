@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from omnistage.core.family import Family
+from omnistage.models._qwen_omni.bridges import talker2codec, thinker2talker
 from omnistage.models.lazy import lazy, lazy_factory
-from omnistage.models.qwen2_5_omni.bridges import talker2token2wav, thinker2talker
 
 FAMILY = Family(
     name="qwen2_5_omni",
@@ -18,7 +18,7 @@ FAMILY = Family(
     },
     bridges={
         "qwen2_5_omni.thinker2talker": thinker2talker,
-        "qwen2_5_omni.talker2token2wav": talker2token2wav,
+        "qwen2_5_omni.talker2token2wav": talker2codec,
     },
     processor=lambda model: lazy("qwen2_5_omni.processor", "Qwen25OmniProcessor.load")(model.folder),
     tiny=lazy("qwen2_5_omni.tiny", "write"),

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.core.messages import ChatMessage
 from omnistage.hf import transformers
+from omnistage.models._qwen_omni.reference import stock_inputs
+from omnistage.models._qwen_omni.verify import ReferenceOutput
 
 if TYPE_CHECKING:
-    from PIL import Image
     from transformers import BatchFeature
 
 Noise = Callable[[int], torch.Tensor]
 """Initial noise `[1, frames, mel]` of token2wav by its number of mel frames."""
-
-
-@dataclass(slots=True)
-class ReferenceOutput:
-    """`token_ids` and `codes` as generated, the codes without their end token."""
-
-    token_ids: list[int]
-    codes: list[int] = field(default_factory=list)
-    waveform: np.ndarray | None = None
 
 
 class Reference:
@@ -46,36 +36,7 @@ class Reference:
 
     def inputs(self, messages: Sequence[ChatMessage]) -> tuple[BatchFeature, bool]:
         """The stock processor's tensors for a chat, and whether videos bring their sound."""
-        turns: list[dict[str, object]] = []
-        images: list[Image.Image] = []
-        audios: list[np.ndarray] = []
-        videos: list[np.ndarray] = []
-        fps, with_audio = 2.0, False
-        for message in messages:
-            content: list[dict[str, str]] = []
-            for part in message.parts:
-                if isinstance(part, TextPart):
-                    content.append({"type": "text", "text": part.text})
-                elif isinstance(part, ImagePart):
-                    images.append(part.image)
-                    content.append({"type": "image", "image": ""})
-                elif isinstance(part, AudioPart):
-                    audios.append(part.clip.samples)
-                    content.append({"type": "audio", "audio": ""})
-                elif isinstance(part, VideoPart):
-                    videos.append(part.clip.frames)
-                    fps = part.clip.fps
-                    if part.use_audio and part.clip.audio is not None:
-                        with_audio = True
-                        audios.append(part.clip.audio.samples)
-                    content.append({"type": "video", "video": ""})
-            turns.append({"role": message.role, "content": content})
-        text = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        media: dict[str, object] = {"images": images, "audio": audios, "videos": videos}
-        options = {name: items for name, items in media.items() if items}
-        if videos:
-            options["videos_kwargs"] = {"use_audio_in_video": with_audio, "do_sample_frames": False, "fps": fps}
-        return self.processor(text=text, return_tensors="pt", **options), with_audio
+        return stock_inputs(self.processor, messages)
 
     @torch.inference_mode()
     def run(

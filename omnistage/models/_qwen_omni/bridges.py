@@ -1,4 +1,4 @@
-"""The two edges of Qwen2.5-Omni: thinker → talker and talker → token2wav. Pure folds over chunks."""
+"""The two edges of a Qwen-Omni pipeline: thinker → talker and talker → codec. Pure folds over chunks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from omnistage.core.errors import BridgeError
 from omnistage.core.family import BridgeResult
 from omnistage.core.types import (
     ARInput,
+    Code,
     CodecFrames,
     CodecInput,
     FinishReason,
@@ -88,12 +89,12 @@ def _start_talker(pending: _PendingTalker) -> ARInput | None:
     )
 
 
-def talker2token2wav(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-    """Codec tokens as they come; the end token is not a code."""
+def talker2codec(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+    """Codes as they come, a frame's together where it has several; the end token is not a code."""
     del request
     if not isinstance(chunk.payload, TokenChunk):
         return state, ()
-    codes = chunk.payload.token_ids
+    codes: tuple[Code, ...] = chunk.payload.frames or chunk.payload.token_ids
     if chunk.payload.ended_by is not None:
         codes = codes[:-1]
     final = chunk.finish in (FinishReason.STOP, FinishReason.LENGTH)
