@@ -76,7 +76,7 @@ class MediaBudget:
         self._owned: Counter[object] = Counter()
         self._held = 0
         self._freed = 0
-        """Since memory was last given back to the system."""
+        """Since memory was last given back to the system; not what was reserved for decoding, in another process."""
 
     @property
     def held(self) -> int:
@@ -144,6 +144,8 @@ class MediaBudget:
         self._take_dropped()
 
     def _resize(self, account: _Account, nbytes: int, settled: bool) -> None:
+        if settled:
+            self._freed += max(account.size - nbytes, 0)
         self._add(account, nbytes - account.size)
         if self._first is account and (settled or not account.size):
             self._first = None
@@ -172,7 +174,6 @@ class MediaBudget:
     def _add(self, account: _Account, nbytes: int) -> None:
         account.size += nbytes
         self._held += nbytes
-        self._freed += max(-nbytes, 0)
         self._owned[account.owner] += nbytes
         if not self._owned[account.owner]:
             del self._owned[account.owner]  # owners come and go
@@ -235,12 +236,12 @@ class MediaHold:
             raise
 
 
+@dataclass(slots=True)
 class ItemBytes:
     """The bytes of one item of a request."""
 
-    def __init__(self, hold: MediaHold) -> None:
-        self._hold = hold
-        self._size = 0
+    _hold: MediaHold
+    _size: int = 0
 
     def begin(self) -> int | None:
         """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""

@@ -314,7 +314,10 @@ def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(budget, "_trimming", False)
     limits = MediaBudget(1024 * MIB)
     small, large = MediaHold(limits, None), MediaHold(limits, None)
-    small.reserve(MIB)
+    with small.decoding() as item:  # what is reserved for an item, and never was memory of this process
+        assert item.begin() == 16 * MIB
+        item.need(100 * MIB)
+        item.keep(MIB)
     small.close()
     assert not budget._trimming
     large.reserve(100 * MIB)
