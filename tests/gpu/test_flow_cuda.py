@@ -12,10 +12,10 @@ from torch import Tensor
 
 from omnistage.core.params import CodecParams, SpeechQuality
 from omnistage.engines.codec.flow import SOLVERS
+from omnistage.engines.codec.kernels import use_triton
 from omnistage.engines.graphs import GraphCache
 from omnistage.models.qwen2_5_omni.blocks import Solution
 from omnistage.models.qwen2_5_omni.flow_solver import FlowSolver
-from omnistage.models.qwen2_5_omni.fused_dit import use_triton
 from tests.dit_harness import LARGE, batch_of, build, distance
 
 pytestmark = [

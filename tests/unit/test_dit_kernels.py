@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omnistage.core.errors import ConfigError
-from omnistage.models.qwen2_5_omni.fused_dit import use_triton
+from omnistage.engines.codec.kernels import use_triton
 from tests.dit_harness import check
 from tests.unit.interpreted import needs_triton, run_interpreted
 
@@ -24,7 +24,7 @@ def test_the_layers_on_triton_are_those_on_torch() -> None:
 
 
 def test_triton_is_for_cuda_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "omnistage.models.qwen2_5_omni.fused_dit.triton_available"
+    module = "omnistage.engines.codec.kernels.triton_available"
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(module, lambda: True)
     assert use_triton("auto", cuda)

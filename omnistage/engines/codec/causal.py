@@ -118,7 +118,7 @@ class CausalDecoder(CodecComponent):
                     rows = _rows(length)
                     for i in range(0, len(members), rows):
                         self._advance(members[i : i + rows], length, first=first)
-            waves = [torch.cat(job.waves).cpu().numpy() if job.waves else np.zeros(0, np.float32) for job in jobs]
+            waves = _download([job.waves for job in jobs])
         for window, job in zip(windows, jobs, strict=True):  # nothing before changes a stream
             stream = _stream(window)
             stream.row, stream.done = job.row, job.done
@@ -238,6 +238,15 @@ def _rows(length: int) -> int:
 def _batches(most: int) -> list[int]:
     """Numbers of windows for which there are graphs."""
     return [1 << power for power in range(max(most, 1).bit_length())]
+
+
+def _download(waves: Sequence[Sequence[Tensor]]) -> list[np.ndarray]:
+    """The pieces of each window as one array on the host, by one copy."""
+    pieces = [piece for parts in waves for piece in parts]
+    if not pieces:
+        return [np.zeros(0, dtype=np.float32) for _ in waves]
+    ends = np.cumsum([sum(map(len, parts)) for parts in waves])
+    return [wave.copy() for wave in np.split(torch.cat(pieces).cpu().numpy(), ends[:-1])]
 
 
 def _copies(rows: Tensor) -> tuple[Tensor, ...]:

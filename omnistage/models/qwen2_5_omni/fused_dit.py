@@ -6,31 +6,17 @@ overwritten in place; queries, keys and values are one product.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from omnistage.core.errors import ConfigError
-from omnistage.engines.ar.attention.triton_backend import triton_available
 from omnistage.models.qwen2_5_omni.dit import Neighbours, rotation
 from omnistage.models.qwen2_5_omni.dit_kernels import add_norm, block_attention
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTAttention, Qwen2_5OmniToken2WavDiTModel
-
-Kernels = Literal["auto", "torch", "triton"]
-
-
-def use_triton(kernels: Kernels, device: torch.device, *, planned: bool = False) -> bool:
-    """Whether layers on a device run on Triton. `planned`: the device may be another machine's."""
-    available = triton_available() or (planned and device.type == "cuda" and not torch.cuda.is_available())
-    if kernels == "auto":
-        return device.type == "cuda" and available
-    if kernels == "triton" and not planned and not available:
-        raise ConfigError("kernels: triton needs a CUDA device and the triton package; use torch")
-    return kernels == "triton"
 
 
 class FusedLayers:

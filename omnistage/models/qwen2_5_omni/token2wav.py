@@ -25,6 +25,7 @@ from omnistage.core.params import CodecParams
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
 from omnistage.engines.codec.flow import SOLVERS
+from omnistage.engines.codec.kernels import Kernels, use_triton
 from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.shared_copy import shared_copy
@@ -32,7 +33,6 @@ from omnistage.engines.streams import CODEC_PRIORITY
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
 from omnistage.models.qwen2_5_omni.dit import SpeakerRows, check_velocity
 from omnistage.models.qwen2_5_omni.flow_solver import FlowSolver
-from omnistage.models.qwen2_5_omni.fused_dit import Kernels, use_triton
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, fuse_activations, vocoder_context
 from omnistage.models.qwen2_5_omni.voices import first_voice
 

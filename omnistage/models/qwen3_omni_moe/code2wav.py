@@ -19,6 +19,7 @@ from omnistage.core.errors import CheckpointError
 from omnistage.engines.codec.causal import CausalDecoder
 from omnistage.engines.codec.causal_layers import Contexts, StreamedConv, StreamedTransformer, StreamedTransposedConv
 from omnistage.engines.codec.component import CodecLayout
+from omnistage.engines.codec.kernels import Kernels, use_triton
 from omnistage.engines.codec.snake import fused_snakes
 from omnistage.engines.shared_copy import shared_copy
 from omnistage.models.loading import kv_shape, positive
@@ -32,8 +33,9 @@ SAMPLE_RATE = 24_000  # not in the checkpoint's config
 class Code2Wav(CausalDecoder):
     """Code2wav behind the codec engine. The given model's modules stay as they are; their tensors are shared.
 
-    It computes in the model's dtype; with `tf32` float32 products may be TF32 on CUDA. `fused` activations need Triton.
-    `voices` are the talker's, which this stage has no use for and must not refuse.
+    It computes in the model's dtype; with `tf32` float32 products may be TF32 on CUDA. `kernels` of its activations:
+    `auto` is `triton` on CUDA, `torch` elsewhere. `voices` are the talker's, which this stage has no use for and must
+    not refuse. `target` is where a model on the meta device will run, for `memory`.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class Code2Wav(CausalDecoder):
         voices: tuple[str, ...] = (),
         cuda_graphs: bool = True,
         tf32: bool = False,
-        fused: bool = False,
+        kernels: Kernels = "auto",
         target: torch.device | None = None,
     ) -> None:
         at = torch.device(device) if device is not None else model.device
+        planned = at.type == "meta"
+        fused = use_triton(kernels, target if planned and target is not None else at, planned=planned)
         model.to(at).eval()
         config, contexts = model.config, Contexts()
         scale, delay = 1, 0
