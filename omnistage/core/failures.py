@@ -70,7 +70,8 @@ def loses_device(error: BaseException) -> bool:
     while cause is not None and id(cause) not in seen:
         # torch.AcceleratorError, which is a RuntimeError; torch is not imported here.
         if isinstance(cause, RuntimeError) and (text := str(cause)).startswith("CUDA error"):
-            return any(words in text for words in _LOST_DEVICE)
+            # Behind the first line torch gives advice, which names device-side assertions whatever has happened.
+            return any(words in text.partition("\n")[0] for words in _LOST_DEVICE)
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return False

@@ -10,9 +10,10 @@ import contextlib
 import itertools
 import logging
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -110,16 +111,27 @@ class CudaCapture:  # pragma: no cover  (needs a CUDA device)
         return graph.replay
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        pool = self._pool
         try:
-            graph.capture_end()
+            end_capture(graph, self._pool)
         except RuntimeError:
-            # The driver gave the capture up, and torch has not ended it in the allocator: that would hold back memory
-            # which several streams have used, and take no further capture into this pool.
             self._renew()
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             raise
+
+
+def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # pragma: no cover  (needs a CUDA device)
+    """End the capture of this thread. Raises what broke it; then `pool` takes no further capture."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # The driver gave the capture up, and torch has ended it neither in the allocator, which would hold back memory
+        # that several streams have used, nor in the generator of random numbers, which would give none any more.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # it is empty
+            another = torch.cuda.CUDAGraph()
+            another.capture_begin(capture_error_mode="thread_local")
+            another.capture_end()
+        raise
 
 
 class _Buffer:

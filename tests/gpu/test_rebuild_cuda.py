@@ -29,8 +29,7 @@ def device_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
+    return torch.cuda.memory_reserved()  # this process's: others may use the device
 
 
 def generate(omni: Omni) -> list[int]:

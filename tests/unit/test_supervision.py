@@ -189,7 +189,8 @@ def test_a_lost_device_is_said_to_need_a_restart(where: str) -> None:
 
 def test_only_errors_after_which_the_device_is_lost_count_as_such() -> None:
     assert loses_device(RuntimeError("CUDA error: device-side assert triggered"))
-    assert not loses_device(RuntimeError("CUDA error: invalid argument"))
+    advice = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    assert not loses_device(RuntimeError(f"CUDA error: invalid argument\n{advice}"))
     assert not loses_device(RuntimeError("CUDA out of memory"))
     assert not loses_device(ValueError("CUDA error: device-side assert triggered"))
 

@@ -18,6 +18,7 @@ from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.scheduler import ScheduledSequence
+from omnistage.engines.graphs import end_capture
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner
@@ -78,7 +79,7 @@ def capture(
     try:
         result = step()
     finally:
-        graph.capture_end()
+        end_capture(graph, pool)
     return graph, result
 
 
