@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,14 +18,13 @@ from contextvars import copy_context
 from enum import Enum
 from functools import partial
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
-from omnistage.core.failures import log_defect
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.media.context import current_owner
+from omnistage.pipeline.event_loop import call_soon
 
 _Result = TypeVar("_Result")
 
@@ -153,40 +151,3 @@ def _weight(value: object, enough: int) -> int:
         elif isinstance(item, list | tuple):
             left += item
     return total
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Call in the loop, from any thread; not at all if it is closed."""
-    if (calls := _calls.get(loop)) is None:
-        calls = _calls.setdefault(loop, _Calls())
-    calls.add(loop, callback)
-
-
-class _Calls:
-    """Calls that wait for one event loop. Each call into a loop is a write to a socket, for which a thread gives the
-    interpreter away, so that one stands for all that come until it is made."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._called = False
-
-    def add(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-        self._waiting.append(callback)
-        if not self._called:
-            self._called = True
-            try:
-                loop.call_soon_threadsafe(self._make)
-            except RuntimeError:  # it is closed
-                self._called = False
-                self._waiting.clear()
-
-    def _make(self) -> None:
-        self._called = False  # first: who comes from here on calls again
-        while self._waiting:
-            try:
-                self._waiting.popleft()()
-            except Exception as error:  # the boundary of one call: the others still have to be made
-                log_defect("a call from another thread", error)
-
-
-_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, _Calls] = WeakKeyDictionary()

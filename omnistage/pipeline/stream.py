@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
+from omnistage.pipeline.event_loop import LoopCalls, call_soon
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk, Trace
-from omnistage.pipeline.preparation import call_soon
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
 _SECONDS_A_READER = 0.00025
-_MAX_PAUSE_SECONDS = 0.02
-"""Readers are woken again after so long for each of the last ones: where there are many, a write has several tokens,
-and the threads of the stages get their share of the interpreter. Nobody sees pauses that are this short."""
-
-
-class _Readers:
-    """Wakes the readers of one event loop from other threads, all that have something to read at one go."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._call = loop.call_soon_threadsafe
-        self._later = loop.call_later
-        self._time = loop.time
-        self._ready: deque[asyncio.Event] = deque()
-        self._called = False
-        self._not_before = 0.0
-
-    def wake(self, event: asyncio.Event) -> None:
-        """Set the event soon. Each call into the loop is a write to a socket, so that one stands for many events."""
-        self._ready.append(event)
-        if not self._called:
-            self._called = True
-            try:
-                self._call(self._wake_all)
-            except RuntimeError:  # the loop is closed, and every request that has its reader there is to know it
-                self._called = False
-                raise
-
-    def _wake_all(self) -> None:
-        if (wait := self._not_before - self._time()) > 0:
-            self._later(wait, self._wake_all)
-            return
-        self._called = False  # first: who comes from here on calls again
-        woken = 0
-        while self._ready:
-            self._ready.popleft().set()
-            woken += 1
-        self._not_before = self._time() + min(woken * _SECONDS_A_READER, _MAX_PAUSE_SECONDS)
-
-
-_readers: WeakValueDictionary[asyncio.AbstractEventLoop, _Readers] = WeakValueDictionary()
-"""Kept by the streams of each loop: they know the loop, so that by its key they would live for ever."""
+"""Readers are woken again after so long for each of the last ones: where there are many, a write has several tokens.
+Nobody sees pauses that are this short."""
+_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
 
 
 class OutputStream(AsyncIterator[OutputChunk]):
@@ -71,9 +32,9 @@ class OutputStream(AsyncIterator[OutputChunk]):
         # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
         loop = asyncio.get_running_loop()
         if (readers := _readers.get(loop)) is None:
-            readers = _readers[loop] = _Readers(loop)
+            readers = _readers[loop] = LoopCalls(_SECONDS_A_READER)
         # At its end without a pause: its client may send another request.
-        wakes = partial(readers.wake, self._ready), partial(call_soon, loop, self._ready.set)
+        wakes = partial(readers.add, loop, self._ready.set), partial(call_soon, loop, self._ready.set)
         self._buffer = OutputBuffer(limit, *wakes)
         self._orchestrator = orchestrator
         self._run: RequestRun | None = None

@@ -30,10 +30,10 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
 from omnistage.omni import AsyncOmni
+from omnistage.pipeline.event_loop import call_soon
 from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
-from omnistage.pipeline.preparation import call_soon
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, network_of
 from omnistage.server.http.errors import (

@@ -8,18 +8,19 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from omnistage.core.types import Modality, RequestInfo
 from omnistage.pipeline import stream
+from omnistage.pipeline.event_loop import LoopCalls
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
-from omnistage.pipeline.stream import _Readers
 
 
 class Loop:
-    """What `_Readers` needs of an event loop, run by hand."""
+    """What `LoopCalls` needs of an event loop, run by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,11 +30,11 @@ class Loop:
     def time(self) -> float:
         return self.now
 
-    def call_soon_threadsafe(self, function: Callable[[], None]) -> None:
-        self.calls.append(function)
+    def call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
+        self.calls.append(partial(function, *args))
 
-    def call_later(self, delay: float, function: Callable[[], None]) -> None:
-        self.later.append((delay, function))
+    def call_later(self, delay: float, function: Callable[..., None], *args: object) -> None:
+        self.later.append((delay, partial(function, *args)))
 
     def run(self) -> None:
         calls, self.calls = self.calls, []
@@ -41,43 +42,44 @@ class Loop:
             call()
 
 
-def make() -> tuple[Loop, _Readers]:
-    loop = Loop()
-    return loop, _Readers(loop)  # type: ignore[arg-type]
+def make() -> tuple[Loop, Callable[[asyncio.Event], None]]:
+    """A loop, and what wakes a reader in it."""
+    loop, calls = Loop(), LoopCalls(stream._SECONDS_A_READER)
+    return loop, lambda event: calls.add(loop, event.set)  # type: ignore[arg-type]
 
 
 def test_many_readers_cost_one_call_into_the_loop() -> None:
-    loop, readers = make()
+    loop, wake = make()
     events = [asyncio.Event() for _ in range(64)]
     for event in events:
-        readers.wake(event)
+        wake(event)
     assert len(loop.calls) == 1
     loop.run()
     assert all(event.is_set() for event in events)
-    readers.wake(asyncio.Event())
+    wake(asyncio.Event())
     assert len(loop.calls) == 1
 
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_readers_are_woken_again_after_their_share_of_time(count: int) -> None:
-    loop, readers = make()
+    loop, wake = make()
     for _ in range(count):
-        readers.wake(asyncio.Event())
+        wake(asyncio.Event())
     loop.run()
     again = asyncio.Event()
-    readers.wake(again)
+    wake(again)
     loop.run()
     assert not again.is_set()
     ((delay, wake_all),) = loop.later
     assert delay == pytest.approx(count * stream._SECONDS_A_READER)
-    readers.wake(other := asyncio.Event())
+    wake(other := asyncio.Event())
     assert not loop.calls
     loop.now += delay
     wake_all()
     assert again.is_set()
     assert other.is_set()
     loop.now += 1.0
-    readers.wake(late := asyncio.Event())
+    wake(late := asyncio.Event())
     loop.run()
     assert late.is_set()
 
@@ -99,10 +101,10 @@ def test_the_end_of_a_request_wakes_its_reader_without_a_pause() -> None:
 
 def test_no_wake_is_lost_between_threads() -> None:
     async def run() -> None:
-        readers = _Readers(asyncio.get_running_loop())
+        readers, loop = LoopCalls(stream._SECONDS_A_READER), asyncio.get_running_loop()
         events = [asyncio.Event() for _ in range(2000)]
         threads = [
-            threading.Thread(target=lambda part: [readers.wake(e) for e in part], args=(events[i::4],))
+            threading.Thread(target=lambda part: [readers.add(loop, e.set) for e in part], args=(events[i::4],))
             for i in range(4)
         ]
         for thread in threads:
@@ -134,8 +136,8 @@ def test_an_event_loop_that_is_closed_is_not_kept() -> None:
 def test_every_reader_of_a_closed_loop_is_told() -> None:
     """A request whose reader is gone ends with this error instead of running on."""
     loop = asyncio.new_event_loop()
-    readers = _Readers(loop)
+    readers = LoopCalls()
     loop.close()
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            readers.wake(asyncio.Event())
+            readers.add(loop, asyncio.Event().set)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from omnistage.core.errors import QueueFullError, ShutdownError
 from omnistage.core.threads import DaemonThreads
-from omnistage.pipeline.preparation import call_soon
+from omnistage.pipeline.event_loop import call_soon
 
 T = TypeVar("T")
 Work = Callable[[threading.Event], T]

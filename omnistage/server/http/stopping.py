@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from omnistage.pipeline.preparation import call_soon
+from omnistage.pipeline.event_loop import call_soon
 
 STOP_SECONDS = 5.0
 """From the end of the drain to the end of the process: aborting what is left, telling clients, exiting."""
