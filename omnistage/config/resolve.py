@@ -77,7 +77,7 @@ def resolve(args: OmniEngineArgs, *, registry: Registry, weights: bool = True) -
     )
     hf_config = read_model_config(folder)
     family = detect_family(hf_config, registry)
-    layers = _stack(args, family)
+    layers = _stack(args, family, hf_config)
     config, graph = check(layers.data, layers.sources, registry)
     name = folder.name if Path(args.model).expanduser().is_dir() else args.model
     return ResolvedConfig(
@@ -109,9 +109,10 @@ def to_yaml(resolved: ResolvedConfig) -> str:
     return header + emit_yaml(_dump(resolved.config), resolved.provenance)
 
 
-def _stack(args: OmniEngineArgs, family: Family) -> Layers:
+def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]) -> Layers:
     layers = Layers()
-    layers.add(load_file(family.pipeline, label=f"{family.name}/{family.pipeline.name}"))
+    pipeline = family.pipeline if family.pipeline_of is None else family.pipeline_of(hf_config)
+    layers.add(load_file(pipeline, label=f"{family.name}/{pipeline.name}"))
     if args.config is not None:
         layers.add(load_file(args.config))
     memory = None if args.gpu_memory is None else format_size(args.gpu_memory)

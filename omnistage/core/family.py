@@ -163,6 +163,8 @@ class Family:
     aliases: tuple[str, ...] = field(default=())
     variants: tuple[str, ...] = field(default=())
     """What `tiny` takes as `variant`, the default first; empty where it takes none."""
+    pipeline_of: Callable[[Mapping[str, object]], Path] | None = None
+    """The pipeline by a checkpoint's config.json, where not all of its checkpoints have the same parts."""
     plans_memory: bool = False
     """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
     bundle: Bundle | None = None

@@ -153,14 +153,14 @@ def qwen_vision_config(scale: float, out_hidden_size: int, *, heads: int, width:
     }
 
 
-def qwen_image_processor(processor: str, max_pixels: int) -> dict[str, object]:
-    """preprocessor_config.json of Qwen2.5's vision tower."""
+def qwen_image_processor(processor: str, max_pixels: int, patch_size: int = 14) -> dict[str, object]:
+    """preprocessor_config.json of Qwen's vision towers."""
     return {
         "processor_class": processor,
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": 3136,
         "max_pixels": max_pixels,
-        "patch_size": 14,
+        "patch_size": patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
         "image_mean": CLIP_MEAN,

@@ -147,9 +147,13 @@ class RequestFactory:
         return arrival + timeout
 
     def _voice(self, voice: str | None) -> str | None:
+        """The voice by its own name; upper and lower case do not matter."""
         voices = self._processor.voices()
         if voice is None or (isinstance(voice, str) and voice in voices):
             return voice
+        alike = [name for name in voices if isinstance(voice, str) and name.casefold() == voice.casefold()]
+        if len(alike) == 1:
+            return alike[0]
         known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
         raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
 

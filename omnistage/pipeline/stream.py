@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,6 @@ class OutputStream(AsyncIterator[OutputChunk]):
 
     trace: Trace
     """What ran when; the stages still change it."""
-    _taken: Iterator[OutputChunk] = iter(())
-    """What was taken, for who reads item by item."""
 
     def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
         self.request_id = request_id
@@ -47,14 +45,19 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self.trace = self._run.trace
 
     async def __anext__(self) -> OutputChunk:
-        while (item := next(self._taken, None)) is None:
-            if not (items := await self.take()):
-                raise StopAsyncIteration
-            self._taken = iter(items)
+        if self._done:
+            raise StopAsyncIteration
+        while (item := self._buffer.pop()) is None:
+            await self._ready.wait()
+            self._ready.clear()
+        self._done = item.final is not None
         return item
 
     async def take(self) -> list[OutputChunk]:
-        """All items that have come since the last ones were taken, at least one; none at the end."""
+        """All items that have come since the last ones were taken, at least one; none at the end.
+
+        A reader uses either this or `__anext__`: here items are there once the event is set.
+        """
         items: list[OutputChunk] = []
         while not self._done and not items:
             await self._ready.wait()
@@ -64,6 +67,6 @@ class OutputStream(AsyncIterator[OutputChunk]):
         return items
 
     def close(self) -> None:
-        self._done, self._taken = True, iter(())
+        self._done = True
         if self._run is not None:
             self._orchestrator.cancel(self._run)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from omnistage import compat
 from omnistage.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from omnistage.models import _tiny_common as common
+from omnistage.models._qwen_omni.tiny import write_processor
 from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.qwen2_5_omni import tiny as omni
 
@@ -158,7 +159,7 @@ def test_special_tokens_keep_their_place_when_the_vocabulary_leaves_a_gap(tmp_pa
     from transformers import AutoTokenizer
 
     ids = omni.special_ids(omni.REAL_VOCAB)
-    omni._write_processor(tmp_path, ids, full_size=True)
+    write_processor(tmp_path, "Qwen2_5OmniProcessor", ids, omni.TOKEN_ATTRIBUTES, omni.CHAT_TEMPLATE, {}, seconds=300)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
 
     assert ids["<|IMAGE|>"] == 151655

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
 AUDIO_RATE = 16_000
+_AUDIO_INPUTS = ("input_features", "feature_attention_mask")
 _MIN_SECONDS = 0.03
 """Less gives the audio encoder no output row, and positions cannot be computed beside pictures."""
 
@@ -86,6 +87,11 @@ class QwenOmniProcessor(ABC):
     def max_samples(self) -> int:
         """Samples of the longest clip. The extractor would cut a longer one in silence."""
         return int(self._processor.feature_extractor.n_samples)
+
+    def audio_inputs(self, mel: torch.Tensor, mask: torch.Tensor, longest: int) -> Mapping[str, torch.Tensor]:
+        """What the audio encoder gets for a clip, beside others of up to `longest` mel frames."""
+        del longest
+        return dict(zip(_AUDIO_INPUTS, (mel, mask), strict=True))
 
     def padded_frames(self, clips: Sequence[np.ndarray]) -> int:
         """Mel frames that each of these clips is padded to."""
@@ -279,8 +285,10 @@ class QwenOmniProcessor(ABC):
             frames = int(masks[index].sum())
             # Only the valid frames: padding to the extractor's full length carries nothing.
             mel, mask = mels[index : index + 1, :, :frames], masks[index : index + 1, :frames]
-            key = content_key("audio", mel.contiguous().numpy())
-            spans.append(MediaSpan(Modality.AUDIO, key, rows, {"input_features": mel, "feature_attention_mask": mask}))
+            inputs = self.audio_inputs(mel, mask, int(masks.sum(-1).max()))
+            extra = [str(value.tolist()) for name, value in inputs.items() if name not in _AUDIO_INPUTS]
+            key = content_key("audio", mel.contiguous().numpy(), *extra)
+            spans.append(MediaSpan(Modality.AUDIO, key, rows, inputs))
         return spans
 
     def _audio_lengths(self, features: BatchFeature) -> torch.Tensor:

@@ -88,9 +88,9 @@ def run_cases(
 
 
 def run_pipeline(
-    runner: ModelRunner, cases: Sequence[Case], codec: str, params: Callable[[Case], Mapping[str, StageParams]]
+    runner: ModelRunner, cases: Sequence[Case], codec: str | None, params: Callable[[Case], Mapping[str, StageParams]]
 ) -> list[Answer]:
-    """Answers of all cases in one batch, with the codes that reach the stage `codec`."""
+    """Answers of all cases in one batch, with the codes that reach the stage `codec`; None: there is no such stage."""
     codes: dict[str, list[Code]] = {}
 
     def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
@@ -101,7 +101,7 @@ def run_pipeline(
         return state, inputs
 
     chats, own = [case.as_sent() for case in cases], [params(case) for case in cases]
-    outputs = runner.chat(chats, own, bridges={codec: note_codes})
+    outputs = runner.chat(chats, own, bridges={} if codec is None else {codec: note_codes})
     silence = np.zeros(0, dtype=np.float32)
     return [
         Answer(out.token_ids, codes.get(out.request_id, []), silence if out.samples is None else out.samples)

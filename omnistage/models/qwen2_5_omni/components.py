@@ -12,13 +12,13 @@ import torch
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
+from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import end_token_ids
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
 
 if TYPE_CHECKING:
     from transformers import (
-        PreTrainedModel,
         PreTrainedTokenizerFast,
         Qwen2_5OmniTalkerForConditionalGeneration,
         Qwen2_5OmniThinkerForConditionalGeneration,
@@ -41,17 +41,10 @@ class Thinker(DecoderComponent):
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
-        return _with_positions(self.model, payload, payload.token_ids)
+        return with_positions(self.model, payload, payload.token_ids)
 
     def media_bytes(self, tokens: int) -> int:
-        # The vision tower has the most rows a token, `spatial_merge_size` squared. At its peak there are the residual
-        # stream, queries, keys and values, those rotated in float32 with their halves; or the products of its MLP.
-        config, item, full = self.model.config.vision_config, self.dtype.itemsize, torch.float32.itemsize
-        pixels = 3 * config.temporal_patch_size * config.patch_size**2 * full
-        attention = config.hidden_size * (5 * item + 6 * full)
-        products = (2 * config.hidden_size + 3 * config.intermediate_size) * item
-        patches: int = tokens * config.spatial_merge_size**2
-        return patches * int(pixels + max(attention, products))
+        return vision_bytes(self.model.config.vision_config, self.dtype, tokens)
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # Media reach the talker through the hidden state only: their embeddings count as zero.
@@ -106,7 +99,7 @@ class Talker(DecoderComponent):
             embeds = torch.cat((rows[:-1], (self._rows[begin] + pad)[None], (rows[-1] + bos)[None]))
         text_ids = (*payload.token_ids[:-1], begin, payload.token_ids[-1])
         ids = (model.codec_mask_token,) * (len(text_ids) - 2) + (model.codec_pad_token, model.codec_bos_token)
-        prepared = _with_positions(model, payload, text_ids)
+        prepared = with_positions(model, payload, text_ids)
         return replace(prepared, token_ids=ids, embeds=embeds)
 
     @cached_property
@@ -127,21 +120,3 @@ class Talker(DecoderComponent):
 
     def final_side_rows(self) -> torch.Tensor:
         return torch.stack((self._rows[self.model.text_eos_token], self._rows[self.model.text_pad_token]))
-
-
-def _with_positions(model: PreTrainedModel, payload: ARInput, text_ids: tuple[int, ...]) -> ARInput:
-    """m-RoPE positions by the model's own rule. Without pictures they are 0, 1, 2, ... and need no work."""
-    context = payload.context
-    if "image_grid_thw" not in context and "video_grid_thw" not in context:
-        return payload
-    ids = torch.tensor([text_ids])
-    positions, delta = model.get_rope_index(
-        ids,
-        image_grid_thw=context.get("image_grid_thw"),
-        video_grid_thw=context.get("video_grid_thw"),
-        attention_mask=torch.ones_like(ids),
-        use_audio_in_video=bool(context["use_audio_in_video"].item()),
-        audio_seqlens=context.get("audio_seqlens"),
-        second_per_grids=context.get("video_second_per_grid"),
-    )
-    return replace(payload, positions=positions[:, 0], position_delta=int(delta.item()))

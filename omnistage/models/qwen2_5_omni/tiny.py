@@ -16,6 +16,7 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import ConfigError
 from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
+from omnistage.models._qwen_omni.tiny import chat_template, write_processor
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
@@ -46,27 +47,7 @@ TOKEN_ATTRIBUTES = {
     "audio_eos_token": "<|audio_eos|>",
 }
 
-_SYSTEM = "You are a helpful assistant."
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if loop.first and message.role != 'system' -%}"
-    "{{- '<|im_start|>system\\n" + _SYSTEM + "<|im_end|>\\n' -}}"
-    "{%- endif -%}"
-    "{{- '<|im_start|>' + message.role + '\\n' -}}"
-    "{%- if message.content is string -%}{{- message.content -}}"
-    "{%- else -%}{%- for part in message.content -%}"
-    "{%- if part.type in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
-    "{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}"
-    "{%- elif part.type in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
-    "{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}"
-    "{%- elif part.type in ('video', 'video_url') or 'video' in part -%}"
-    "{{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}"
-    "{%- elif 'text' in part -%}{{- part.text -}}"
-    "{%- endif -%}{%- endfor -%}{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
+CHAT_TEMPLATE = chat_template(TOKEN_ATTRIBUTES, system="You are a helpful assistant.")
 
 
 def token_id(real_id: int, vocab_size: int) -> int:
@@ -302,7 +283,11 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     common.new_folder(folder)
     vocab_size: int = config.thinker_config.text_config.vocab_size
     ids = special_ids(vocab_size)
-    _write_processor(folder, ids, full_size=scale == 1.0)
+    # A small model must not need minutes for a photograph, nor pad every sound to the real model's five minutes.
+    full_size = scale == 1.0
+    images = common.qwen_image_processor("Qwen2_5OmniProcessor", 12845056 if full_size else 64 * 28 * 28)
+    seconds = 300 if full_size else 30
+    write_processor(folder, "Qwen2_5OmniProcessor", ids, TOKEN_ATTRIBUTES, CHAT_TEMPLATE, images, seconds=seconds)
     with torch.device("meta"):
         tensors = Qwen2_5OmniForConditionalGeneration(config).state_dict()
     stored = common.stored_dtype(scale)
@@ -317,30 +302,3 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     torch.save(speakers(vocab_size, seed), folder / "spk_dict.pt")
     common.write_generation_config(folder, ids)
     config.save_pretrained(folder)  # last: a folder without it is no checkpoint
-
-
-def _write_processor(folder: Path, ids: dict[str, int], *, full_size: bool) -> None:
-    more = {"extra_special_tokens": TOKEN_ATTRIBUTES, "chat_template": CHAT_TEMPLATE, **TOKEN_ATTRIBUTES}
-    settings = common.tokenizer_settings("Qwen2Tokenizer", 32768, more, processor="Qwen2_5OmniProcessor")
-    common.write_tokenizer(folder, ids, settings)
-    common.write_json(folder / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
-    # A small model must not need minutes for a photograph, nor pad every sound to the real model's five minutes.
-    seconds = 300 if full_size else 30
-    common.write_json(
-        folder / "preprocessor_config.json",
-        {
-            **common.qwen_image_processor("Qwen2_5OmniProcessor", 12845056 if full_size else 64 * 28 * 28),
-            "feature_extractor_type": "WhisperFeatureExtractor",
-            "feature_size": 128,
-            "sampling_rate": 16000,
-            "hop_length": 160,
-            "n_fft": 400,
-            "chunk_length": seconds,
-            "n_samples": seconds * 16000,
-            "nb_max_frames": seconds * 100,
-            "padding_side": "right",
-            "padding_value": 0.0,
-            "dither": 0.0,
-            "return_attention_mask": True,
-        },
-    )

@@ -1,0 +1,52 @@
+"""Positions of a prompt with pictures, by the model's own rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from omnistage.core.types import ARInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def with_positions(
+    model: PreTrainedModel, payload: ARInput, text_ids: tuple[int, ...], *, use_audio_in_video: bool | None = None
+) -> ARInput:
+    """m-RoPE positions of `text_ids`. Without pictures they are 0, 1, 2, ... and need no work.
+
+    `use_audio_in_video` None: as the processor says.
+    """
+    context = payload.context
+    if "image_grid_thw" not in context and "video_grid_thw" not in context:
+        return payload
+    if use_audio_in_video is None:
+        use_audio_in_video = bool(context["use_audio_in_video"].item())
+    ids = torch.tensor([text_ids])
+    positions, delta = model.get_rope_index(
+        ids,
+        image_grid_thw=context.get("image_grid_thw"),
+        video_grid_thw=context.get("video_grid_thw"),
+        attention_mask=torch.ones_like(ids),
+        use_audio_in_video=use_audio_in_video,
+        audio_seqlens=context.get("audio_seqlens"),
+        second_per_grids=context.get("video_second_per_grid"),
+    )
+    return replace(payload, positions=positions[:, 0], position_delta=delta.item())
+
+
+def vision_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Peak memory of a vision tower that makes so many tokens.
+
+    It has the most rows a token, `spatial_merge_size` squared. At its peak there are the residual stream, queries, keys
+    and values, those rotated in float32 with their halves; or the products of its MLP.
+    """
+    item, full = dtype.itemsize, torch.float32.itemsize
+    pixels = 3 * config.temporal_patch_size * config.patch_size**2 * full
+    attention = config.hidden_size * (5 * item + 6 * full)
+    products = (2 * config.hidden_size + 3 * config.intermediate_size) * item
+    patches: int = tokens * config.spatial_merge_size**2
+    return patches * int(pixels + max(attention, products))

@@ -1,0 +1,246 @@
+"""Thinker and talker of Qwen3-Omni on the autoregressive engine, around `transformers`' own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from omnistage.core.errors import InvalidRequestError, StageError
+from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import Choose, ResidualCodes
+from omnistage.engines.streams import upload
+from omnistage.hf import transformers
+from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
+from omnistage.models.decoder import DecoderComponent
+from omnistage.models.loading import end_token_ids
+
+if TYPE_CHECKING:
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3OmniMoeConfig,
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+    )
+
+_DEFAULT_VOICE = "Ethan"
+_HEADER = 3
+"""Rows of `<|im_start|>assistant\\n`, before the reply's own."""
+_RESIDUAL_TOP_K, _RESIDUAL_TOP_P = 50, 0.8  # the reference has them in its code
+
+
+class Thinker(DecoderComponent):
+    """The language model with its vision and audio towers.
+
+    For the talker it emits a token's embedding, and for media the hidden state that comes out of layer `accept_layer`;
+    None: there is no talker. Pictures also feed the first layers, with features of several levels of the tower.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3OmniMoeThinkerForConditionalGeneration,
+        accept_layer: int | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> None:
+        config = model.config.text_config
+        size = int(config.hidden_size)
+        emit = 0 if accept_layer is None else size
+        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=emit)
+        levels = len(model.config.vision_config.deepstack_visual_indexes)
+        self.spec = replace(self.spec, fractional_positions=True, deep_size=levels * size)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
+        self._accepted: torch.Tensor | None = None
+        if accept_layer is not None and 0 < accept_layer < self.spec.num_layers:
+            model.get_decoder().layers[accept_layer - 1].register_forward_hook(self._accept)
+
+    def _accept(self, _layer: object, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        self._accepted = output if isinstance(output, torch.Tensor) else output[0]
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        del info
+        return with_positions(self.model, payload, payload.token_ids)
+
+    def media_bytes(self, tokens: int) -> int:
+        return vision_bytes(self.model.config.vision_config, self.dtype, tokens)
+
+    def forward_media(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedContext,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        out = self.decoder(
+            inputs_embeds=embeds[None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            paged=paged,
+            visual_pos_masks=places[None],
+            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        accepted, self._accepted = self._accepted, None
+        return torch.where(media, hidden if accepted is None else accepted[0], embeds)
+
+    def encode(self, span: MediaSpan) -> torch.Tensor:
+        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
+        if span.kind in (Modality.IMAGE, Modality.VIDEO):
+            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
+            out = visual(**inputs, return_dict=True)
+            # Some releases of transformers split the levels by item, too; there is one item.
+            levels = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in out.deepstack_features]
+            return torch.cat((torch.cat(tuple(out.pooler_output)), *levels), dim=1)
+        if span.kind is Modality.AUDIO:
+            return self._encode_audio(len(span.positions), **inputs)
+        raise StageError(f"Qwen3-Omni has no encoder for {span.kind}")
+
+    def _encode_audio(
+        self,
+        rows: int,
+        input_features: torch.Tensor,
+        feature_attention_mask: torch.Tensor,
+        padded_frames: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if padded_frames is not None:  # as beside a clip of that length
+            more = int(padded_frames) - input_features.shape[-1]
+            input_features = torch.nn.functional.pad(input_features, (0, more)).repeat(2, 1, 1)
+            mask = torch.nn.functional.pad(feature_attention_mask, (0, more))
+            feature_attention_mask = torch.cat((mask, torch.ones_like(mask)))
+        features = {"input_features": input_features.to(self.dtype), "feature_attention_mask": feature_attention_mask}
+        return self.model.get_audio_features(**features, return_dict=True).last_hidden_state[:rows]  # type: ignore[no-any-return]
+
+
+class Talker(DecoderComponent):
+    """The codec language model with its code predictor. Each of its frames needs a row of the thinker's reply.
+
+    `text_rows` are rows of the *thinker's* embedding by token id: the beginning, the end and the padding of a reply.
+    Holding them here leaves the talker independent of the thinker's stage.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3OmniMoeTalkerForConditionalGeneration,
+        whole: Qwen3OmniMoeConfig,
+        voices: Mapping[str, int],
+        text_rows: Mapping[int, torch.Tensor],
+    ) -> None:
+        config, text, predictor = model.config, model.config.text_config, model.config.code_predictor_config
+        super().__init__(model, model.model, model.codec_head, text, position_dims=3, side_input=True)
+        residual = ResidualCodes(
+            count=int(config.num_code_groups) - 1,
+            vocab_size=int(predictor.vocab_size),
+            hidden_size=int(text.hidden_size),
+            top_k=_RESIDUAL_TOP_K,
+            top_p=_RESIDUAL_TOP_P,
+        )
+        self.spec = replace(
+            self.spec, fractional_positions=True, side_size=int(config.thinker_hidden_size), residual=residual
+        )
+        self._whole = whole
+        self._voices = voices
+        self._rows = {token: row.to(self.device, self.dtype) for token, row in text_rows.items()}
+        self.eos_token_ids = (config.codec_eos_token_id,)
+        # What is neither a code nor an end cannot be spoken.
+        self.suppress_token_ids = tuple(
+            i for i in range(int(whole.code2wav_config.codebook_size), text.vocab_size) if i not in self.eos_token_ids
+        )
+
+    # --------------------------------------------------------------------------------------------- prompts
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        """Thinker rows of the prompt and of the first reply token → what users said, then the reply's beginning."""
+        if payload.embeds is None:
+            raise InvalidRequestError("the talker's prompt is made of the thinker's rows")
+        speaker, whole = self._speaker(info), self._whole
+        ids = np.array(payload.token_ids)
+        starts = np.flatnonzero(ids[:-2] == whole.im_start_token_id)
+        begin = starts[ids[starts + 1] == whole.assistant_token_id][-1:]
+        if not len(begin) or len(ids) - begin[0] <= _HEADER:
+            raise InvalidRequestError("speech needs a chat whose last message is the assistant's; use chat()")
+        roles = np.where(ids == whole.im_start_token_id, np.arange(len(ids)), -1)
+        roles = ids[np.minimum(np.maximum.accumulate(roles), len(ids) - 2) + 1]
+        roles[: starts[0]] = -1
+        said = np.flatnonzero((roles == whole.user_token_id) & (np.arange(len(ids)) < begin[0]))
+        thinker = whole.thinker_config
+        placeholders = (thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id)
+        media = np.isin(ids, placeholders)
+        with torch.inference_mode():
+            rows = payload.embeds.to(self.device, self.dtype)
+            heard = upload(said, self.device)
+            user = torch.where(
+                upload(media[said], self.device)[:, None],
+                self.model.hidden_projection(rows[heard]),
+                self.model.text_projection(rows[heard]),
+            )
+            reply = rows[int(begin[0]) :]
+            embeds = torch.cat((user, self._opening(reply, speaker)))
+            later = reply[_HEADER + 1 :].clone()
+            if payload.side_rows is not None:
+                later = torch.cat((later, payload.side_rows.to(self.device, self.dtype)))
+        text_ids = (*ids[said].tolist(), *(whole.tts_pad_token_id,) * (len(embeds) - len(said)))
+        # A picture outside of what users said has no row here, and the rule would take its size for another's.
+        prepared = payload
+        if media.sum() == media[said].sum():
+            # The reference leaves use_audio_in_video out, for the talker.
+            prepared = with_positions(self.model, payload, text_ids, use_audio_in_video=False)
+        token_ids = (self.model.config.codec_pad_id,) * len(text_ids)
+        return replace(prepared, token_ids=token_ids, embeds=embeds, side_rows=later)
+
+    def _opening(self, reply: torch.Tensor, speaker: int) -> torch.Tensor:
+        """The rows before the first frame: the header, the voice, and the first token of the reply."""
+        config = self.model.config
+        codes = [config.codec_nothink_id, config.codec_think_bos_id, config.codec_think_eos_id, speaker]
+        codes += [config.codec_pad_id, config.codec_bos_id]
+        text = self.model.text_projection(reply[: _HEADER + 1])
+        bos, _, pad = self._text_rows
+        text = torch.cat((text[:_HEADER], pad[None].expand(4, -1), bos[None], text[_HEADER:]))
+        text[_HEADER:] += self.embed(upload(np.array(codes), self.device))
+        return text
+
+    @cached_property
+    def _text_rows(self) -> torch.Tensor:
+        """Beginning, end and padding of a reply, as the talker's rows."""
+        whole = self._whole
+        ids = (whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id)
+        rows: torch.Tensor = self.model.text_projection(torch.stack([self._rows[token] for token in ids]))
+        return rows
+
+    def _speaker(self, info: RequestInfo) -> int:
+        name = info.voice or (_DEFAULT_VOICE if _DEFAULT_VOICE in self._voices else next(iter(self._voices)))
+        if name not in self._voices:
+            raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._voices)}", param="voice")
+        return self._voices[name]
+
+    # ---------------------------------------------------------------------------------------------- frames
+
+    def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return embeds + self.model.text_projection(rows)  # type: ignore[no-any-return]
+
+    def final_side_rows(self) -> torch.Tensor:
+        return torch.stack((self._rows[self._whole.tts_eos_token_id], self._rows[self._whole.tts_pad_token_id]))
+
+    def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
+        predictor = self.model.code_predictor
+        tables = predictor.get_input_embeddings()
+        cache = transformers.DynamicCache(config=predictor.config)
+        rows = torch.stack((hidden, self.embed(token_ids)), dim=1)
+        codes: list[torch.Tensor] = []
+        for index, head in enumerate(predictor.lm_head):
+            out = predictor.model(inputs_embeds=rows, past_key_values=cache, use_cache=True)
+            codes.append(choose(head(out.last_hidden_state[:, -1]), index))
+            rows = tables[index](codes[-1])[:, None]
+        return torch.stack(codes, dim=1)
+
+    def embed_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        tables = self.model.code_predictor.get_input_embeddings()
+        rows = [self.embed(frames[:, 0]), *(table(frames[:, i + 1]) for i, table in enumerate(tables))]
+        return torch.stack(rows, dim=1).sum(1)
