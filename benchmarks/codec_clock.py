@@ -7,6 +7,9 @@ takes as long as the cost line says. The player starts at the first sample and w
     python benchmarks/codec_clock.py --tree ../before    # the scheduler of another checkout
     python benchmarks/codec_clock.py --fixed 0.06 --block 0.003 --spread 2
 
+Language models and codec share the device: while a batch runs, codes come at `--share` of their pace. `--fast-step` is
+the talker's step once the text, `--text` tokens, is there.
+
 `--fixed`, `--block`, `--square` are seconds: of a batch, of each block in it, and of each block for each block of its
 window. Without options: a fit of docs/performance.md's table of windows (TF32, one H200), where dense attention over a
 whole window grew with the square of its length; `--square 0` for attention that stays within its blocks.
@@ -30,11 +33,15 @@ CODES = 384
 @dataclass
 class Listener:
     name: str
-    start: float
-    """When its first code comes."""
+    prefill: float
+    """Seconds from the request to its first code."""
     step: float
     """Seconds between two codes."""
     codes: int
+    text: int
+    """Codes for which a token of the text is generated, too."""
+    fast_step: float
+    """Seconds between two codes after that."""
     fed: int = 0
     asked: float = 0.0
     first_sound: float | None = None
@@ -91,19 +98,29 @@ def layout(mixed: bool) -> Any:
 def simulate(listeners: list[Listener], device: Device, options: argparse.Namespace) -> None:
     from omnistage.engines.codec.scheduler import CodecScheduler
 
-    now = 0.0
+    now = models = 0.0
+    """The time, and how much of it the language models have had."""
     clocked = hasattr(CodecScheduler, "release")
     scheduler: Any = CodecScheduler(layout(clocked), budget(options), clock=lambda: now)
     if clocked and not options.cold:
         for blocks in (3, 40, 192):  # what it has learned before
             scheduler.costs.observe(blocks, device.fixed + device.block * blocks)
-    events = [(listener.start, i) for i, listener in enumerate(listeners)]
-    heapq.heapify(events)
+        if hasattr(scheduler, "pace"):
+            text, rest = options.text, CODES - options.text
+            seconds = text * options.step + rest * options.fast_step
+            scheduler.pace.observe(CODES, seconds, beside_batch=False)
+            scheduler.pace.observe(CODES, seconds / max(options.share, 0.01), beside_batch=True)
+    events: list[tuple[float, int]] = []
+    """Codes, by the time that the models have had."""
+    arrivals = sorted(((listener.asked, i) for i, listener in enumerate(listeners)), reverse=True)
     held: dict[str, float] = {}
     by_name = {listener.name: listener for listener in listeners}
 
     def feed() -> None:
-        while events and events[0][0] <= now:
+        while arrivals and arrivals[-1][0] <= now:
+            asked, i = arrivals.pop()
+            heapq.heappush(events, (models - options.share * (now - asked) + listeners[i].prefill, i))
+        while events and events[0][0] <= models:
             at, i = heapq.heappop(events)
             listener = listeners[i]
             if not listener.fed:
@@ -111,7 +128,8 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
             listener.fed += 1
             scheduler.extend(listener.name, [0], final=listener.fed == listener.codes)
             if listener.fed < listener.codes:
-                heapq.heappush(events, (at + listener.step, i))
+                step = listener.step if listener.fed < listener.text else listener.fast_step
+                heapq.heappush(events, (at + step, i))
 
     def emit(name: str) -> None:
         if held.get(name):
@@ -121,12 +139,15 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
         feed()
         if not scheduler.has_work():
             limit = scheduler.wait_limit()
-            at = events[0][0] if events else float("inf")
-            now = max(now, min(at, now + limit + 1e-9 if limit is not None else float("inf")))
+            pauses = [events[0][0] - models] if events else []
+            pauses += [arrivals[-1][0] - now] if arrivals else []
+            pause = max(0.0, min(pauses if limit is None else [*pauses, limit])) + 1e-9
+            now, models = now + pause, models + pause
             continue
         output = scheduler.schedule()
         if output.windows:
-            now += device.run(output.windows)
+            taken = device.run(output.windows)
+            now, models = now + taken, models + options.share * taken
         seconds = {w.request_id: w.emit * CODE_SECONDS for w in output.windows}
         for name, length in seconds.items():
             held[name] = held.get(name, 0.0) + length
@@ -154,6 +175,9 @@ def main() -> None:
     parser.add_argument("--block", type=float, default=0.0055)
     parser.add_argument("--square", type=float, default=0.00024)
     parser.add_argument("--step", type=float, default=0.0041, help="seconds of a talker's step, one code")
+    parser.add_argument("--text", type=int, default=CODES, help="codes for which the text's model runs, too")
+    parser.add_argument("--fast-step", type=float, default=0.0041, help="seconds of a code after those")
+    parser.add_argument("--share", type=float, default=1.0, help="of the device that the models get beside a batch")
     parser.add_argument("--prefill", type=float, default=0.040, help="seconds from the request to its first code")
     parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
@@ -173,7 +197,8 @@ def main() -> None:
         for i in range(count):
             asked = generator.uniform(0, options.spread)
             codes = generator.randint(100, 2 * CODES - 100) if options.lengths else CODES
-            listeners.append(Listener(str(i), asked + options.prefill, options.step, codes, asked=asked))
+            pace = (options.step, codes, options.text, options.fast_step)
+            listeners.append(Listener(str(i), options.prefill, *pace, asked=asked))
         device = Device(options.fixed, options.block, options.square)
         simulate(listeners, device, options)
         sounds = sorted(listener.first_sound or 0.0 for listener in listeners)

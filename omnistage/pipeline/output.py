@@ -143,8 +143,7 @@ class OutputBuffer:
 
     A full buffer never blocks the stage and drops nothing: everything that waits is joined into one item per stream
     (a modality of an answer), so a slow consumer gets fewer, larger items. `wake` is called, without the lock, when
-    an item arrives in an empty buffer, and for the last item `wake_last`; a consumer takes items until there is none
-    before it waits again.
+    an item arrives in an empty buffer, and for the last item `wake_last`.
     """
 
     def __init__(
@@ -177,11 +176,6 @@ class OutputBuffer:
             self._wake_last()
         elif was_empty and self._wake is not None:
             self._wake()
-
-    def pop(self) -> OutputChunk | None:
-        """The next item, or None if there is none now."""
-        with self._lock:
-            return self._items.popleft() if self._items else None
 
     def pop_all(self) -> list[OutputChunk]:
         """All items that are there now."""

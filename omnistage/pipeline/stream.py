@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,8 @@ class OutputStream(AsyncIterator[OutputChunk]):
 
     trace: Trace
     """What ran when; the stages still change it."""
+    _taken: Iterator[OutputChunk] = iter(())
+    """What was taken, for who reads item by item."""
 
     def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
         self.request_id = request_id
@@ -45,19 +47,14 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self.trace = self._run.trace
 
     async def __anext__(self) -> OutputChunk:
-        if self._done:
-            raise StopAsyncIteration
-        while (item := self._buffer.pop()) is None:
-            await self._ready.wait()
-            self._ready.clear()
-        self._done = item.final is not None
+        while (item := next(self._taken, None)) is None:
+            if not (items := await self.take()):
+                raise StopAsyncIteration
+            self._taken = iter(items)
         return item
 
     async def take(self) -> list[OutputChunk]:
-        """All items that have come since the last ones were taken, at least one; none at the end.
-
-        A reader uses either this or `__anext__`: here items are there once the event is set.
-        """
+        """All items that have come since the last ones were taken, at least one; none at the end."""
         items: list[OutputChunk] = []
         while not self._done and not items:
             await self._ready.wait()
@@ -67,6 +64,6 @@ class OutputStream(AsyncIterator[OutputChunk]):
         return items
 
     def close(self) -> None:
-        self._done = True
+        self._done, self._taken = True, iter(())
         if self._run is not None:
             self._orchestrator.cancel(self._run)

@@ -376,11 +376,6 @@ class ObservedStream(OutputStream):
         self._started = False
         self._timed: set[Modality] = set()
 
-    async def __anext__(self) -> OutputChunk:
-        chunk = await anext(self._inner)
-        self._observe(chunk)
-        return chunk
-
     async def take(self) -> list[OutputChunk]:
         items = await self._inner.take()
         for chunk in items:

@@ -44,7 +44,7 @@ def write(
     report("writing draw", 0.6)
     network = parts.TinyModel(transformer(scale, text=config.hidden_size), transformer_init)
     parts.write_model(folder / "draw" / "transformer", network, seed=seed, dtype=common.stored_dtype(0.0))
-    parts.write_flow_scheduler(folder / "draw" / "scheduler", shift=2.0, use_dynamic_shifting=False)
+    parts.flow_scheduler(shift=2.0, use_dynamic_shifting=False).write(folder / "draw" / "scheduler")
     report("writing hear", 0.9)
     with contextlib.suppress(MissingDependencyError):  # then it takes no audio, like a starter pulled without npm
         write_speech_to_text(folder / "hear", seed=seed)

@@ -284,6 +284,55 @@ def test_nothing_is_held_back_where_codes_or_the_device_are_slower_than_sound(no
     assert scheduler.release() == ["a"]
 
 
+def shared_device(codes: int, batch_seconds: float) -> tuple[CodecScheduler, list[float]]:
+    """A scheduler and its clock: "a" got a code every 10 ms while the codec was idle, and none beside its batches."""
+    now = [0.0]
+    layout = replace(LAYOUT, mixed_windows=True, code_seconds=0.02)
+    limits = Limits(max_chunk_blocks=8, max_hold_seconds=9.0)
+    scheduler = CodecScheduler(layout, limits, clock=lambda: now[0])
+    for blocks in (2, 20):
+        scheduler.costs.observe(blocks, batch_seconds * blocks / 4)
+    scheduler.add("a", None)
+    for code in range(codes):
+        scheduler.extend("a", [code], final=False)
+        while scheduler.has_work():
+            output = scheduler.schedule()
+            now[0] += batch_seconds * bool(output.windows)
+            scheduler.update(output, (), {w.request_id: 0.02 * w.emit for w in output.windows})
+            scheduler.release()
+        now[0] += 0.01
+    return scheduler, now
+
+
+def test_codes_that_a_batch_has_kept_back_are_not_taken_for_slow_ones() -> None:
+    scheduler, _ = shared_device(30, 0.05)
+    pace = scheduler._requests["a"].pace
+    assert pace.free == pytest.approx(0.01)
+    assert pace.slowdown == pytest.approx(6.0)
+
+
+def test_windows_with_time_to_spare_wait_for_company_where_the_device_is_shared() -> None:
+    scheduler, now = shared_device(12, 0.01)
+    request = scheduler._requests["a"]
+    request.dry_at = now[0] + 2.0
+    scheduler.extend("a", range(30), final=False)
+    assert scheduler.has_work()  # nobody to wait for
+    scheduler.add("b", None)
+    scheduler.extend("b", [1], final=False)
+    assert scheduler.has_work()  # nothing is known of utterances yet
+    scheduler.pace.learn(request.pace)
+    assert not scheduler.has_work()
+    limit = scheduler.wait_limit()
+    assert limit is not None
+    assert 1.0 < limit < 1.5
+    now[0] += limit
+    assert scheduler.has_work()
+    now[0] -= limit
+    scheduler.extend("b", range(30), final=False)
+    assert scheduler.has_work()  # a first sound does not wait, and takes the others along
+    assert set(emitted(scheduler.schedule())) == {"a", "b"}
+
+
 def test_first_sound_does_not_wait_for_long() -> None:
     now = 0.0
     scheduler = CodecScheduler(LAYOUT, Limits(max_hold_seconds=2.0), clock=lambda: now)

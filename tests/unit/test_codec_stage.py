@@ -297,10 +297,10 @@ def test_first_sound_is_held_back_until_more_follows_in_time_and_no_longer_than_
     stage._scheduler._clock = lambda: now[0]
     for name in ("slow", "quick", "ends"):
         stage.submit(start(name, [1]))
-    now[0] = 0.07
-    stage.feed("slow", CodecFrames((1, 2, 3), final=False))  # a code every 17.5 ms, for 20 ms of sound
+    now[0] = 0.054
+    stage.feed("slow", CodecFrames((1, 2, 3), final=False))  # a code every 18 ms, for 20 ms of sound
     assert audio(stage.drain(), "slow") == []
-    assert stage.wait_limit() == pytest.approx(2.93)
+    assert stage.wait_limit() == pytest.approx(2.946)
     stage.feed("quick", CodecFrames(tuple(range(1, 40)), final=False))
     assert len(audio(stage.drain(), "quick")) > 4
     stage.feed("ends", CodecFrames((2, 3, 4), final=True))

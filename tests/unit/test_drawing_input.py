@@ -320,9 +320,7 @@ def test_a_slow_reader_gets_the_last_progress_and_the_last_picture_of_each() -> 
         put(image=ImageChunk(pixels(value=step), 0, preview=True))
         put(index=1, image=ImageChunk(pixels(value=100 + step), 1, preview=True))
     put(index=1, image=ImageChunk(pixels(value=7), 1), finish_reason=FinishReason.STOP)
-    items = []
-    while (item := buffer.pop()) is not None:
-        items.append(item)
+    items = buffer.pop_all()
     latest = {item.index: item for item in items}
     assert len(items) <= 4
     assert [item.progress for item in items if item.progress is not None][-1] == Progress(4, 9)

@@ -186,13 +186,6 @@ def sound(value: int, finish: FinishReason | None = None) -> OutputChunk:
     return OutputChunk("r", AUDIO, audio=AudioChunk(np.full(2, value, np.float32), 100), finish_reason=finish)
 
 
-def drain(buffer: OutputBuffer) -> list[OutputChunk]:
-    items = []
-    while (item := buffer.pop()) is not None:
-        items.append(item)
-    return items
-
-
 def test_a_full_buffer_joins_what_waits_and_loses_nothing() -> None:
     buffer = OutputBuffer(4)
     for number in range(1000):
@@ -202,7 +195,7 @@ def test_a_full_buffer_joins_what_waits_and_loses_nothing() -> None:
     buffer.put(text(1000, finish=FinishReason.STOP))
     buffer.put(sound(1000, finish=FinishReason.LENGTH))
     buffer.put(OutputChunk("r", TEXT, final=OmniRequestOutput("r")))
-    items = drain(buffer)
+    items = buffer.pop_all()
     assert "".join(item.text for item in items) == "".join(f"{n} " for n in range(1001))
     assert [t for item in items for t in item.token_ids] == list(range(1001))
     assert [entry.chosen.token_id for item in items for entry in item.logprobs] == list(range(1001))
@@ -218,7 +211,7 @@ def test_joining_keeps_answers_apart() -> None:
     for number in range(3):
         buffer.put(text(number, index=0))
         buffer.put(text(10 + number, index=1))
-    assert [(item.index, item.text) for item in drain(buffer)] == [(0, "0 1 2 "), (1, "10 11 12 ")]
+    assert [(item.index, item.text) for item in buffer.pop_all()] == [(0, "0 1 2 "), (1, "10 11 12 ")]
 
 
 def test_a_reader_is_woken_only_when_there_was_nothing_to_read() -> None:
@@ -227,7 +220,7 @@ def test_a_reader_is_woken_only_when_there_was_nothing_to_read() -> None:
     buffer.put(text(1))
     buffer.put(text(2))
     assert len(wakes) == 1
-    drain(buffer)
+    buffer.pop_all()
     buffer.put(text(3))
     assert len(wakes) == 2
 
@@ -250,7 +243,7 @@ def test_a_reader_that_never_reads_holds_nobody_up() -> None:
     items: list[OutputChunk] = []
     pipeline.orchestrator.shutdown()
     assert len(buffer) <= 4
-    items = drain(buffer)
+    items = buffer.pop_all()
     final = items[-1].final
     assert final is not None
     assert "".join(item.text for item in items) == final.text == other.final.text

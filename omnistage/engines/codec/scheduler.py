@@ -17,12 +17,18 @@ from omnistage.config.schema import CodecBudget
 from omnistage.core.types import Code
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
-from omnistage.engines.codec.costs import CostModel
+from omnistage.engines.codec.costs import CostModel, Pace
 
 FIRST_SOUND_SECONDS = 0.5
 """After its first code a request is due for its first sound."""
 MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
+_RESERVE_SECONDS = 0.5
+"""Windows that could wait begin as long before a player runs dry: another batch may run when they are due."""
+_MIN_SLOWDOWN = 2.0
+"""Codes come so many times slower beside a batch where the codec shares its device with the models upstream."""
+_SAME_TIME = 5e-4
+"""Codes wait while a batch runs and then come at once; no model makes two of them within so many seconds."""
 INF = float("inf")
 _SAFETY = 0.9
 """Share of the sound at hand in which more must be expected for the first to go out."""
@@ -65,6 +71,17 @@ class _Request:
     streaming: bool
     first_code: float = 0.0
     """When the first codes came."""
+    last_code: float = 0.0
+    """When the last codes came."""
+    batches_seen: int = 0
+    """Batches that had begun then."""
+    beside_batch: bool = False
+    """The last codes came while a batch ran."""
+    pace: Pace = field(default_factory=Pace)
+    company: int = 0
+    """Windows in the last batch that had one of its own."""
+    others: float = 0.0
+    """Seconds of batches without it since its first code."""
     codes: list[Code] = field(default_factory=list)
     final: bool = False
     done: int = 0
@@ -100,7 +117,10 @@ class CodecScheduler:
         self._requests: dict[str, _Request] = {}
         self._turns = Turns()
         self._scheduled_at = 0.0
+        self._batches = 0
         self.costs = CostModel()
+        self.pace = Pace()
+        """Of whole utterances: once their text is there, codes come faster."""
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -112,10 +132,18 @@ class CodecScheduler:
         request = self._requests.get(request_id)
         if request is None or request.final:
             return
+        now = self._clock()
         if not request.codes:
-            request.first_code = self._clock()
+            request.first_code = now
+        else:
+            if now - request.last_code > _SAME_TIME:  # else they came with the last ones
+                request.beside_batch = request.batches_seen != self._batches
+            request.pace.observe(len(codes), now - request.last_code, beside_batch=request.beside_batch)
+        request.last_code, request.batches_seen = now, self._batches
         request.codes.extend(codes)
         request.final = final
+        if final:
+            self.pace.learn(request.pace)
 
     def length(self, request_id: str) -> int | None:
         """Codes known so far; None where more would be ignored: the utterance is complete, or the request has ended."""
@@ -126,12 +154,9 @@ class CodecScheduler:
         self._requests.pop(request_id, None)
 
     def has_work(self) -> bool:
-        """Whether a window can run, or sound that was held back must go out."""
-        free = self.running < self._limits.max_running
-        return any(
-            r.empty or ((r.started or free) and self._next(r) is not None) or self._hold_limit(r) <= 0
-            for r in self._requests.values()
-        )
+        """Whether a window should run now, or sound that was held back must go out."""
+        limit = self.wait_limit()
+        return limit is not None and limit <= 0
 
     @property
     def running(self) -> int:
@@ -166,13 +191,21 @@ class CodecScheduler:
                 self._turns.take(request.turn)
             else:
                 request.turn.age += 1
+        self._batches += bool(batch.windows)
         return SchedulerOutput(tuple(batch.windows), tuple(started), empty)
 
     def update(self, output: SchedulerOutput, failed: Collection[str], seconds: Mapping[str, float]) -> None:
         """Count what ran and forget what ended: complete, empty and failed requests. `seconds` of sound came out."""
         now = self._clock()
         if output.windows:
-            self.costs.observe(sum(self.blocks(len(w.codes)) for w in output.windows), now - self._scheduled_at)
+            seconds_taken = now - self._scheduled_at
+            self.costs.observe(sum(self.blocks(len(w.codes)) for w in output.windows), seconds_taken)
+            mine = {window.request_id for window in output.windows}
+            for request in self._requests.values():
+                if request.request_id in mine:
+                    request.company = len(mine)
+                elif request.codes:
+                    request.others += min(seconds_taken, now - request.first_code)
         for window in output.windows:
             if window.last or window.request_id in failed:
                 self.remove(window.request_id)
@@ -203,9 +236,30 @@ class CodecScheduler:
         return self._requests[request_id].dry_at is not None
 
     def wait_limit(self) -> float | None:
-        """Seconds until sound that is held back must go out; None: there is none."""
+        """Seconds until windows should run or sound that is held back must go out; None: there is nothing of either."""
+        if any(r.empty for r in self._requests.values()):
+            return 0.0
         limits = [self._hold_limit(r) for r in self._requests.values() if r.held]
+        free = self.running < self._limits.max_running
+        ready = [(r, s) for r in self._requests.values() if (r.started or free) and (s := self._next(r)) is not None]
+        if ready:
+            limits.append(self._slack(ready))
         return max(min(limits), 0.0) if limits else None
+
+    def _slack(self, ready: Sequence[tuple[_Request, Shape]]) -> float:
+        """Seconds for which these windows may wait for others to share a batch with.
+
+        That pays where the models that make the codes have the device for themselves meanwhile.
+        """
+        upstream = sum(not r.final for r in self._requests.values())
+        if not upstream or len(self._requests) == 1 or self.pace.slowdown < _MIN_SLOWDOWN:
+            return 0.0
+        if any(r.dry_at is None and r.streaming for r, _ in ready):
+            return 0.0
+        seconds = self.costs.seconds(sum(self.blocks(shape.length) for _, shape in ready))
+        if not 0 < seconds < MAX_BATCH_SECONDS:
+            return 0.0
+        return min(self.due(r) for r, _ in ready) - seconds - _RESERVE_SECONDS - self._clock()
 
     # -------------------------------------------------------------------------------------------- windows
 
@@ -277,28 +331,37 @@ class CodecScheduler:
     def _stays_in_time(self, request: _Request, now: float) -> bool:
         """Whether the next two windows of a player that starts now are expected before it runs dry.
 
-        All listeners are taken to have a window of the same size meanwhile, and codes to come as they came; further
-        ahead that is too gloomy, as codes come faster once the text is there. Where these or the device are slower than
-        sound, it will run dry whatever is held back: then nothing is.
+        Codes are taken to come as this request's came, those of the second window as those of whole utterances, and
+        batches to hold what they held. Where codes or the device are slower than sound, it will run dry whatever is
+        held back: then nothing is.
         """
         layout, longest = self._layout, self._limits.max_chunk_blocks
         listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
-        pace = 0.0 if request.final else (now - request.first_code) / len(request.codes)
+        pace = request.pace
+        if not pace.known:  # all at once, or only beside batches
+            pace = Pace(len(request.codes), now - request.first_code)
+        usual = self.pace if self.pace.known else pace
         code_seconds = layout.code_seconds or request.held / request.done
         block_seconds = layout.block_codes * code_seconds
-        if pace > code_seconds or self._seconds_of(listeners, longest) > longest * block_seconds:
+        work = self._seconds_of(listeners, longest)
+        codes_behind = longest * layout.block_codes - work * usual.beside
+        if max(work, 0.0 if request.final else work + codes_behind * usual.free) > longest * block_seconds:
             return True
-        ready, played, done = 0.0, request.held, request.done
+        others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
+        ready, played, done, known = others * MAX_BATCH_SECONDS, request.held, request.done, float(len(request.codes))
         for index in (request.windows, request.windows + 1):
             if request.final and done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
             done += size * layout.block_codes
-            missing = max(0, done + self.lookahead - len(request.codes))
-            ready = max(ready, missing * pace) + self._seconds_of(listeners, size)
+            missing = 0.0 if request.final else max(0.0, done + self.lookahead - known)
+            seconds = self._seconds_of(min(request.company, listeners), size)
+            ready += pace.wait(missing, others) + seconds
+            known += missing + seconds * pace.beside
             if ready > _SAFETY * played:
                 return False
             played += size * block_seconds
+            pace = usual
         return True
 
     def _seconds_of(self, listeners: int, size: int) -> float:
