@@ -99,6 +99,18 @@ class AudioLimits(Protocol):
 
 
 @runtime_checkable
+class VoicePrompts(Protocol):
+    """An input processor whose prompts name the voice, and hold clips at a rate of their own. Thread-safe."""
+
+    @property
+    def clip_rate(self) -> int:
+        """Samples a second of the clips in messages."""
+
+    def with_voice(self, voice: str | None) -> InputProcessor:
+        """The processor for requests with this voice, one of `voices()`; None: the default."""
+
+
+@runtime_checkable
 class SpeechReader(Protocol):
     """An input processor of a model that can speak a text as it is."""
 

@@ -10,6 +10,7 @@ from omnistage.core.registry import Registry
 BUILTIN = (
     "qwen2_5_omni",
     "qwen3_omni_moe",
+    "csm",
     "stable_diffusion_3",
     "flux",
     "flux2",

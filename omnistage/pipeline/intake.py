@@ -16,7 +16,14 @@ from omnistage.core.errors import (
     PromptTooLongError,
     UnsupportedModalityError,
 )
-from omnistage.core.family import AnyProcessor, AudioLimits, DrawingProcessor, InputProcessor, OptionalInputs
+from omnistage.core.family import (
+    AnyProcessor,
+    AudioLimits,
+    DrawingProcessor,
+    InputProcessor,
+    OptionalInputs,
+    VoicePrompts,
+)
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
@@ -76,6 +83,7 @@ class RequestFactory:
             else partial(self._input, processor)
         )
         self._audio_limits = processor if isinstance(processor, AudioLimits) else None
+        self._voiced = processor if isinstance(processor, VoicePrompts) else None
         self._limits = limits
         self._defaults = defaults or {}
         self._clock = clock
@@ -189,6 +197,8 @@ class RequestFactory:
     def _input(
         self, processor: InputProcessor, prompt: Prompt, options: RequestOptions, _params: Mapping[str, StageParams]
     ) -> StagePayloadIn:
+        if self._voiced is not None:
+            processor = self._voiced.with_voice(options.voice)
         if isinstance(prompt, str):
             return self._text(processor, prompt)
         if isinstance(prompt, OmniTokensPrompt):
@@ -204,6 +214,7 @@ class RequestFactory:
                 use_audio_in_video=options.use_audio_in_video,
                 max_clip_seconds=None if self._audio_limits is None else self._audio_limits.clip_seconds()[1],
                 check_kinds=self._check_media,
+                **({} if self._voiced is None else {"audio_rate": self._voiced.clip_rate}),
             )
             # Said only where there are some: a family may take none.
             return processor.chat(messages, options.tools) if options.tools else processor.chat(messages)

@@ -17,6 +17,7 @@ from omnistage.core.types import Condition, MediaSpan, Modality
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.codec.causal import CausalDecoder
 from omnistage.engines.codec.flow import SOLVERS
 from omnistage.engines.diffusion.component import Denoiser, Row
 from omnistage.engines.peak_memory import META, weight_bytes
@@ -33,6 +34,7 @@ CPU = torch.device("cpu")
 MODELS = [
     ("causal_lm", None),
     ("qwen2_5_omni", None),
+    ("csm", None),
     ("glm_image", None),
     ("stable_diffusion_3", None),
     ("z_image", None),
@@ -63,6 +65,8 @@ def networks(component: object) -> Sequence[nn.Module]:
         return component.transformers
     if isinstance(component, Token2Wav):
         return component._dit, component._vocoder
+    if isinstance(component, CausalDecoder):
+        return (component.network,)
     modules: Sequence[nn.Module] = component.modules  # type: ignore[attr-defined]
     return modules
 

@@ -8,7 +8,7 @@ cut. What all layers keep of a request is one row of numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -116,30 +116,78 @@ class _SlidingKeys:
 
 
 class StreamedTransformer(nn.Module):
-    """A decoder of `transformers`, all of whose layers have sliding-window attention, called with `inputs_embeds`.
+    """A decoder of `transformers`, all of whose layers have sliding-window attention.
 
-    `kv_shape` is its layers, heads of keys and values, and their size.
+    `kv_shape` is its layers, heads of keys and values, and their size; a frame is `frame_tokens` of its tokens. It gets
+    masks by the `kinds` of its layers, or one for all.
     """
 
-    def __init__(self, model: nn.Module, window: int, kv_shape: tuple[int, int, int], contexts: Contexts) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        window: int,
+        kv_shape: tuple[int, int, int],
+        contexts: Contexts,
+        *,
+        frame_tokens: int = 1,
+        kinds: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         layers, heads, head_dim = kv_shape
         self.model = model
         self._contexts = contexts
         self._past = window - 1
         """Tokens before its own that a token attends to."""
+        self._frame_tokens = frame_tokens
+        self._kinds = tuple(kinds)
         self._places = [contexts.reserve(2, heads, self._past, head_dim) for _ in range(layers)]
 
-    def forward(self, inputs_embeds: Tensor) -> object:
-        count, start = inputs_embeds.shape[1], self._contexts.positions[:, None]
-        query = torch.arange(count, device=inputs_embeds.device)
-        key = torch.arange(-self._past, count, device=inputs_embeds.device)
-        near = (key <= query[:, None]) & (key >= query[:, None] - self._past)
-        known = key >= -start  # there is nothing before an utterance
+    def forward(self, *args: Tensor, inputs_embeds: Tensor | None = None, **_: object) -> object:
+        """Called as the model is for a whole utterance: with embeddings, and nothing else that counts."""
+        x = args[0] if inputs_embeds is None else inputs_embeds
+        start = self._contexts.positions[:, None] * self._frame_tokens
+        query = torch.arange(x.shape[1], device=x.device)
+        mask = self._mask(query, start, x.dtype)
         return self.model(
-            inputs_embeds=inputs_embeds,
-            attention_mask={"sliding_attention": (near & known[:, None])[:, None]},  # [B, 1, tokens, keys]
+            *args,
+            **({} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}),
+            attention_mask=dict.fromkeys(self._kinds, mask) if self._kinds else mask,
             position_ids=start + query,
             past_key_values=_SlidingKeys(self._contexts, self._places),
             use_cache=False,
         )
+
+    def _mask(self, query: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, `[B, 1, tokens, keys]`; the keys of the past come first."""
+        key = torch.arange(-self._past, len(query), device=query.device)
+        near = (key <= query[:, None]) & (key >= query[:, None] - self._past)
+        known = key >= -start  # there is nothing before an utterance
+        seen = (near & known[:, None])[:, None]
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def wrapped_convolutions(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Conv1d | nn.ConvTranspose1d]]:
+    """Modules around one convolution (`conv`) that pad its input or crop what it gives, in their order."""
+    for module in modules:
+        conv = dict(module.named_children()).get("conv")
+        if isinstance(conv, nn.Conv1d | nn.ConvTranspose1d):
+            yield module, conv
+
+
+def streamed_convolutions(
+    modules: Iterable[nn.Module], contexts: Contexts, *, waits: bool
+) -> dict[nn.Module, nn.Module]:
+    """What stands in for causal convolutions. One that sees a single column at a time needs nothing around it.
+
+    `waits`: transposed ones drop as many of an utterance's first columns as of its last; else none of the first.
+    """
+    streamed: dict[nn.Module, nn.Module] = {}
+    for module, conv in wrapped_convolutions(modules):
+        kernel, stride = conv.kernel_size[0], conv.stride[0]
+        if kernel == stride:
+            streamed[module] = conv
+        elif isinstance(conv, nn.ConvTranspose1d):
+            streamed[module] = StreamedTransposedConv(conv, kernel - stride if waits else 0, contexts)
+        else:
+            streamed[module] = StreamedConv(conv, contexts)
+    return streamed

@@ -9,7 +9,6 @@ from 300 frames on: each of its chunks lacks its last 555 samples, and sees 25 f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,12 @@ from torch import nn
 
 from omnistage.core.errors import CheckpointError
 from omnistage.engines.codec.causal import CausalDecoder
-from omnistage.engines.codec.causal_layers import Contexts, StreamedConv, StreamedTransformer, StreamedTransposedConv
+from omnistage.engines.codec.causal_layers import (
+    Contexts,
+    StreamedTransformer,
+    streamed_convolutions,
+    wrapped_convolutions,
+)
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.kernels import Kernels, use_triton
 from omnistage.engines.codec.snake import fused_snakes
@@ -55,8 +59,10 @@ class Code2Wav(CausalDecoder):
         model.to(at).eval()
         config, contexts = model.config, Contexts()
         scale, delay = 1, 0
-        for conv in (conv for _, conv in _convolutions(model) if isinstance(conv, nn.ConvTranspose1d)):
-            scale, delay = scale * conv.stride[0], delay * conv.stride[0] + _crop(conv)
+        for _, conv in wrapped_convolutions(model.modules()):
+            if isinstance(conv, nn.ConvTranspose1d):  # each drops `kernel - stride` columns on both sides
+                stride = conv.stride[0]
+                scale, delay = scale * stride, delay * stride + conv.kernel_size[0] - stride
         layout = CodecLayout(
             block_codes=1,
             codebook_size=positive(config, "codebook_size"),
@@ -83,33 +89,12 @@ class Code2Wav(CausalDecoder):
 
 def streamed_copy(model: Qwen3OmniMoeCode2Wav, contexts: Contexts, *, fused: bool) -> Qwen3OmniMoeCode2Wav:
     """A copy whose convolutions and transformer go on from `contexts`; all else is transformers' own."""
-    config = model.config
-    if set(config.layer_types) != {"sliding_attention"}:
-        raise CheckpointError(f"code2wav_config has layers of {config.layer_types}; all must be sliding_attention")
-    # Masks are boolean, as this implementation takes them.
-    transformer = shared_copy(model.pre_transformer, {})
-    transformer.set_attn_implementation("sdpa")
-    window = positive(config, "sliding_window")
+    config, transformer = model.config, model.pre_transformer
+    kinds = sorted(set(config.layer_types))
+    if kinds != ["sliding_attention"]:
+        raise CheckpointError(f"code2wav_config has layers of {', '.join(kinds)}; all must be sliding_attention")
     swaps: dict[nn.Module, nn.Module] = fused_snakes(model.modules()) if fused else {}
-    swaps[model.pre_transformer] = StreamedTransformer(transformer, window, kv_shape(config), contexts)
-    for module, conv in _convolutions(model):
-        if conv.kernel_size == conv.stride:  # it sees one column at a time
-            continue
-        if isinstance(conv, nn.ConvTranspose1d):
-            swaps[module] = StreamedTransposedConv(conv, _crop(conv), contexts)
-        else:
-            swaps[module] = StreamedConv(conv, contexts)
+    window = positive(config, "sliding_window")
+    swaps[transformer] = StreamedTransformer(transformer, window, kv_shape(config), contexts, kinds=kinds)
+    swaps.update(streamed_convolutions(model.modules(), contexts, waits=True))
     return shared_copy(model, swaps)
-
-
-def _convolutions(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Conv1d | nn.ConvTranspose1d]]:
-    """transformers' causal convolutions as they follow each other, each with the plain one that it pads or crops."""
-    for module in model.modules():
-        conv = dict(module.named_children()).get("conv")
-        if isinstance(conv, nn.Conv1d | nn.ConvTranspose1d):
-            yield module, conv
-
-
-def _crop(conv: nn.ConvTranspose1d) -> int:
-    """Columns that the reference drops on both sides of what the convolution gives."""
-    return conv.kernel_size[0] - conv.stride[0]
