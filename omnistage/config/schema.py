@@ -52,6 +52,9 @@ class ARBudget(ConfigModel):
     graph_batch_sizes: tuple[Count, ...] = Field(
         default=(1, 2, 4, 8, 16, 32, 64), description="Batch sizes to capture a graph for, ascending."
     )
+    graph_prefill_tokens: tuple[Count, ...] = Field(
+        default=(128, 256, 512), description="Tokens of small steps with prompts to capture graphs for; []: none."
+    )
     compile: Literal["auto"] | bool = Field(
         default="auto", description="Compile the layers: slower start, faster steps; auto: large models on CUDA."
     )

@@ -118,6 +118,20 @@ def test_a_causal_lm_writes_what_it_writes_on_the_cpu(lm: Path, lm_expected: lis
         assert_empty(omni)
 
 
+@pytest.mark.parametrize("option", ["compile=false", "compile=true"])
+def test_prompts_in_captured_steps_change_nothing(lm: Path, lm_expected: list[list[int]], option: str) -> None:
+    """Steps of up to 64 tokens: pieces of prompts, several at once, beside generated tokens."""
+    given = overrides(["thinker"], [*SMALL, "attention=triton", "graph_prefill_tokens=[16,64]", "max_batch_tokens=64"])
+    given = (*given, *overrides(["thinker"], [option]))
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        runner = omni.orchestrator.stages["thinker"].runner
+        before = runner.prefill_graphs.replays
+        outputs = omni.generate(prompts(), GREEDY, progress=False)
+        assert [output.token_ids for output in outputs] == lm_expected
+        assert runner.prefill_graphs.replays - before > 5
+        assert_empty(omni)
+
+
 def test_small_steps_and_preemption_change_nothing(lm: Path, lm_expected: list[list[int]]) -> None:
     tight = ("max_batch_tokens=48", "prefill_chunk=32", "kv_blocks=18", "prefix_caching=false")
     given = overrides(["thinker"], [*SMALL, *tight])

@@ -88,11 +88,11 @@ def test_a_step_is_planned_from_two_layers_of_each_kind_and_takes_as_much(
     for layer in planned.decoder.layers:
         layer.register_forward_hook(lambda *_: runs.append(1))
     few = ar_memory.ar_needs(planned, stage.budget, cuda=True)
-    assert len(runs) == 2 * 2  # a step with the most tokens, and the largest captured one
+    assert len(runs) == 3 * 2  # a step with the most tokens, and the largest captured ones without and with prompts
     assert len(planned.decoder.layers) == 9
     monkeypatch.setattr(ar_memory, "_few_layers", nullcontext)
     assert ar_memory.ar_needs(planned, stage.budget, cuda=True) == few
-    assert len(runs) == 2 * 2 + 2 * 9
+    assert len(runs) == 3 * 2 + 3 * 9
 
 
 def test_headers_give_the_sizes_of_weights(tmp_path: Path) -> None:

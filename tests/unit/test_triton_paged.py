@@ -117,6 +117,7 @@ CASES = [
     Case("mixed", (1, 12, 1, 30), (700, 50, 7, 30), heads=(14, 2)),
     Case("mixed with padding", (1, 12, 1, 5), (30, 50, 0, 0), tail=3),
     Case("mixed with empty sequences", (0, 12, 0, 1, 0), (0, 50, 0, 200, 0)),
+    Case("padded step", (12, 1, 5, 0, 0, 0), (12, 70, 40, 0, 0, 0), tail=9, max_query_len=27, max_seq_len=1500),
     Case("one decode under a loose query bound", (1,), (50,), max_query_len=8),
     Case("many short sequences", (2,) * 19, tuple(range(2, 21)), heads=(2, 2), head_dim=16),
     Case("head major", (1, 12, 30), (600, 50, 30), head_major=True),

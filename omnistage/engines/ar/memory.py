@@ -189,7 +189,11 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     rows = sum(size for size, _length in (*required, *optional))
     outputs = rows * (spec.vocab_size + spec.emit_size + spec.embed_size) * item
     largest = _step_bytes(component, budget.graph_batch_sizes[-1], 1)
-    return outputs + (len(required) + len(optional)) * _GRAPH_BYTES + largest
+    count = len(required) + len(optional) + len(budget.graph_prefill_tokens)
+    if budget.graph_prefill_tokens:
+        outputs += 2 * sum(budget.graph_prefill_tokens) * spec.embed_size * item
+        largest += _step_bytes(component, max(budget.graph_prefill_tokens), 1)
+    return outputs + count * _GRAPH_BYTES + largest
 
 
 class _NoAttention(AttentionBackend):

@@ -22,6 +22,7 @@ from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.embeds import fill_frames, fill_rows
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import zeros
+from omnistage.engines.ar.prefill_graphs import PrefillGraphs
 from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
@@ -85,6 +86,7 @@ class Runner:
         max_batch: int,
         encoder_cache_bytes: int,
         graph_batch_sizes: Sequence[int] = (),
+        graph_prefill_tokens: Sequence[int] = (),
         run_ahead: bool = False,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
@@ -119,10 +121,13 @@ class Runner:
         self._rows: dict[str, SequenceRows] = {}
         self._stream.follow()  # merged weights and the caches' zeros may still be written
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         sizes = graph_batch_sizes if device.type == "cuda" and backend.supports_graphs else ()
         with self._stream.use():
             if sizes:
                 self.graphs = DecodeGraphs(self, sizes, max_length)
+                if graph_prefill_tokens:
+                    self.prefill_graphs = PrefillGraphs(self, graph_prefill_tokens, max_length)
             if spec.residual is not None:
                 self.predictor = CodePredictor(component, sizes)
 
@@ -314,15 +319,18 @@ class Runner:
             [rows.slots for rows in sequences],
             [rows.table for rows in sequences],
         )
-        paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
-        current.paged = paged
         places = packed[2 * total :].view(-1, total)
         if fractional:
             places = places.view(torch.float64)
-        if deep is None:
-            hidden = component.forward(embeds, places, paged)
-        else:
-            hidden = component.forward_media(embeds, places, paged, *deep)
+        hidden = None
+        if deep is None and self.prefill_graphs is not None:
+            hidden = self.prefill_graphs.run(embeds, places, slot_mapping, layout)
+        if hidden is None:
+            paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
+            if deep is None:
+                hidden = component.forward(embeds, places, paged)
+            else:
+                hidden = component.forward_media(embeds, places, paged, *deep)
         emitted = None
         if self.emit_pool is not None and media is not None:
             emitted = component.emit(embeds, hidden, media)

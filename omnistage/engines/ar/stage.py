@@ -109,6 +109,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             run_ahead=self._run_ahead,
             encoder_cache_bytes=budget.encoder_cache,
             graph_batch_sizes=graph_sizes,
+            graph_prefill_tokens=budget.graph_prefill_tokens,
         )
         self._launched: LaunchedStep | None = None
         """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""

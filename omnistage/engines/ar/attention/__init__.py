@@ -89,12 +89,22 @@ class GraphPlan(ABC):
         """Describe the next replay: sequences with one query each, this step's tokens included; the rest is padding."""
 
 
+class PrefillGraphPlan(ABC):
+    """The same for sequences with several queries."""
+
+    plan: AttentionPlan
+
+    @abstractmethod
+    def fill_layout(self, layout: BatchLayout) -> None:
+        """Describe the next replay; the rest is padding."""
+
+
 class AttentionBackend(ABC):
     """Writes keys and values into the pool and attends through it."""
 
     name: str
     supports_graphs = False
-    """It has a `graph_plan`, so that a decode step can be captured in a CUDA graph."""
+    """It has a `graph_plan` and a `prefill_graph_plan`, so that steps can be captured in CUDA graphs."""
 
     @abstractmethod
     def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
@@ -102,6 +112,12 @@ class AttentionBackend(ABC):
 
     def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> GraphPlan:
         """The plan of a captured decode step for `size` sequences of at most `length` tokens."""
+        raise StageError(f"attention backend {self.name!r} cannot be captured in a CUDA graph; set cuda_graphs: false")
+
+    def prefill_graph_plan(
+        self, tokens: int, sequences: int, length: int, block_size: int, device: torch.device
+    ) -> PrefillGraphPlan:
+        """The plan of a captured step with so many tokens of so many sequences, each of at most `length` tokens."""
         raise StageError(f"attention backend {self.name!r} cannot be captured in a CUDA graph; set cuda_graphs: false")
 
     @abstractmethod

@@ -15,6 +15,7 @@ from omnistage.engines.ar.attention import (
     GraphPlan,
     KVCache,
     PagedContext,
+    PrefillGraphPlan,
     current,
 )
 from omnistage.engines.streams import upload
@@ -72,6 +73,30 @@ class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
         self._device.copy_(pinned, non_blocking=True)
 
 
+class TritonPrefillGraphPlan(PrefillGraphPlan):
+    """Where queries start, lengths and block tables in one buffer on the device."""
+
+    def __init__(self, tokens: int, sequences: int, length: int, block_size: int, device: torch.device) -> None:
+        self._count, self._width = sequences, -(-length // block_size)
+        self._device = torch.zeros(2 * sequences + 1 + sequences * self._width, dtype=torch.int32, device=device)
+        starts, rest = self._device[: sequences + 1], self._device[sequences + 1 :]
+        tables = rest[sequences:].view(sequences, self._width)
+        self.plan = TritonPlan(starts, rest[:sequences], tables, tokens, self._width * block_size)
+
+    def fill_layout(self, layout: BatchLayout) -> None:
+        # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
+        pinned = torch.zeros(self._device.shape, dtype=torch.int32, pin_memory=self._device.is_cuda)
+        host, count, total = pinned.numpy(), len(layout.query_lengths), int(layout.query_lengths.sum())
+        host[1 : count + 1] = np.cumsum(layout.query_lengths)
+        host[count + 1 : self._count + 1] = total  # sequences without queries
+        host[self._count + 1 : self._count + 1 + count] = layout.sequence_lengths
+        tables = host[2 * self._count + 1 :].reshape(self._count, self._width)
+        for row, table in enumerate(layout.block_tables):
+            known = table[: self._width]
+            tables[row, : len(known)] = known
+        self._device.copy_(pinned, non_blocking=True)
+
+
 class TritonBackend(AttentionBackend):
     name = "triton"
     supports_graphs = True
@@ -98,6 +123,11 @@ class TritonBackend(AttentionBackend):
 
     def graph_plan(self, size: int, length: int, block_size: int, device: torch.device) -> TritonGraphPlan:
         return TritonGraphPlan(size, length, block_size, device)
+
+    def prefill_graph_plan(
+        self, tokens: int, sequences: int, length: int, block_size: int, device: torch.device
+    ) -> TritonPrefillGraphPlan:
+        return TritonPrefillGraphPlan(tokens, sequences, length, block_size, device)
 
     def attend(
         self,
