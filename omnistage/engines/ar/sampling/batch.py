@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnistage.engines.ar.sampling.device_selection import NOTHING, DeviceSelector
+from omnistage.engines.ar.sampling.device_selection import NOTHING, DeviceSelector, has_kernels
 from omnistage.engines.ar.sampling.processors import Arrays, Processors, RowState, uniform, uniforms
+from omnistage.engines.ar.sampling.row_block import Block, Field, build_block
 from omnistage.engines.ar.sampling.selection import FAILED, UNCOVERED, TokenSelector, argmax_host, top_rows
 from omnistage.engines.streams import upload
 
@@ -124,9 +125,13 @@ class BatchPlan:
         split = [(rows, processed) for rows, processed in ((plain, False), (changed, True)) if rows]
         self.host_groups: list[HostGroup] = []
         self.device_groups: list[DeviceGroup] = []
+        self.block: Block | None = None
+        """What the sampling kernels take; None: they cannot sample this batch."""
         if arrays.host:
             self.host_groups = [HostGroup(rows, states, flag, vocab_size, arrays) for rows, flag in split]
-        else:
+        elif has_kernels(arrays.device):
+            self.block = build_block(states, vocab_size, arrays)
+        if not arrays.host and self.block is None:
             self.device_groups = [DeviceGroup(rows, states, flag, vocab_size, arrays) for rows, flag in split]
         self.logprob_rows = [i for i, s in enumerate(states) if s.params.logprobs is not None]
         self.constrained = any(s.grammar is not None for s in states)
@@ -134,6 +139,15 @@ class BatchPlan:
         groups: tuple[RowGroup, ...] = (*self.host_groups, *self.device_groups)
         self.recording = [(g.index, g.processors) for g in groups if g.processors is not None and g.processors.records]
         self._logprob_index = upload(np.array(self.logprob_rows, dtype=np.int64), arrays.device)
+
+    def advance(self) -> None:
+        """A token was sampled, or is being sampled, for each row."""
+        if self.steps is not None:
+            self.steps -= 1
+        if self.block is not None:
+            self.block[Field.STEP] += 1
+        for state in self.states:
+            state.step += 1
 
     def record(self, ids: Tensor) -> None:
         """Count the sampled tokens for the penalties."""
@@ -174,6 +188,12 @@ class BatchPlan:
 
     def pick_on_device(self, logits: Tensor) -> Tensor:
         """An id for each row, int64 `[S]` there, or `FAILED` or `NOTHING`."""
+        if self.block is not None:
+            from omnistage.engines.ar.sampling import triton_sample
+
+            out = torch.empty(len(self.keys), dtype=torch.int64, device=logits.device)
+            triton_sample.sample(logits, upload(self.block, logits.device), out)
+            return out
         groups = self.device_groups
         picked = [group.select(logits) for group in groups]
         if groups[0].index is None:

@@ -20,6 +20,11 @@ NOTHING = -3
 """In place of a token id: no token of the row may be sampled."""
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type == "cuda" and HAS_TRITON and has_c_compiler()
+
+
 class DeviceSelector:
     """How the tokens of a fixed list of rows are selected; greedy ones have temperature 0."""
 
@@ -48,7 +53,7 @@ class DeviceSelector:
 
         `u` has a number in [0, 1) for each row, float64.
         """
-        if x.is_cuda and HAS_TRITON and has_c_compiler():
+        if has_kernels(x.device):
             from omnistage.engines.ar.sampling import triton_select
 
             return triton_select.select(x, self.temperature, self.top_k, self.top_p, self.min_p, u)

@@ -7,7 +7,7 @@ Everything works on many rows at once, and no row's result depends on the others
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -95,6 +95,9 @@ class RowState:
     stops: Ints | None = None
     """Ids masked until `min_tokens` were sampled."""
     grammar: GrammarState | None = None
+    bias: Tensor | None = None
+    """float32 `[V]` on the device, for the sampling kernels (`row_block.py`). Likewise `masks`."""
+    masks: dict[bool, Tensor] = field(default_factory=dict)
 
     @property
     def holds_stops(self) -> bool:

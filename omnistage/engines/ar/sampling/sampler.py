@@ -22,6 +22,7 @@ from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import NOTHING
 from omnistage.engines.ar.sampling.processors import Arrays, Ints, RowState, mix, residual_numbers
+from omnistage.engines.ar.sampling.row_block import Block
 from omnistage.engines.ar.sampling.selection import FAILED
 from omnistage.engines.ar.text import token_bytes
 from omnistage.engines.streams import Download
@@ -189,22 +190,27 @@ class Sampler:
         """
         return self.read(self.launch(logits, keys))
 
-    def launch(self, logits: Tensor, keys: Sequence[str]) -> PendingTokens:
-        """`sample` without waiting for a device: the same requests may be sampled again before `read`."""
+    def block(self, keys: Sequence[str]) -> Block | None:
+        """What the sampling kernels take for this batch; None: they cannot sample it.
+
+        For a captured step that samples: `launch` then gets its ids.
+        """
+        return self._plan_for(tuple(keys)).block
+
+    def launch(self, logits: Tensor, keys: Sequence[str], ids: Tensor | None = None) -> PendingTokens:
+        """`sample` without waiting for a device: the same requests may be sampled again before `read`.
+
+        `ids`: int64 `[S]` on the device, where the kernels have sampled with `block` already.
+        """
         if logits.shape != (len(keys), self._vocab_size):
             raise StageError(
                 f"logits of shape {tuple(logits.shape)} for {len(keys)} requests and {self._vocab_size} tokens"
             )
         if not keys:
             return PendingTokens([])
-        logits, names, plan = logits.detach(), tuple(keys), self._plan
-        if plan is None or plan.keys != names or plan.steps == 0:
-            plan = self._plan = self._make_plan(names)
-        pending = (self._sample_on_host if self._arrays.host else self._launch_on_device)(plan, logits)
-        if plan.steps is not None:
-            plan.steps -= 1
-        for state in plan.states:
-            state.step += 1
+        logits, plan = logits.detach(), self._plan_for(tuple(keys))
+        pending = self._sample_on_host(plan, logits) if self._arrays.host else self._launch_on_device(plan, logits, ids)
+        plan.advance()
         return pending
 
     def residual_numbers(self, keys: Sequence[str], count: int) -> np.ndarray:
@@ -219,6 +225,12 @@ class Sampler:
             raise InternalError("a batch without tokens")
         tokens, *values = pending.download.wait()
         return self._results(pending.plan, tokens.tolist(), values[0].flatten().tolist() if values else ())
+
+    def _plan_for(self, keys: tuple[str, ...]) -> BatchPlan:
+        plan = self._plan
+        if plan is None or plan.keys != keys or plan.steps == 0:
+            plan = self._plan = self._make_plan(keys)
+        return plan
 
     def _make_plan(self, keys: tuple[str, ...]) -> BatchPlan:
         if len(set(keys)) != len(keys):
@@ -238,9 +250,10 @@ class Sampler:
                 logprobs = plan.logprobs(logits, ids).flatten().tolist()
         return PendingTokens(self._results(plan, tokens, logprobs, logits))
 
-    def _launch_on_device(self, plan: BatchPlan, logits: Tensor) -> PendingTokens:
-        ids = plan.pick_on_device(logits)
-        plan.record(ids)
+    def _launch_on_device(self, plan: BatchPlan, logits: Tensor, ids: Tensor | None) -> PendingTokens:
+        if ids is None:
+            ids = plan.pick_on_device(logits)
+            plan.record(ids)
         logprobs = (plan.logprobs(logits, ids),) if plan.logprob_rows else ()
         return PendingTokens(plan=plan, ids=ids, download=Download(ids, *logprobs))
 

@@ -24,7 +24,7 @@ _BLOCK, _WARPS = 8192, 32
 
 
 @jit()
-def _load(x_ptr, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+def load_block(x_ptr, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     place = start + tl.arange(0, BLOCK)
     return tl.load(x_ptr + place, mask=place < VOCAB, other=float("-inf")).to(tl.float32)
 
@@ -64,7 +64,7 @@ def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: i
         two = tl.zeros([BLOCK], tl.int32)
         three = tl.zeros([BLOCK], tl.int32)
         for start in range(0, VOCAB, BLOCK):
-            ordered = _ordered(_load(x_ptr, start, VOCAB, BLOCK))
+            ordered = _ordered(load_block(x_ptr, start, VOCAB, BLOCK))
             one += (ordered >= bound + step).to(tl.int32)
             two += (ordered >= bound + 2 * step).to(tl.int32)
             three += (ordered >= bound + 3 * step).to(tl.int32)
@@ -83,7 +83,7 @@ def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: 
         two = tl.zeros([BLOCK], tl.int64)
         three = tl.zeros([BLOCK], tl.int64)
         for start in range(0, VOCAB, BLOCK):
-            x = _load(x_ptr, start, VOCAB, BLOCK)
+            x = load_block(x_ptr, start, VOCAB, BLOCK)
             ordered = _ordered(x)
             _, weights = _weigh(x, temperature, best, kth)
             one += tl.where(ordered >= bound + step, weights, 0)
@@ -95,7 +95,7 @@ def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: 
 
 
 @jit()
-def _kept(x, temperature, best, kth, min_p):  # type: ignore[no-untyped-def]  # kernel
+def kept_weights(x, temperature, best, kth, min_p):  # type: ignore[no-untyped-def]  # kernel
     """The weights of what top-k and min-p keep."""
     shares, weights = _weigh(x, temperature, best, kth)
     return tl.where(shares >= min_p, weights, 0)
@@ -104,7 +104,7 @@ def _kept(x, temperature, best, kth, min_p):  # type: ignore[no-untyped-def]  # 
 @jit()
 def _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p):  # type: ignore[no-untyped-def]  # kernel
     """The same after top-p, which keeps the first `ties` tokens of those at its bound. And how many lie there."""
-    weights = _kept(x, temperature, best, kth, min_p)
+    weights = kept_weights(x, temperature, best, kth, min_p)
     ordered = _ordered(x)
     at_bound = (ordered == bound).to(tl.int32)
     in_nucleus = (ordered > bound) | ((at_bound > 0) & (ties_before + tl.cumsum(at_bound) <= ties))
@@ -112,34 +112,27 @@ def _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p):  # 
 
 
 @jit()
-def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
-    x_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, stride_x,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_x
+def _first_largest(x_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    """The largest number, the first place where it stands, and whether something is NaN or infinite."""
     lane = tl.arange(0, BLOCK)
-    # The first of the largest, and whether all are numbers.
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.zeros([BLOCK], tl.int32)
     defects = tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCAB, BLOCK):
-        x = _load(x_ptr, start, VOCAB, BLOCK)
+        x = load_block(x_ptr, start, VOCAB, BLOCK)
         defects |= ((x != x) | (x == float("inf"))).to(tl.int32)
         place = tl.where(x > largest, start + lane, place)
         largest = tl.where(x > largest, x, largest)
     top = tl.max(largest, 0)
-    first = tl.min(tl.where(largest == top, place, VOCAB), 0)
-    failure = tl.where(tl.max(defects, 0) > 0, -1, tl.where(top == float("-inf"), -3, 0))
-    temperature = tl.load(temperature_ptr + row)
-    if (failure < 0) | (temperature == 0.0):
-        tl.store(out_ptr + row, tl.where(failure < 0, failure, first).to(tl.int64))
-        return
+    return top, tl.min(tl.where(largest == top, place, VOCAB), 0), tl.max(defects, 0)
 
+
+@jit()
+def choose(  # type: ignore[no-untyped-def]  # kernel
+    x_ptr, top, temperature, top_k, top_p, min_p, u, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """The token that `u` in [0, 1) points at, in a row without defects whose largest logit is `top`."""
     best = tl.div_rn(top, temperature)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
     kth = top * 0.0 - float("inf")
     if top_k < VOCAB:
         kth = tl.div_rn(_number(_kth_largest(x_ptr, top_k, VOCAB, BLOCK)), temperature)
@@ -148,13 +141,13 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
     if top_p < 1.0:
         mass = tl.zeros([BLOCK], tl.int64)
         for start in range(0, VOCAB, BLOCK):
-            _, weights = _weigh(_load(x_ptr, start, VOCAB, BLOCK), temperature, best, kth)
+            _, weights = _weigh(load_block(x_ptr, start, VOCAB, BLOCK), temperature, best, kth)
             mass += weights
         needed = tl.ceil(top_p * tl.sum(mass).to(tl.float64)).to(tl.int64)
         bound = _nucleus(x_ptr, needed, temperature, best, kth, VOCAB, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
         for start in range(0, VOCAB, BLOCK):
-            x = _load(x_ptr, start, VOCAB, BLOCK)
+            x = load_block(x_ptr, start, VOCAB, BLOCK)
             _, weights = _weigh(x, temperature, best, kth)
             mass += tl.where(_ordered(x) > bound, weights, 0)
         _, weight = _weigh(_number(bound), temperature, best, kth)
@@ -166,27 +159,47 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
     seen = tl.zeros([BLOCKS], tl.int32)
     ties_before = top_k * 0
     for index in range(0, (VOCAB + BLOCK - 1) // BLOCK):
-        x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
+        x = load_block(x_ptr, index * BLOCK, VOCAB, BLOCK)
         if top_p < 1.0:
             weights, at_bound = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
             seen = tl.where(blocks == index, ties_before, seen)
             ties_before += at_bound
         else:
-            weights = _kept(x, temperature, best, kth, min_p)
+            weights = kept_weights(x, temperature, best, kth, min_p)
         sums = tl.where(blocks == index, tl.sum(weights), sums)
     total = tl.sum(sums)
-    target = tl.minimum((tl.load(u_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
+    target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
     passed = tl.cumsum(sums) <= target
     index = tl.sum((passed & (blocks < (VOCAB + BLOCK - 1) // BLOCK)).to(tl.int32))
     target -= tl.sum(tl.where(passed, sums, 0))
-    x = _load(x_ptr, index * BLOCK, VOCAB, BLOCK)
+    x = load_block(x_ptr, index * BLOCK, VOCAB, BLOCK)
     if top_p < 1.0:
         ties_before = tl.sum(tl.where(blocks == index, seen, 0))
         weights, _ = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
     else:
-        weights = _kept(x, temperature, best, kth, min_p)
+        weights = kept_weights(x, temperature, best, kth, min_p)
     picked = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
-    tl.store(out_ptr + row, tl.minimum(picked, VOCAB - 1).to(tl.int64))
+    return tl.minimum(picked, VOCAB - 1)
+
+
+@jit()
+def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
+    x_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, stride_x,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    top, first, defects = _first_largest(x_ptr, VOCAB, BLOCK)
+    failure = tl.where(defects > 0, -1, tl.where(top == float("-inf"), -3, 0))
+    temperature = tl.load(temperature_ptr + row)
+    if (failure < 0) | (temperature == 0.0):
+        tl.store(out_ptr + row, tl.where(failure < 0, failure, first).to(tl.int64))
+        return
+    picked = choose(
+        x_ptr, top, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
+        tl.load(u_ptr + row), VOCAB, BLOCK, BLOCKS,
+    )
+    tl.store(out_ptr + row, picked.to(tl.int64))
 
 
 # fmt: on

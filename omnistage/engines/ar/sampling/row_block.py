@@ -1,0 +1,108 @@
+"""What the sampling kernels know of each row of a batch, as one array that travels to the device in one copy.
+
+A column is a row of the batch. Integers and float64 numbers share it by their bits; zeros are a row that nothing is
+sampled for. What is as long as the vocabulary stays on the device, and its address is in the column (0: there is none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from omnistage.engines.ar.sampling.processors import Arrays, RowState
+from omnistage.engines.ar.sampling.selection import temperature_of
+
+_BITS = 32
+
+
+class Field(IntEnum):
+    """Rows of the array. From `TEMPERATURE` on they are float64."""
+
+    ACTIVE = 0
+    STREAM = 1
+    STEP = 2
+    TOP_K = 3
+    """The vocabulary's size where it limits nothing."""
+    SEEN = 4
+    """int32 `[V]`, as `RowState.seen`. Likewise `COUNTS`."""
+    COUNTS = 5
+    BIAS = 6
+    """float32 `[V]`."""
+    MASK = 7
+    """Ids that may be sampled: bits in int32 words, the lowest first."""
+    SPARE = 8
+    """The mask with the ids that `min_tokens` holds back: for when nothing else is left."""
+    TEMPERATURE = 9
+    """0: greedy."""
+    TOP_P = 10
+    MIN_P = 11
+    REPETITION = 12
+    PRESENCE = 13
+    FREQUENCY = 14
+
+
+FIELDS = len(Field)
+Block = npt.NDArray[np.int64]
+
+
+def build_block(states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> Block | None:
+    """`[FIELDS, S]` for these rows, valid while none of their `holds_stops` changes; its `STEP` has to be advanced.
+
+    The states own what the addresses point at. None: the kernels cannot sample these rows, since a grammar's mask is
+    not known before the last token is.
+    """
+    if any(state.grammar is not None for state in states):
+        return None
+    block = np.zeros((FIELDS, len(states)), dtype=np.int64)
+    numbers = block.view(np.float64)
+    for row, state in enumerate(states):
+        params = state.params
+        block[Field.ACTIVE, row] = 1
+        block[Field.STREAM, row] = np.uint64(state.stream).view(np.int64)
+        block[Field.STEP, row] = state.step
+        block[Field.TOP_K, row] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        block[Field.SEEN, row] = _address(state.seen)
+        block[Field.COUNTS, row] = _address(state.counts)
+        block[Field.BIAS, row] = _address(_bias(state, vocab_size, arrays))
+        block[Field.MASK, row] = _address(_mask(state, vocab_size, arrays, held=state.holds_stops))
+        if state.holds_stops:
+            block[Field.SPARE, row] = _address(_mask(state, vocab_size, arrays, held=False))
+        numbers[Field.TEMPERATURE :, row] = (
+            0.0 if params.greedy else temperature_of(params),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+    return block
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _bias(state: RowState, vocab_size: int, arrays: Arrays) -> Tensor | None:
+    if state.bias is None and state.bias_ids is not None:
+        bias = np.zeros(vocab_size, dtype=np.float32)
+        bias[state.bias_ids] = state.bias_values
+        state.bias = arrays.put(bias)
+    return state.bias
+
+
+def _mask(state: RowState, vocab_size: int, arrays: Arrays, *, held: bool) -> Tensor | None:
+    """Built once for a request while `min_tokens` holds its stop ids, and once for afterwards."""
+    if state.allowed is None and state.suppressed is None and not state.holds_stops:
+        return None
+    if held not in state.masks:
+        flags = np.zeros(-(-vocab_size // _BITS) * _BITS, dtype=np.bool_)
+        flags[slice(vocab_size) if state.allowed is None else state.allowed] = True
+        for ids in (state.suppressed, state.stops if held else None):
+            if ids is not None:
+                flags[ids] = False
+        state.masks[held] = arrays.put(np.packbits(flags, bitorder="little").view(np.int32))
+    return state.masks[held]
