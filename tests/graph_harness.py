@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import _C, Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -29,21 +28,6 @@ class FakeCapture:
             raise RuntimeError("operation not permitted when stream is capturing")
         replay()
         return replay
-
-
-class TorchCalls(TorchFunctionMode):
-    """Counts the calls of torch that are made from Python, those inside a call or a replay not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "__len__"):  # a shape or a device is just read
-            self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 class HostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ def budget(variant: str, largest: int) -> ARBudget:
     )
 
 
-def run(stage: ARStage, count: int, prompt: int, tokens: int, **sampling: Any) -> dict[str, float]:
+def run(stage: ARStage, count: int, prompt: int, tokens: int, **sampling: Any) -> dict[str, Any]:
     """Seconds for `count` requests at once, and how they divide."""
     vocab = min(stage.component.spec.vocab_size, 100_000)
     ids = torch.randint(0, vocab, (count, prompt), generator=torch.Generator().manual_seed(count)).tolist()
@@ -77,6 +77,8 @@ def run(stage: ARStage, count: int, prompt: int, tokens: int, **sampling: Any) -
         "all_first_tokens": first,
         "ms_per_token": 1e3 * (total - first) / (tokens - 1),
         "median_step_ms": 1e3 * times[len(times) // 2],
+        "slowest_steps_ms": [round(1e3 * each, 1) for each in times[:-15:-1]],
+        "steps": len(times),
     }
 
 
@@ -143,7 +145,11 @@ def main() -> None:
         found |= host_share(stage, min(64, options.largest))
         figures[variant] = found
         for name, values in found.items():
-            shown = values if isinstance(values, float) else {k: round(v, 3) for k, v in values.items()}
+            shown = (
+                values
+                if isinstance(values, float)
+                else {k: v if isinstance(v, list) else round(v, 3) for k, v in values.items()}
+            )
             print(f"{variant:9} {name}: {shown}", flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")

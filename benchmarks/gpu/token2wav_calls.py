@@ -14,12 +14,12 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch_calls import TorchCalls
 
 from omnistage.compat import prepare_torchvision
 
@@ -34,21 +34,6 @@ from omnistage.models.qwen2_5_omni import tiny  # noqa: E402
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
-
-
-class TorchCalls(TorchFunctionMode):
-    """Counts calls of torch from Python; what is inside of them is not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "__len__"):  # a shape or a device is just read
-            self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def build(scale: float, device: torch.device, options: Mapping[str, Any]) -> Token2Wav:

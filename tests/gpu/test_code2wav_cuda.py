@@ -24,14 +24,6 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "decoder_dim": 192, "upsa
 WINDOWS = (2, 2, 4, 8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _full_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
 @pytest.fixture(scope="module")
 def model() -> Qwen3OmniMoeCode2Wav:
     return build(device="cuda", **SIZES)

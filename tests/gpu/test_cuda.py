@@ -53,15 +53,6 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _full_float32() -> Iterator[None]:
-    """TF32 keeps ten bits of a float: enough for sound, not for equal tokens."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = True  # torch's default
-
-
 def overrides(stages: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{stage}.{option}" for stage in stages for option in options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,15 +27,6 @@ pytestmark = [
 
 FAMILIES = ("stable_diffusion_3", "flux", "flux2", "qwen_image", "z_image", "wan", "glm_image")
 PROMPTS = ["a red house", "two boats on a lake", "a cat", "snow"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _full_float32() -> Iterator[None]:
-    """TF32 keeps ten bits of a float, and many steps add that up."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = True  # torch's default
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -35,14 +35,6 @@ SHAPES: dict[str, Windows] = {
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _full_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.fixture(scope="module")
 def flow() -> FlowSolver:
     return FlowSolver(build(LARGE, "cuda"), half=True, fused=use_triton("auto", DEVICE))

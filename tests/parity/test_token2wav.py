@@ -19,6 +19,7 @@ prepare_torchvision(required=False)
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig  # noqa: E402
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel  # noqa: E402
 
+from benchmarks.gpu.torch_calls import TorchCalls  # noqa: E402
 from omnistage.core.errors import CheckpointError, InvalidRequestError  # noqa: E402
 from omnistage.core.params import CodecParams, SpeechQuality  # noqa: E402
 from omnistage.core.types import AudioChunk, CodecFrames, CodecInput, RequestInfo, StageInput  # noqa: E402
@@ -28,7 +29,7 @@ from omnistage.engines.graphs import GraphCache, allow_tf32, bucket  # noqa: E40
 from omnistage.models.qwen2_5_omni.blocks import BlockBatch, WindowRows  # noqa: E402
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav  # noqa: E402
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, vocoder_context  # noqa: E402
-from tests.graph_harness import FakeCapture, TorchCalls  # noqa: E402
+from tests.graph_harness import FakeCapture  # noqa: E402
 
 REAL_VOCODER: dict[str, object] = {"upsample_initial_channel": 64}
 SMALL_VOCODER: dict[str, object] = {
