@@ -67,17 +67,19 @@ def test_verify_finds_no_difference(folder: Path) -> None:
     "overrides",
     [
         ("backbone.max_batch_tokens=16",),
-        ("backbone.block_size=16", "backbone.kv_blocks=24"),
+        ("backbone.block_size=16", "backbone.kv_blocks=12"),
         ("codec.first_chunk_blocks=1", "codec.max_chunk_blocks=1"),
     ],
     ids=["chunked prefill", "preempted", "frame by frame"],
 )
 def test_how_it_is_scheduled_changes_nothing(folder: Path, reference: Reference, overrides: tuple[str, ...]) -> None:
-    cases = make_cases(4, seed=9)
-    for case, speech in zip(cases, run_ours(OmniRunner(folder, overrides), cases), strict=True):
+    cases, runner = make_cases(4, seed=9), OmniRunner(folder, overrides)
+    for case, speech in zip(cases, run_ours(runner, cases), strict=True):
         expected = reference.run(case)
         assert speech.frames == expected.frames
         assert np.abs(speech.samples - expected.samples).max() < 1e-5
+    if "backbone.kv_blocks=12" in overrides:
+        assert runner.stages["backbone"].stats().preemptions > 0
 
 
 def test_a_voice_is_the_number_before_the_text(folder: Path, processor: CsmProcessor) -> None:
@@ -91,6 +93,14 @@ def test_a_voice_is_the_number_before_the_text(folder: Path, processor: CsmProce
     assert [sound is not None and len(sound.samples) for sound in sounds] == [4 * 1920] * 3
     assert np.array_equal(sounds[0].samples, sounds[1].samples)  # type: ignore[union-attr]
     assert not np.array_equal(sounds[0].samples, sounds[2].samples)  # type: ignore[union-attr]
+
+
+def test_the_last_message_is_said_with_the_voice_whoever_sends_it(processor: CsmProcessor) -> None:
+    ids = {
+        role: processor.with_voice("4").chat([ChatMessage(role, (TextPart("Hello!"),))]).token_ids
+        for role in ("user", "assistant")
+    }
+    assert ids["user"] == ids["assistant"] == processor.with_voice("4").text("Hello!").token_ids
 
 
 # --------------------------------------------------------------------------------------------------- the end

@@ -28,7 +28,7 @@ VOICES = tuple("0123456789")
 class CsmProcessor:
     """Thread-safe. The last message is spoken; those before, each a text with its clip, are what was said so far.
 
-    The assistant speaks with the request's voice, in the last message and before; users with another.
+    The last one and those of the assistant are said with the request's voice, users' before it with another.
     """
 
     input_modalities = frozenset({Modality.TEXT, Modality.AUDIO})
@@ -99,9 +99,10 @@ class CsmProcessor:
         if tools:
             raise InvalidRequestError("this model calls no functions; leave `tools` out", param="tools")
         ids, spans = list[int](), list[MediaSpan]()
-        for number, message in enumerate(messages):
-            text, clip = _parts(message, last=number == len(messages) - 1)
-            ids += (self._begin, *self._said(message, text), self._end)
+        for number, message in enumerate(messages, start=1):
+            last = number == len(messages)
+            text, clip = _parts(message, last=last)
+            ids += (self._begin, *self._said(text, other=message.role == "user" and not last), self._end)
             if clip is not None:
                 spans.append(self._span(clip, len(ids)))
                 ids += (*[self._audio] * len(spans[-1].positions), self._audio_end)
@@ -109,10 +110,9 @@ class CsmProcessor:
                 raise self._prompts.limits.too_long(f"{len(ids)} tokens")
         return ARInput(tuple(ids), media=tuple(spans), context=self._context)
 
-    def _said(self, message: ChatMessage, text: str) -> tuple[int, ...]:
-        guarded, speaker = self._prompts.guarded(), self._voice
-        if message.role == "user":
-            speaker = VOICES[1] if self._voice == VOICES[0] else VOICES[0]
+    def _said(self, text: str, *, other: bool) -> tuple[int, ...]:
+        speaker = next(voice for voice in VOICES if voice != self._voice) if other else self._voice
+        guarded = self._prompts.guarded()
         return self._prompts.encode(f"[{speaker}]{guarded.guard(text)}", guarded)
 
     def _span(self, part: AudioPart, start: int) -> MediaSpan:
