@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -51,13 +50,6 @@ El gato duerme en la ventana. Questa mattina il mare era calmo. Information, que
 response, memory, machine, language, picture, number, letter, water, house, light, night, right, might, would, should,
 there, their, where, which, these, those, other, another, before, after, because, between, through, without, against.
 """
-
-
-class _Shaped(Protocol):
-    """A tensor's name and shape are all that the plan needs: meta tensors do."""
-
-    @property
-    def shape(self) -> torch.Size: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +285,7 @@ def initial(name: str, shape: Sequence[int], rule: Rule, seed: int, device: torc
 
 def write_weights(
     folder: Path,
-    tensors: Mapping[str, _Shaped],
+    tensors: Mapping[str, torch.Tensor],
     rule: Rule,
     dtype_of: Callable[[str], torch.dtype],
     seed: int,

@@ -11,14 +11,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import log_defect
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
-from omnistage.pipeline.health import StageHealth, StageState, close_stage
-from omnistage.pipeline.timing import StepSeconds
+from omnistage.pipeline.health import StageState, close_stage
+
+if TYPE_CHECKING:
+    from omnistage.pipeline.loop import StageLoop
 
 _log = logging.getLogger(__name__)
 
@@ -35,21 +37,6 @@ _CHECK_SECONDS = (0.02, 5.0)
 
 Rebuild = Callable[[int], Stage]
 """Builds a stage anew; called with how many attempts were made since it last ran for long."""
-
-
-class WatchedLoop(Protocol):
-    """What is watched of a `StageLoop`, whosever requests it runs."""
-
-    health: StageHealth
-    turn_started: float | None
-    thread: threading.Thread | None
-
-    @property
-    def ended(self) -> bool: ...
-    def step_seconds(self) -> StepSeconds: ...
-    def replace(self, stage: Stage) -> bool: ...
-    def give_up(self, error: BaseException, *, permanent: bool = False) -> None: ...
-    def close_out(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +75,7 @@ class Supervisor:
         self._max_step_seconds = max_step_seconds
         self._max_rebuilds = max_rebuilds
         self._clock = clock
-        self._loops: Mapping[str, WatchedLoop] = {}
+        self._loops: Mapping[str, StageLoop[Any]] = {}
         self._attempts: dict[str, _Attempts] = {}
         self._reported: dict[str, float] = {}
         """By stage: when the step began that was reported."""
@@ -97,7 +84,7 @@ class Supervisor:
         self._thread: threading.Thread | None = None
         self._builder: DaemonThreads | None = None
 
-    def watch(self, loops: Mapping[str, WatchedLoop]) -> None:
+    def watch(self, loops: Mapping[str, StageLoop[Any]]) -> None:
         self._loops = loops
         self._attempts = {name: _Attempts() for name in loops}
 
@@ -216,19 +203,19 @@ class Supervisor:
 
     # -------------------------------------------------------------------------------------------- watching
 
-    def _check_thread(self, loop: WatchedLoop) -> None:
+    def _check_thread(self, loop: StageLoop[Any]) -> None:
         """Give up a stage whose thread is gone: no error ends it, but nobody is left waiting if something does."""
         if loop.thread is not None and loop.thread.ident is not None and not loop.thread.is_alive() and not loop.ended:
             loop.give_up(StageError("its thread has ended"), permanent=True)
             loop.close_out()
 
-    def _limit(self, loop: WatchedLoop) -> float:
+    def _limit(self, loop: StageLoop[Any]) -> float:
         if self._max_step_seconds is None:
             return float("inf")
         steps = sum(loop.step_seconds().counts) - self._attempts[loop.health.name].steps
         return self._max_step_seconds * (1 if steps >= WARM_UP_STEPS else WARM_UP_FACTOR)
 
-    def _note(self, loop: WatchedLoop, overdue: float | None) -> None:
+    def _note(self, loop: StageLoop[Any], overdue: float | None) -> None:
         health = loop.health
         hung = overdue is not None and overdue > HUNG_FACTOR * self._limit(loop)
         hangs_now = hung and not health.hung
@@ -238,7 +225,7 @@ class Supervisor:
         if hung:  # each time: a request may have been checked just before
             self._end_requests(health.name)
 
-    def _overdue(self, name: str, loop: WatchedLoop) -> float | None:
+    def _overdue(self, name: str, loop: StageLoop[Any]) -> float | None:
         """How long a loop's step has taken, where that is too long. Reports it once, and its end."""
         started = loop.turn_started
         seconds = 0.0 if started is None else time.perf_counter() - started

@@ -154,7 +154,7 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
     """The component of a model folder; `adapter` is the class of it."""
     folder = context.model.folder
     if context.device.type == "meta":
-        return adapter(_skeleton(context))
+        return adapter(_skeleton(folder, None).to(context.dtype))
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
     generation = read_generation_config(folder)
@@ -164,7 +164,7 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
         "output_loading_info": True,
         **straight_to(context.device),
     }
-    skeleton = _checked_skeleton(folder)
+    skeleton = _skeleton(folder, Checkpoint(folder))
     try:
         if straight_to(context.device) and not check_quantisation(skeleton.config):
             tensors = read_weights(context)
@@ -180,24 +180,14 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
     return adapter(on_device(model, context.device), load_tokenizer(folder))
 
 
-def _skeleton(context: LoadContext) -> PreTrainedModel:
-    """The model without weights."""
-    config = read_auto_config(context.model.folder)
+def _skeleton(folder: Path, weights: Checkpoint | None) -> PreTrainedModel:
+    """The model without weights; with those of its checkpoint, a config that asks for far more is found out here."""
+    config = read_auto_config(folder)
     kv_shape(config.get_text_config())
-    check_repeats(config.to_dict(), 0)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.to(context.dtype)
-
-
-def _checked_skeleton(folder: Path) -> PreTrainedModel:
-    """The model without weights; a config that asks for far more than there are is found out here."""
-    config, checkpoint = read_auto_config(folder), Checkpoint(folder)
-    kv_shape(config.get_text_config())
-    check_repeats(config.to_dict(), len(list(checkpoint.names())))
-    # Up to sixteen quantised numbers lie packed in one.
-    share = 16 if check_quantisation(config) else 1
+    check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    check_size(skeleton, checkpoint.num_elements() * share)
+    if weights is not None:
+        # Up to sixteen quantised numbers lie packed in one.
+        check_size(skeleton, weights.num_elements() * (16 if check_quantisation(config) else 1))
     return skeleton
