@@ -55,6 +55,9 @@ class ARBudget(ConfigModel):
     graph_prefill_tokens: tuple[Count, ...] = Field(
         default=(128, 256, 512), description="Tokens of small steps with prompts to capture graphs for; []: none."
     )
+    sample_in_graph: bool = Field(
+        default=True, description="Sample tokens inside the captured decode steps; only used with CUDA graphs."
+    )
     compile: Literal["auto"] | bool = Field(
         default="auto", description="Compile the layers: slower start, faster steps; auto: large models on CUDA."
     )

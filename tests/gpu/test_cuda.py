@@ -27,6 +27,7 @@ from omnistage.core.types import (
     TokenChunk,
 )
 from omnistage.engines.ar import graphs
+from omnistage.engines.ar.sampling import batch as sampling_batch
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models._qwen_omni.bridges import talker2codec
 from omnistage.models.causal_lm import tiny as tiny_lm
@@ -46,6 +47,7 @@ BOTH = ["text", "audio"]
 WAVE_TOLERANCE = 1e-2
 # Few graphs: capturing them is most of the time that these tests take.
 SMALL = ("max_model_len=1024", "kv_blocks=256", "graph_batch_sizes=[1,2,4,8]")
+TIGHT = ("max_batch_tokens=48", "prefill_chunk=32", "kv_blocks=18", "prefix_caching=false")
 MODES = {
     "triton with graphs": ("attention=triton", "cuda_graphs=true"),
     "triton without graphs": ("attention=triton", "cuda_graphs=false"),
@@ -124,8 +126,7 @@ def test_prompts_in_captured_steps_change_nothing(lm: Path, lm_expected: list[li
 
 
 def test_small_steps_and_preemption_change_nothing(lm: Path, lm_expected: list[list[int]]) -> None:
-    tight = ("max_batch_tokens=48", "prefill_chunk=32", "kv_blocks=18", "prefix_caching=false")
-    given = overrides(["thinker"], [*SMALL, *tight])
+    given = overrides(["thinker"], [*SMALL, *TIGHT])
     with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
         outputs = omni.generate(prompts(), GREEDY, progress=False)
         assert [output.token_ids for output in outputs] == lm_expected
@@ -166,6 +167,60 @@ def test_a_seed_draws_the_same_tokens_in_any_batch(lm: Path) -> None:
         together = omni.generate(prompts(), params, progress=False)
         alone = [omni.generate(p, own, progress=False)[0] for p, own in zip(prompts(), params, strict=True)]
         assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "min_p": 0.05, "logprobs": 2},
+    {"top_k": 40, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"top_p": 0.8, "frequency_penalty": 0.5, "logit_bias": {5: 2.0}, "suppress_token_ids": (7, 8)},
+    {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": tuple(range(100)), "max_tokens": 40},
+]
+OWN = [SamplingParams.parse({"seed": i, "max_tokens": 24, "ignore_eos": True, **p}) for i, p in enumerate(SAMPLED)]
+
+
+@pytest.mark.parametrize("options", [(), TIGHT, ("graph_batch_sizes=[2]",), ("run_ahead=false",)], ids=str)
+def test_captured_steps_sample_what_is_sampled_after_them(lm: Path, options: tuple[str, ...]) -> None:
+    """In any batch, after preemption, and where a batch takes more than one replay."""
+    found = []
+    for flag in ("true", "false"):
+        given = overrides(["thinker"], [*SMALL, *options, f"sample_in_graph={flag}"])
+        with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+            stage = omni.orchestrator.stages["thinker"]
+            assert isinstance(stage, ARStage)
+            assert stage.runner.sample_in_graph == (flag == "true")
+            outputs = omni.generate(prompts(), OWN, progress=False)
+            assert all(output.error is None for output in outputs)
+            found.append([output.token_ids for output in outputs])
+            if options == TIGHT:
+                assert omni.stats().stages["thinker"].preemptions > 0
+            assert_empty(omni)
+    assert found[0] == found[1]
+
+
+def test_a_batch_that_the_kernels_cannot_sample_changes_nothing_for_the_others(
+    lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request joins, as one with a grammar does, and ends: before and after it, steps sample themselves."""
+    build, refused = sampling_batch.build_block, 0
+
+    def build_block(states: Sequence[Any], *args: Any) -> Any:
+        nonlocal refused
+        if any(state.params.seed == 99 for state in states):
+            refused += 1
+            return None
+        return build(states, *args)
+
+    monkeypatch.setattr(sampling_batch, "build_block", build_block)
+    joins = SamplingParams(seed=99, max_tokens=6, ignore_eos=True)
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=overrides(["thinker"], SMALL), progress=False) as omni:
+        expected = [output.token_ids for output in omni.generate(prompts(), OWN, progress=False)]
+        assert not refused
+        together = omni.generate([*prompts()[:3], *prompts()], [*OWN[:1], joins, joins, *OWN], progress=False)
+        assert refused
+        assert [output.token_ids for output in together[3:]] == expected
 
 
 # ----------------------------------------------------------------------------------------------- Qwen2.5-Omni

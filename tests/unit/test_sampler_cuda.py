@@ -9,6 +9,7 @@ import torch
 
 from omnistage.core.errors import StageError
 from omnistage.core.params import SamplingParams
+from omnistage.engines.ar.sampling import batch
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 from omnistage.engines.ar.sampling.sampler import Sampler
 
@@ -79,6 +80,26 @@ def test_the_kernel_gives_the_tokens_of_a_sort(vocab: int) -> None:
             x = (x * 2).round() / 2  # many ties
         u = torch.rand(len(params), dtype=torch.float64, device="cuda")
         assert torch.equal(selector.select(x, u), selector.select_sorted(x, u))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_give_the_tokens_and_counts_of_the_plain_path(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, found, counts = list(REQUESTS), [], []
+    torch.manual_seed(0)
+    logits = (torch.randn(5, len(keys), 40_001, device="cuda") * 3).to(dtype)
+    for kernels in (True, False):
+        monkeypatch.setattr(batch, "has_kernels", lambda _device, kernels=kernels: kernels)
+        sampler = Sampler(40_001, torch.device("cuda"), eos_token_ids=[0])
+        for key in keys:
+            sampler.add(key, REQUESTS[key], [1, 2])
+        assert (sampler.block(keys) is not None) == kernels
+        found.append([[sampled.token_id for sampled in sampler.sample(step, keys)] for step in logits])
+        states = sampler._states.values()
+        counts.append([None if x is None else x.tolist() for state in states for x in (state.seen, state.counts)])
+    assert found[0] == found[1]
+    assert counts[0] == counts[1]
 
 
 def test_launching_a_step_waits_for_nothing() -> None:

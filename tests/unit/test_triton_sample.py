@@ -1,12 +1,15 @@
-"""The sampling kernels in Triton's interpreter: `sampling_kernels.py` in a process of its own."""
+"""The sampling kernels in Triton's interpreter, which holds for a whole process: the cases run in a child."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests.unit.interpreted import needs_triton, run_interpreted
 
 pytestmark = needs_triton
 
 
-def test_the_kernels_sample_what_the_host_samples() -> None:
-    child = run_interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/unit/sampling_kernels.py")
+@pytest.mark.parametrize("cases", ["sampling_kernels.py", "sampling_graphs.py"])
+def test_the_kernels_sample_what_the_host_samples(cases: str) -> None:
+    child = run_interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/unit/{cases}")
     assert child.returncode == 0, child.stdout + child.stderr

@@ -17,6 +17,7 @@ import torch
 from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
+from omnistage.engines.ar.sampling.row_block import FIELDS, Block
 from omnistage.engines.ar.scheduler import ScheduledSequence
 from omnistage.engines.graphs import end_capture
 
@@ -64,6 +65,8 @@ class StepTensors(NamedTuple):
     """`[S, H]`: the rows that the logits were made of."""
     emitted: torch.Tensor | None
     """`[T, emit_size]`, where the component emits rows."""
+    ids: torch.Tensor | None = None
+    """int64 `[S]`: the tokens, where the step has sampled them."""
 
 
 def capture(
@@ -92,13 +95,15 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         self.size = size
         dims = spec.position_dims
         num_codes = 0 if spec.residual is None else spec.residual.count
-        self.longs = torch.zeros(size * (3 + dims + num_codes), dtype=torch.int64, device=device)
+        num_fields = FIELDS if runner.sample_in_graph else 0
+        self.longs = torch.zeros(size * (3 + dims + num_codes + num_fields), dtype=torch.int64, device=device)
         self.longs[size : 3 * size] = -1
         ids, slots, sources = self.longs[: 3 * size].view(3, size)
         positions = self.longs[3 * size : (3 + dims) * size].view(dims, size)
         if spec.fractional_positions:
             positions = positions.view(torch.float64)
-        codes = self.longs[(3 + dims) * size :].view(num_codes, size).t()
+        codes = self.longs[(3 + dims) * size : (3 + dims + num_codes) * size].view(num_codes, size).t()
+        block = self.longs[(3 + dims + num_codes) * size :].view(num_fields, size)
         side_size = spec.side_size or spec.embed_size
         self.side = torch.zeros(size, side_size, dtype=component.dtype, device=device) if spec.side_input else None
         self.no_side_row = torch.zeros(side_size, dtype=component.dtype, device=device)
@@ -126,7 +131,12 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
             if runner.emit_pool is not None:
                 rows = component.emit(embeds, hidden, no_media)
                 runner.emit_pool.index_copy_(0, torch.where(slots < 0, trash, slots), rows)
-            return StepTensors(component.logits(hidden), hidden, rows)
+            logits = component.logits(hidden)
+            if num_fields:
+                from omnistage.engines.ar.sampling import triton_sample
+
+                triton_sample.sample(logits, block, runner.last_ids)
+            return StepTensors(logits, hidden, rows)
 
         self.graph, self.result = capture(step, device, pool)
 
@@ -163,27 +173,33 @@ class DecodeGraphs:
             return False
         return True
 
-    def run(self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows]) -> StepTensors | None:
-        """What a batch of generated tokens, one each, gives; None: not captured."""
+    def run(
+        self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows], block: Block | None = None
+    ) -> StepTensors | None:
+        """What a batch of generated tokens, one each, gives; None: not captured.
+
+        With a `block` (`Sampler.block`) the step samples as well, unless the batch takes more than one replay: the
+        second would look for the last step's tokens where the first has put its own.
+        """
         parts: list[StepTensors] = []
         largest = self._largest
         more = len(batch) > largest
         for first in range(0, len(batch), largest):
             part = batch[first : first + largest]
-            captured = self._replay(part, [sequences[item.key] for item in part])
+            captured = self._replay(part, [sequences[item.key] for item in part], None if more else block)
             if captured is None:
                 return None
-            logits, hidden, emitted = (None if x is None else x[: len(part)] for x in captured.result)
+            logits, hidden, emitted = (None if x is None else x[: len(part)] for x in captured.result[:3])
             if more and logits is not None and hidden is not None:  # the next part may overwrite them
                 logits, hidden = logits.clone(), hidden.clone()
             parts.append(StepTensors(logits, hidden, None if emitted is None else emitted.clone()))
         if not more:
-            return parts[0]
+            return parts[0] if block is None else parts[0]._replace(ids=self._runner.last_ids[: len(batch)])
         columns = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
         return StepTensors(*(torch.cat(column) if column else None for column in columns))
 
     def _replay(
-        self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows]
+        self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows], block: Block | None
     ) -> _Captured | None:  # pragma: no cover  (needs CUDA; tests/gpu)
         count = len(part)
         shape = smallest_fit(self.shapes, count, max(item.start for item in part) + 1)
@@ -201,7 +217,10 @@ class DecodeGraphs:
         places = longs[3 * size : last_place]
         if spec.fractional_positions:
             places = places.view(np.float64)
-        codes = longs[last_place:]
+        last_code = last_place + (0 if spec.residual is None else spec.residual.count * size)
+        codes = longs[last_place:last_code]
+        if block is not None:  # without one, the zeros there sample and count nothing
+            longs[last_code:].reshape(FIELDS, size)[:, :count] = block
         for i, (item, row) in enumerate(zip(part, rows, strict=True)):
             token = row.tokens[item.start]
             longs[i] = token

@@ -32,6 +32,8 @@ _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
 _DEVICE_SHARE = 0.35
 _SAMPLING_BYTES = 16
 """For each logit: a float32 copy, and sorted values with their int64 ids."""
+_SAMPLED_BYTES = 4
+"""For each logit of a captured step that samples: the kernels' float32 copy."""
 _ESTIMATED_WIDTH = 24
 """Numbers a token at the peak of a step, in widths of the residual stream, where a model cannot run without data."""
 _HOST_ALIGNMENT = 64  # as torch's own allocator has it
@@ -183,12 +185,14 @@ def _few_layers(decoder: nn.Module) -> Iterator[None]:
 
 
 def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> int:
-    """Each captured step keeps its outputs; the largest one's activations serve all."""
+    """Each captured step keeps its outputs; the largest one's activations and sampling serve all."""
     spec, item = component.spec, component.dtype.itemsize
     required, optional = graph_shapes(budget.graph_batch_sizes, max_length)
     rows = sum(size for size, _length in (*required, *optional))
     outputs = rows * (spec.vocab_size + spec.emit_size + spec.embed_size) * item
     largest = _step_bytes(component, budget.graph_batch_sizes[-1], 1)
+    if budget.sample_in_graph:
+        largest += budget.graph_batch_sizes[-1] * spec.vocab_size * _SAMPLED_BYTES
     count = len(required) + len(optional) + len(budget.graph_prefill_tokens)
     if budget.graph_prefill_tokens:
         outputs += 2 * sum(budget.graph_prefill_tokens) * spec.embed_size * item

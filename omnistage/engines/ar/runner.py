@@ -25,6 +25,7 @@ from omnistage.engines.ar.memory import zeros
 from omnistage.engines.ar.prefill_graphs import PrefillGraphs
 from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
+from omnistage.engines.ar.sampling.device_selection import has_kernels
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import FAILED
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
@@ -88,6 +89,7 @@ class Runner:
         graph_batch_sizes: Sequence[int] = (),
         graph_prefill_tokens: Sequence[int] = (),
         run_ahead: bool = False,
+        sample_in_graph: bool = True,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
         spec = component.spec
@@ -118,6 +120,8 @@ class Runner:
         if spec.residual is not None:
             self.last_codes = torch.zeros(max_batch, spec.residual.count, dtype=torch.int64, device=device)
         self.predictor: CodePredictor | None = None
+        self.sample_in_graph = sample_in_graph and has_kernels(device)
+        """Whether captured steps end with the kernels that sample."""
         self._rows: dict[str, SequenceRows] = {}
         self._stream.follow()  # merged weights and the caches' zeros may still be written
         self.graphs: DecodeGraphs | None = None
@@ -207,11 +211,12 @@ class Runner:
                 return step
             replayed = None
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
-                replayed = self.graphs.run(batch, self._rows)
+                block = self.sampler.block([item.key for item in batch]) if self.sample_in_graph else None
+                replayed = self.graphs.run(batch, self._rows, block)
             sampling = batch
             if replayed is None:
                 replayed, sampling = self._forward(batch), [item for item in batch if item.sample]
-            logits, hidden, emitted = replayed
+            logits, hidden, emitted, ids = replayed
             if emitted is not None:
                 self._gather_hidden(batch, emitted, step.result)
             keys = [item.key for item in sampling]
@@ -225,8 +230,8 @@ class Runner:
             if logits is None or not keys:
                 step.done = self._stream.mark()
                 return step
-            step.tokens = self.sampler.launch(logits, keys)
-            if step.tokens.ids is not None:
+            step.tokens = self.sampler.launch(logits, keys, ids)
+            if step.tokens.ids is not None and ids is None:
                 self.last_ids[: len(keys)] = step.tokens.ids
             if hidden is not None and self.predictor is not None:
                 step.codes = self._predict(self.predictor, hidden, step.tokens, keys)

@@ -107,6 +107,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             max_length=self.max_length,
             max_batch=budget.max_running,
             run_ahead=self._run_ahead,
+            sample_in_graph=budget.sample_in_graph,
             encoder_cache_bytes=budget.encoder_cache,
             graph_batch_sizes=graph_sizes,
             graph_prefill_tokens=budget.graph_prefill_tokens,

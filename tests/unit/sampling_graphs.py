@@ -1,0 +1,160 @@
+"""Captured steps that sample, replayed without CUDA: the whole of `graphs.py` but the capture itself.
+
+For Triton's interpreter only: `test_triton_sample.py` starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from omnistage.config.schema import ARBudget
+from omnistage.core.types import StageInput
+from omnistage.engines.ar import graphs, runner
+from omnistage.engines.ar import stage as ar_stage
+from omnistage.engines.ar.attention.triton_backend import TritonBackend
+from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
+from omnistage.engines.ar.sampling import batch, sampler
+from omnistage.engines.ar.sampling.processors import RowState
+from omnistage.engines.ar.sampling.row_block import Block
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.streams import Download
+from omnistage.models.causal_lm.component import CausalLM
+from tests.unit.test_ar_stage import Answers, drain, folder, model, request, run
+
+__all__ = ["folder", "model"]
+
+PROMPTS = [tuple((7 * i + j) % 800 for i in range(3 + 2 * j)) for j in range(4)]
+SAMPLED: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 1.1, "seed": 2, "top_k": 30, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 3, "min_tokens": 4, "logprobs": 1, "presence_penalty": 0.2},
+]
+
+
+class Replayed:
+    """In place of a CUDA graph."""
+
+    def __init__(self, step: Callable[[], StepTensors], result: StepTensors) -> None:
+        self._step = step
+        self._result = result
+
+    def replay(self) -> None:
+        for own, new in zip(self._result, self._step(), strict=True):
+            if own is not None:
+                own.copy_(new)
+
+
+@pytest.fixture(autouse=True)
+def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(step: Callable[[], StepTensors], _device: object, _pool: object) -> tuple[Replayed, StepTensors]:
+        result = step()
+        return Replayed(step, result), result
+
+    def unpinned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, pin_memory=False, **options: create(*args, **options)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch, "empty", unpinned(torch.empty))
+    monkeypatch.setattr(torch, "zeros", unpinned(torch.zeros))
+    # In the host's memory a download is the tensor itself, which the next replay overwrites.
+    monkeypatch.setattr(sampler, "Download", lambda *tensors: Download(*(tensor.clone() for tensor in tensors)))
+    for module in (batch, runner):
+        monkeypatch.setattr(module, "has_kernels", lambda _device: True)
+
+
+def graph_stage(model: CausalLM, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **budget: Any) -> ARStage:
+    options = {"kv_blocks": 64, "block_size": 8, "run_ahead": True, "max_model_len": 64, **budget}
+    with monkeypatch.context() as patch:
+        patch.setattr(ar_stage, "make_backend", lambda *_: TritonBackend())
+        stage = ARStage("thinker", model, ARBudget(**options))
+    with torch.inference_mode():
+        stage.runner.graphs = DecodeGraphs(stage.runner, sizes, stage.max_length)
+    return stage
+
+
+def requests() -> list[StageInput]:
+    return [
+        request(str(i), prompt, **{"max_tokens": 6, "ignore_eos": True, **own})
+        for i, (prompt, own) in enumerate(zip(PROMPTS, SAMPLED, strict=True))
+    ]
+
+
+def tokens(answers: Answers) -> dict[tuple[str, int], list[int]]:
+    return {key: answer.tokens for key, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(model: CausalLM) -> dict[tuple[str, int], list[int]]:
+    """On the host, without a kernel."""
+    return tokens(run(ARStage("thinker", model, ARBudget(kv_blocks=64, block_size=8, run_ahead=False)), *requests()))
+
+
+@pytest.fixture
+def in_graph(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step whose tokens were sampled in the graph."""
+    rows: list[int] = []
+    launch = sampler.Sampler.launch
+
+    def spy(self: sampler.Sampler, logits: torch.Tensor, keys: list[str], ids: torch.Tensor | None = None) -> Any:
+        rows.extend([] if ids is None else [len(ids)])
+        return launch(self, logits, keys, ids)
+
+    monkeypatch.setattr(sampler.Sampler, "launch", spy)
+    return rows
+
+
+def test_captured_steps_sample_the_hosts_tokens_also_after_preemption(
+    model: CausalLM,
+    expected: dict[tuple[str, int], list[int]],
+    in_graph: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = graph_stage(model, monkeypatch, (1, 4), kv_blocks=5, prefix_caching=False)
+    assert tokens(run(stage, *requests())) == expected
+    assert stage.stats().preemptions > 0
+    assert len(set(in_graph)) > 1
+
+
+def test_a_batch_of_several_replays_is_sampled_after_them(
+    model: CausalLM,
+    expected: dict[tuple[str, int], list[int]],
+    in_graph: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = tokens(run(graph_stage(model, monkeypatch, (2,)), *requests()[1:]))
+    assert found == {key: tokens for key, tokens in expected.items() if key != ("0", 0)}
+    assert not in_graph
+
+
+def test_a_batch_may_become_one_that_the_kernels_cannot_sample_and_back(
+    model: CausalLM,
+    expected: dict[tuple[str, int], list[int]],
+    in_graph: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when a request with a grammar joins and ends; the counts of the others' penalties go on."""
+    build = batch.build_block
+
+    def build_block(states: list[RowState], *args: Any) -> Block | None:
+        return None if any(state.params.seed == 99 for state in states) else build(states, *args)
+
+    monkeypatch.setattr(batch, "build_block", build_block)
+    stage = graph_stage(model, monkeypatch, (1, 2, 4))
+    answers = Answers()
+    for item in requests()[1:3]:
+        stage.submit(item)
+    for _ in range(3):
+        answers.take(stage.step())
+    before = list(in_graph)
+    stage.submit(request("joins", PROMPTS[0], max_tokens=2, seed=99, ignore_eos=True))
+    found = tokens(drain(stage, answers))
+    assert found.pop(("joins", 0)) is not None
+    assert found == {key: expected[key] for key in (("1", 0), ("2", 0))}
+    assert before
+    assert len(before) < len(in_graph) < 5
