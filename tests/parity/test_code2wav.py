@@ -145,6 +145,10 @@ def test_warm_up_captures_all_that_requests_run(model: Qwen3OmniMoeCode2Wav) -> 
     assert component._graphs.replays > captures
 
 
+def test_without_graphs_warm_up_decodes_a_window(component: Code2Wav) -> None:
+    CodecStage("code2wav", component, budget()).warm_up()
+
+
 def test_windows_that_no_graph_was_captured_for_are_not_padded(model: Qwen3OmniMoeCode2Wav) -> None:
     component, frames = with_graphs(model), random_frames(model, 40)
     assert error(stream(component, frames, [3, 5, 11, 1, 2]), reference(model, frames)) < EXACT

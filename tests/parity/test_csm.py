@@ -27,10 +27,12 @@ from omnistage.core.types import (
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec import Window
 from omnistage.engines.graphs import GraphCache
+from omnistage.hf import transformers
 from omnistage.models.csm.backbone import Backbone
 from omnistage.models.csm.bridges import END_CODE, frames2codec
 from omnistage.models.csm.mimi import Mimi
 from omnistage.models.csm.processor import CsmProcessor
+from omnistage.models.csm.tiny import config_for, write
 from omnistage.models.csm.verify import Reference, make_cases, run, run_ours
 from omnistage.omni import Omni
 from tests.graph_harness import FakeCapture
@@ -298,3 +300,26 @@ def test_a_clip_is_encoded_once_for_its_content(folder: Path, processor: CsmProc
     spans = [processor.chat([said, ChatMessage("assistant", (TextPart(t),))]).media[0] for t in ("One", "Two")]
     assert spans[0].key == spans[1].key
     assert len(spans[0].positions) == 7  # 0.5 s in frames of 80 ms
+
+
+# ----------------------------------------------------------------------------------------- small checkpoints
+
+
+def test_a_checkpoint_grows_to_the_published_shapes() -> None:
+    for scale in (0.0, 0.2, 0.5, 0.75):
+        config_for(scale)
+    ours, published = config_for(1.0).to_dict(), transformers.CsmConfig().to_dict()
+    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_codebooks")
+    assert [ours[name] for name in same] == [published[name] for name in same]
+    assert ours["codec_config"] == published["codec_config"]
+    depth = {**ours["depth_decoder_config"], "vocab_size": 2051}
+    assert depth == published["depth_decoder_config"]
+
+
+def test_the_seed_decides_every_byte(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "again", seed=0)
+    write(tmp_path / "other", seed=1)
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+    name = "model.safetensors"
+    assert (folder / name).read_bytes() != (tmp_path / "other" / name).read_bytes()

@@ -92,8 +92,10 @@ class CodecComponent(ABC):
         `lookahead` codes; a forward has `max_blocks` at most. Decodes a first window of zeros.
         """
         length = min(chunk_blocks[0] * self.layout.block_codes + lookahead, self.layout.max_codes)
+        books = self.layout.num_codebooks
+        frame: Code = 0 if books == 1 else (0,) * books
         state = self.open("warm-up", CodecParams(), None)
-        self.decode([Window(state, (0,) * length, 0, length, True)])
+        self.decode([Window(state, (frame,) * length, 0, length, True)])
 
     def memory(self, rows: int, codes: int) -> StageMemory | None:
         """What it needs to decode `rows` windows of `codes` codes; asked on the meta device. None: unknown."""

@@ -18,7 +18,6 @@ from omnistage.core.types import MediaSpan
 from omnistage.engines.ar.attention import ATTENTION_NAME, PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec, Choose, ResidualCodes
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
-from omnistage.hf import transformers
 from omnistage.models.loading import freeze, kv_shape, positive
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Backbone(ARComponent):
         depth, heads = self._depth.model, self._depth.codebooks_head.weight
         first = depth.embed_tokens(token_ids.clamp(max=self._codes - 1))
         rows = torch.stack((hidden[:, : self._width], first), dim=1)
-        cache, codes = transformers.DynamicCache(), list[Tensor]()
+        cache, codes = _Cache(), list[Tensor]()
         # Ready-made masks: transformers would look at numbers on the device to leave one out.
         mask = torch.zeros(1, 1, 2, 2, dtype=self.dtype, device=self.device)
         mask[..., 0, 1] = float("-inf")
@@ -120,6 +119,23 @@ class Backbone(ARComponent):
         samples = span.inputs["input_values"].to(self._codec.device, self._codec.dtype)
         codes = self._codec.encode(samples[None]).audio_codes[0].T  # [frames, codebooks]
         return functional.pad(self._sum(codes[:, : self._books]), (0, 1))
+
+
+class _Cache:
+    """Keys and values as `transformers` asks a cache for them. Its own makes tensors from numbers of the host."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._layers[layer_idx][0].shape[2] if self._layers else 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        if layer_idx in self._layers:
+            old = self._layers[layer_idx]
+            keys, values = torch.cat((old[0], keys), dim=2), torch.cat((old[1], values), dim=2)
+        self._layers[layer_idx] = keys, values
+        return keys, values
 
 
 def end_code(config: object) -> int:

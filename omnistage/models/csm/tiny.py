@@ -35,8 +35,11 @@ def config_for(scale: float) -> CsmConfig:
     common.check_scale(scale)
     begin, end, audio, audio_end = special_ids().values()
     codes, codebooks = 1 << between(scale, (6, 11)), between(scale, (4, 32))
-    width, kv_heads = between(scale, (64, 2048), 64), between(scale, (2, 8), 2)
-    codec_width = between(scale, (32, 512), 32)
+    kv_heads = between(scale, (2, 8), 2)
+    heads, depth_heads = between(scale, (4, 32), kv_heads), between(scale, (4, 8), 2)
+    codec_heads = between(scale, (2, 8))
+    width, depth_width = heads * between(scale, (16, 64), 8), depth_heads * between(scale, (8, 128), 8)
+    codec_width = codec_heads * between(scale, (16, 64), 8)
     return CsmConfig(
         num_codebooks=codebooks,
         vocab_size=codes,
@@ -44,7 +47,7 @@ def config_for(scale: float) -> CsmConfig:
         hidden_size=width,
         intermediate_size=between(scale, (128, 8192), 64),
         num_hidden_layers=between(scale, (3, 16)),
-        num_attention_heads=2 * kv_heads,
+        num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
         pad_token_id=end,
@@ -57,10 +60,10 @@ def config_for(scale: float) -> CsmConfig:
             "num_codebooks": codebooks,
             "backbone_hidden_size": width,
             "vocab_size": codes,
-            "hidden_size": between(scale, (32, 1024), 32),
+            "hidden_size": depth_width,
             "intermediate_size": between(scale, (64, 8192), 64),
             "num_hidden_layers": between(scale, (2, 4)),
-            "num_attention_heads": 4,
+            "num_attention_heads": depth_heads,
             "num_key_value_heads": 2,
             "max_position_embeddings": codebooks + 1,
         },
@@ -70,8 +73,8 @@ def config_for(scale: float) -> CsmConfig:
             "num_filters": between(scale, (4, 64), 4),
             "num_hidden_layers": between(scale, (2, 8)),
             "intermediate_size": between(scale, (64, 2048), 64),
-            "num_attention_heads": between(scale, (2, 8), 2),
-            "num_key_value_heads": between(scale, (2, 8), 2),
+            "num_attention_heads": codec_heads,
+            "num_key_value_heads": codec_heads,
             "codebook_size": codes,
             "codebook_dim": between(scale, (16, 256), 16),
             "vector_quantization_hidden_dimension": between(scale, (16, 256), 16),
