@@ -147,7 +147,7 @@ def test_an_abort_at_any_stage_frees_everything(load: Callable[..., EngineParts]
 def test_leaving_the_stream_early_aborts_the_request(load: Callable[..., EngineParts]) -> None:
     async def listen() -> FinishReason | None:
         async with open_door(load(), AsyncOmni) as omni:
-            stream = omni.generate(say("Hello"), greedy(400, 400), request_id="mine", modalities=BOTH)
+            stream = omni.generate(say("Hello"), greedy(400, 4000), request_id="mine", modalities=BOTH)
             async for item in stream:
                 if item.audio is not None:
                     break
