@@ -1,4 +1,4 @@
-"""One small random Qwen2.5-Omni for all end-to-end tests, and what they ask of it."""
+"""A small random Qwen2.5-Omni for all end-to-end tests, for some a Qwen3-Omni too, and what they ask of it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from pathlib import Path
 import pytest
 
 from omnistage.config import OmniEngineArgs
-from omnistage.models.qwen2_5_omni import tiny
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts
-from tests.e2e.harness import SMALL_POOLS, assert_empty, open_door
+from tests.e2e.harness import SMALL_POOLS, SPEECH_MODELS, SpeechModel, assert_empty, open_door
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen") / "model"
-    tiny.write(folder, seed=7)
+def speech(request: pytest.FixtureRequest) -> SpeechModel:
+    """The family of this test; `every_speech_model` names them all."""
+    return SPEECH_MODELS[getattr(request, "param", "qwen2_5_omni")]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(speech: SpeechModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(speech.family) / "model"
+    tiny = REGISTRY.family(speech.family).tiny
+    assert tiny is not None
+    tiny(folder, seed=7)
     return folder
 
 

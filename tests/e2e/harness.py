@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.engines.ar.stage import ARStage
@@ -41,8 +44,48 @@ def assert_empty(orchestrator: Orchestrator) -> None:
             assert not stage.runner.keys()
 
 
+@dataclass(frozen=True)
+class SpeechModel:
+    """What tests know of a family that speaks."""
+
+    family: str
+    codec: str
+    """The stage that makes sound of codes."""
+    code_samples: int
+    """Samples of a code or frame."""
+    missing_samples: int
+    """That the end of an utterance lacks."""
+    first_codes: int
+    """Codes from which the first sound comes at the latest."""
+    codebooks: int
+    codebook_size: int
+    control_ids: tuple[int, ...]
+    """Of the talker's vocabulary, the last of them its end."""
+
+    def greedy(self, tokens: int = 6, codes: int = 20, **codec: Any) -> dict[str, StageParams]:
+        """A reply of exactly `tokens` tokens and speech of exactly `codes` codes, the same every time."""
+        params = greedy(tokens, codes, **codec)
+        params[self.codec] = params.pop("token2wav")
+        return params
+
+    def frame(self, code: int) -> int | tuple[int, ...]:
+        """A code, or a frame that has it last."""
+        return code if self.codebooks == 1 else (*(0,) * (self.codebooks - 1), code)
+
+    def samples(self, codes: int) -> int:
+        return codes * self.code_samples - self.missing_samples
+
+
+SPEECH_MODELS = {
+    "qwen2_5_omni": SpeechModel("qwen2_5_omni", "token2wav", 480, 0, 48, 1, 8194, (8242, 8293, 8296, 8447)),
+    "qwen3_omni_moe": SpeechModel("qwen3_omni_moe", "code2wav", 1920, 555, 8, 4, 2048, (2100, 2149, 2301, 3071)),
+}
+every_speech_model = pytest.mark.parametrize("speech", SPEECH_MODELS, indirect=True, scope="session")
+"""Runs a test with the small checkpoint of each family; others use the first."""
+
+
 def greedy(tokens: int = 6, codes: int = 20, **codec: Any) -> dict[str, StageParams]:
-    """A reply of exactly `tokens` tokens and speech of exactly `codes` codes, the same every time."""
+    """`SpeechModel.greedy` of Qwen2.5-Omni."""
     return {
         "thinker": SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
         "talker": SamplingParams(temperature=0.0, max_tokens=codes, min_tokens=codes),

@@ -46,8 +46,9 @@ from omnistage.core.types import (
 from omnistage.models._qwen_omni.bridges import talker2codec, thinker2talker
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OmniRequestOutput
-from tests.e2e.harness import PipelineHarness, final_of, greedy, say
+from tests.e2e.harness import PipelineHarness, SpeechModel, every_speech_model, final_of, say
 
+pytestmark = every_speech_model
 BOTH = ["text", "audio"]
 HIDDEN = 64
 VOCAB = 1296
@@ -63,25 +64,26 @@ def picture(seed: int = 0) -> dict[str, object]:
     return {"type": "image", "image": pixels}
 
 
-NEIGHBOUR = (say("What do you see?", picture(9)), greedy(8, 26))
+def neighbour(speech: SpeechModel) -> tuple[Any, Any]:
+    return say("What do you see?", picture(9)), speech.greedy(8, 26)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(parts: EngineParts) -> OmniRequestOutput:
+def undisturbed(parts: EngineParts, speech: SpeechModel) -> OmniRequestOutput:
     """The neighbour's answer when nothing else happens."""
     harness = PipelineHarness(parts)
-    items = harness.submit("alone", *NEIGHBOUR, modalities=BOTH)
+    items = harness.submit("alone", *neighbour(speech), modalities=BOTH)
     harness.finish()
     return final_of(items)
 
 
 @pytest.fixture
-def beside(undisturbed: OmniRequestOutput) -> Callable[..., Any]:
+def beside(undisturbed: OmniRequestOutput, speech: SpeechModel) -> Callable[..., Any]:
     """`with beside(harness):` runs the block in the middle of a neighbour's answer, which must come out as ever."""
 
     @contextmanager
     def neighbourhood(harness: PipelineHarness, turns: int = 4) -> Iterator[None]:
-        items = harness.submit("neighbour", *NEIGHBOUR, modalities=BOTH)
+        items = harness.submit("neighbour", *neighbour(speech), modalities=BOTH)
         harness.turns(turns)
         assert items
         assert items[-1].final is None
@@ -170,7 +172,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str | None]]
     "empty WAV": (audio(wav_of(0.0)), None, {}, MediaError, "messages[0].content[0].audio"),
     "ten hours": (audio(wav_of(36_000.0, bytes(64))), None, {}, LimitExceededError, "messages[0].content[0].audio"),
     "longer than the model hears": (
-        audio((np.zeros(31 * 16_000, np.float32), 16_000)),
+        audio((np.zeros(5042 * 1000, np.float32), 1000)),  # the one hears 30 s, the other 65,536 tokens
         None,
         {},
         LimitExceededError,
@@ -265,17 +267,19 @@ def test_truncated_video_is_refused(parts: EngineParts, beside: Any) -> None:
         harness.submit("bad", video(buffer.getvalue()[: len(buffer.getvalue()) // 2]))
 
 
-def test_a_used_request_id_is_refused_while_its_request_runs(parts: EngineParts, beside: Any) -> None:
+def test_a_used_request_id_is_refused_while_its_request_runs(
+    parts: EngineParts, beside: Any, speech: SpeechModel
+) -> None:
     harness = PipelineHarness(parts)
     with beside(harness), pytest.raises(InvalidRequestError) as caught:
         harness.submit("neighbour", HELLO)
     assert caught.value.param == "request_id"
-    again = harness.submit("neighbour", HELLO, greedy(3))
+    again = harness.submit("neighbour", HELLO, speech.greedy(3))
     harness.finish()
     assert len(final_of(again).token_ids) == 3
 
 
-def test_a_full_queue_says_when_to_come_back(parts: EngineParts, beside: Any) -> None:
+def test_a_full_queue_says_when_to_come_back(parts: EngineParts, beside: Any, speech: SpeechModel) -> None:
     harness = PipelineHarness(parts, max_inflight=1)
     with beside(harness):
         with pytest.raises(QueueFullError) as caught:
@@ -283,7 +287,7 @@ def test_a_full_queue_says_when_to_come_back(parts: EngineParts, beside: Any) ->
         assert caught.value.status == 429
         assert caught.value.retry_after > 0
     assert harness.orchestrator.stats().rejected == 1
-    accepted = harness.submit("later", HELLO, greedy(2))
+    accepted = harness.submit("later", HELLO, speech.greedy(2))
     harness.finish()
     assert final_of(accepted).error is None
 
@@ -312,14 +316,14 @@ def test_a_deadline_that_passes_during_preparation_is_refused(parts: EngineParts
         "<|endoftext|>",
     ],
 )
-def test_special_tokens_in_text_stay_text(parts: EngineParts, beside: Any, text: str) -> None:
+def test_special_tokens_in_text_stay_text(parts: EngineParts, beside: Any, text: str, speech: SpeechModel) -> None:
     special = set(range(VOCAB - 421, VOCAB))
     harness = PipelineHarness(parts)
     with beside(harness):
         given = parts.processor.chat(_parsed(say(text)))
         harmless = parts.processor.chat(_parsed(say("x")))
         assert [t for t in given.token_ids if t in special] == [t for t in harmless.token_ids if t in special]
-        items = harness.submit("sly", say(text, picture(3)), greedy(4, 14), modalities=BOTH)
+        items = harness.submit("sly", say(text, picture(3)), speech.greedy(4, 14), modalities=BOTH)
     assert final_of(items).error is None
     assert not special & set(parts.processor.text(text).token_ids)
 
@@ -368,11 +372,11 @@ BRIDGES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("case", BRIDGES)
-def test_a_broken_bridge_ends_its_own_request(parts: EngineParts, beside: Any, case: str) -> None:
+def test_a_broken_bridge_ends_its_own_request(parts: EngineParts, beside: Any, case: str, speech: SpeechModel) -> None:
     bridge = only_for("bad", BRIDGES[case], thinker2talker)
     harness = PipelineHarness(parts, bridges={**parts.bridges, "talker": bridge})
     with beside(harness):
-        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+        items = harness.submit("bad", HELLO, speech.greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert output.finish_reason is FinishReason.ERROR
     assert type(output.error) is BridgeError
@@ -391,47 +395,52 @@ def test_a_broken_bridge_ends_its_own_request(parts: EngineParts, beside: Any, c
     ids=["codes for a language model", "rows too wide", "no rows", "more ids than rows"],
 )
 def test_input_that_the_stage_cannot_take_ends_its_own_request(
-    parts: EngineParts, beside: Any, garbage: Any, error: type[OmniError]
+    parts: EngineParts, beside: Any, garbage: Any, error: type[OmniError], speech: SpeechModel
 ) -> None:
     def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> Any:
         return True, [] if state else [garbage]
 
     harness = PipelineHarness(parts, bridges={**parts.bridges, "talker": only_for("bad", bridge, thinker2talker)})
     with beside(harness):
-        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+        items = harness.submit("bad", HELLO, speech.greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, error)
 
 
-@pytest.mark.parametrize("wrong", [8194, 100_000, -1])
+@pytest.mark.parametrize("wrong", ["the next", 100_000, -1])
 @pytest.mark.parametrize("first", [True, False], ids=["at once", "while it runs"])
 def test_a_code_that_cannot_be_spoken_ends_its_own_request(
-    parts: EngineParts, beside: Any, wrong: int, first: bool
+    parts: EngineParts, beside: Any, wrong: int | str, first: bool, speech: SpeechModel
 ) -> None:
     def bridge(request: RequestInfo, state: object, chunk: StageChunk) -> Any:
         state, inputs = talker2codec(request, state, chunk)
         return state, [
-            replace(value, codes=(wrong,)) if first or isinstance(value, CodecFrames) else value for value in inputs
+            replace(value, codes=(speech.frame(code),)) if first or isinstance(value, CodecFrames) else value
+            for value in inputs
         ]
 
-    harness = PipelineHarness(parts, bridges={**parts.bridges, "token2wav": only_for("bad", bridge, talker2codec)})
+    code = speech.codebook_size if isinstance(wrong, str) else wrong
+
+    harness = PipelineHarness(parts, bridges={**parts.bridges, speech.codec: only_for("bad", bridge, talker2codec)})
     with beside(harness):
-        items = harness.submit("bad", HELLO, greedy(5, 14), modalities=BOTH)
+        items = harness.submit("bad", HELLO, speech.greedy(5, 14), modalities=BOTH)
     output = final_of(items)
     assert type(output.error) is InvalidRequestError
     assert "codebook" in str(output.error)
 
 
-def test_no_parameter_makes_the_talker_speak_a_control_code(parts: EngineParts, beside: Any) -> None:
+def test_no_parameter_makes_the_talker_speak_a_control_code(
+    parts: EngineParts, beside: Any, speech: SpeechModel
+) -> None:
     """Ids above the codebook, however much a client wants them, are never sampled."""
-    params = greedy(5, 14)
-    wanted = dict.fromkeys((8192 + 50, 8293, 8296, 8447), 1000.0)
+    params = speech.greedy(5, 14)
+    wanted = dict.fromkeys(speech.control_ids, 1000.0)
     params["talker"] = SamplingParams(temperature=0.0, max_tokens=14, logit_bias=wanted)
     harness = PipelineHarness(parts)
     with beside(harness):
         biased = harness.submit("biased", HELLO, params, modalities=BOTH)
-        only = {**params, "talker": SamplingParams(max_tokens=14, allowed_token_ids=(8400,))}
+        only = {**params, "talker": SamplingParams(max_tokens=14, allowed_token_ids=speech.control_ids[:1])}
         with pytest.raises(InvalidRequestError, match="allowed"):
             harness.submit("forced", HELLO, only, modalities=BOTH)
     assert final_of(biased).error is None
@@ -439,11 +448,11 @@ def test_no_parameter_makes_the_talker_speak_a_control_code(parts: EngineParts, 
 
 
 def test_a_stop_id_outside_the_talker_vocabulary_is_refused_before_anything_runs(
-    parts: EngineParts, beside: Any
+    parts: EngineParts, beside: Any, speech: SpeechModel
 ) -> None:
     harness = PipelineHarness(parts)
-    params = {**greedy(5, 14), "talker": SamplingParams(stop_token_ids=(8448,))}
-    with beside(harness), pytest.raises(InvalidRequestError, match="8448"):
+    params = {**speech.greedy(5, 14), "talker": SamplingParams(stop_token_ids=(speech.control_ids[-1] + 1,))}
+    with beside(harness), pytest.raises(InvalidRequestError, match=str(speech.control_ids[-1] + 1)):
         harness.submit("bad", HELLO, params, modalities=BOTH)
 
 
@@ -451,7 +460,7 @@ def test_a_stop_id_outside_the_talker_vocabulary_is_refused_before_anything_runs
 
 
 def test_a_media_encoder_that_raises_ends_its_own_request(
-    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch
+    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch, speech: SpeechModel
 ) -> None:
     component = parts.stages["thinker"].component  # type: ignore[attr-defined]
     stock = component.encode
@@ -464,28 +473,30 @@ def test_a_media_encoder_that_raises_ends_its_own_request(
     monkeypatch.setattr(component, "encode", encode)
     harness = PipelineHarness(parts)
     with beside(harness):
-        bad = harness.submit("bad", audio((np.ones(8000, np.float32) / 9, 16_000)), greedy(4, 14), modalities=BOTH)
-        fine = harness.submit("fine", image(picture(4)["image"]), greedy(4, 14), modalities=BOTH)
+        bad = harness.submit(
+            "bad", audio((np.ones(8000, np.float32) / 9, 16_000)), speech.greedy(4, 14), modalities=BOTH
+        )
+        fine = harness.submit("fine", image(picture(4)["image"]), speech.greedy(4, 14), modalities=BOTH)
     assert type(final_of(bad).error) is StageError
     assert "encoder" in str(final_of(bad).error)
     assert final_of(fine).error is None
 
 
 def test_an_encoder_of_the_wrong_length_ends_its_own_request(
-    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch
+    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch, speech: SpeechModel
 ) -> None:
     component = parts.stages["thinker"].component  # type: ignore[attr-defined]
     stock = component.encode
     monkeypatch.setattr(component, "encode", lambda span: stock(span)[:-1])
     harness = PipelineHarness(parts)
     with beside(harness):  # its own picture was encoded before, or is in the cache
-        bad = harness.submit("bad", image(picture(5)["image"]), greedy(4, 14), modalities=BOTH)
+        bad = harness.submit("bad", image(picture(5)["image"]), speech.greedy(4, 14), modalities=BOTH)
     assert type(final_of(bad).error) is StageError
 
 
 @pytest.mark.parametrize("where", ["the network", "the whole step"])
 def test_a_step_that_raises_ends_the_requests_in_it_and_the_stage_goes_on(
-    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch, where: str
+    parts: EngineParts, beside: Any, monkeypatch: pytest.MonkeyPatch, where: str, speech: SpeechModel
 ) -> None:
     """The neighbour has left the thinker when it breaks; those in the batch end, those that come later do not."""
     stage = parts.stages["thinker"]
@@ -496,18 +507,20 @@ def test_a_step_that_raises_ends_the_requests_in_it_and_the_stage_goes_on(
         assert trace is not None
         assert trace.stages["thinker"].finish is FinishReason.LENGTH
         assert trace.stages["talker"].finish is None
-        together = [harness.submit(f"bad{i}", say(f"Hello {i}"), greedy(9, 14), modalities=BOTH) for i in range(2)]
+        together = [
+            harness.submit(f"bad{i}", say(f"Hello {i}"), speech.greedy(9, 14), modalities=BOTH) for i in range(2)
+        ]
         harness.turns(3)
         with monkeypatch.context() as broken:
             broken.setattr(target, name, raising_once := Broken())
             harness.turns(1)
         assert raising_once.calls == 1
-        after = harness.submit("after", HELLO, greedy(4), modalities=["text"])
+        after = harness.submit("after", HELLO, speech.greedy(4), modalities=["text"])
     for items in together:
         output = final_of(items)
         assert type(output.error) is StageError
         assert 0 < len(output.token_ids) < 9
-        assert output.audio is None
+        assert output.audio is None or len(output.audio.samples) < speech.samples(14)  # as far as it was spoken
     assert final_of(after).error is None
     assert len(final_of(after).token_ids) == 4
 
@@ -524,24 +537,30 @@ class Broken:
 
 
 def test_a_vocoder_that_fails_on_one_request_speaks_the_others_of_its_batch(
-    parts: EngineParts, undisturbed: OmniRequestOutput, monkeypatch: pytest.MonkeyPatch
+    parts: EngineParts, undisturbed: OmniRequestOutput, monkeypatch: pytest.MonkeyPatch, speech: SpeechModel
 ) -> None:
-    component = parts.stages["token2wav"].component  # type: ignore[attr-defined]
-    stock, batches = component.decode, []
+    component = parts.stages[speech.codec].component  # type: ignore[attr-defined]
+    stock, opening, batches, cursed = component.decode, component.open, [], []
+
+    def opened(request_id: str, *options: Any) -> Any:
+        state = opening(request_id, *options)
+        if request_id == "bad":
+            cursed.append(state)
+        return state
 
     def decode(windows: Any) -> Any:
         batches.append(len(windows))
-        if any(window.state.params.seed == 666 for window in windows):
+        if any(window.state is state for window in windows for state in cursed):
             raise RuntimeError("a kernel failed")
         return stock(windows)
 
+    monkeypatch.setattr(component, "open", opened)
     monkeypatch.setattr(component, "decode", decode)
     monkeypatch.setattr("omnistage.engines.codec.scheduler.MAX_BATCH_SECONDS", float("inf"))  # on any machine
     harness = PipelineHarness(parts)
-    prompt, params = NEIGHBOUR
-    cursed = {**params, "token2wav": params["token2wav"].model_copy(update={"seed": 666})}
+    prompt, params = neighbour(speech)
     good = harness.submit("good", prompt, params, modalities=BOTH)
-    bad = harness.submit("bad", prompt, cursed, modalities=BOTH)
+    bad = harness.submit("bad", prompt, params, modalities=BOTH)
     harness.finish()
     assert max(batches) == 2
     assert type(final_of(bad).error) is StageError
@@ -551,20 +570,22 @@ def test_a_vocoder_that_fails_on_one_request_speaks_the_others_of_its_batch(
     np.testing.assert_allclose(audio.samples, undisturbed.audio.samples, atol=1e-4)
 
 
-def test_a_reply_that_outgrows_the_talker_ends_its_own_request(load: Callable[..., EngineParts]) -> None:
+def test_a_reply_that_outgrows_the_talker_ends_its_own_request(
+    load: Callable[..., EngineParts], speech: SpeechModel
+) -> None:
     """The thinker holds it, the talker does not: that is known only when the talker is to start."""
     harness = PipelineHarness(load("talker.kv_blocks=2"))
-    items = harness.submit("long", OmniTokensPrompt((5,) * 40), greedy(4, 14), modalities=BOTH)
-    text = harness.submit("text", OmniTokensPrompt((5,) * 40), greedy(4))
+    items = harness.submit("long", say("well " * 40), speech.greedy(4, 14), modalities=BOTH)
+    text = harness.submit("text", say("well " * 40), speech.greedy(4))
     harness.finish()
     assert type(final_of(items).error) is PromptTooLongError
     assert "talker" in str(final_of(items).error)
     assert final_of(text).error is None
 
 
-def test_several_answers_of_a_later_stage_are_refused(parts: EngineParts, beside: Any) -> None:
+def test_several_answers_of_a_later_stage_are_refused(parts: EngineParts, beside: Any, speech: SpeechModel) -> None:
     """They would all be spoken in one utterance."""
     harness = PipelineHarness(parts)
-    params = {**greedy(5, 14), "talker": SamplingParams(max_tokens=14, n=2)}
+    params = {**speech.greedy(5, 14), "talker": SamplingParams(max_tokens=14, n=2)}
     with beside(harness), pytest.raises(InvalidRequestError, match="one answer"):
         harness.submit("bad", HELLO, params, modalities=BOTH)

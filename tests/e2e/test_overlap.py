@@ -17,7 +17,16 @@ from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OutputChunk
-from tests.e2e.harness import PipelineHarness, assert_empty, final_of, greedy, open_door, say
+from tests.e2e.harness import (
+    PipelineHarness,
+    SpeechModel,
+    assert_empty,
+    every_speech_model,
+    final_of,
+    greedy,
+    open_door,
+    say,
+)
 
 TOKENS, CODES = 160, 150
 QUESTION = "Tell me a long story, please."
@@ -41,10 +50,13 @@ def click_ratio(error: np.ndarray, borders: np.ndarray) -> float:
 # ------------------------------------------------------------------------------------ the order of events
 
 
-def test_turn_by_turn_the_first_sound_comes_before_the_last_word(load: Callable[..., EngineParts]) -> None:
+@every_speech_model
+def test_turn_by_turn_the_first_sound_comes_before_the_last_word(
+    load: Callable[..., EngineParts], speech: SpeechModel
+) -> None:
     """Without threads each turn gives every stage one step, so the order of events cannot depend on timing."""
-    harness = PipelineHarness(load("token2wav.max_hold_seconds=0"))
-    items = harness.submit("story", say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH)
+    harness = PipelineHarness(load(f"{speech.codec}.max_hold_seconds=0"))
+    items = harness.submit("story", say(QUESTION), speech.greedy(TOKENS, CODES), modalities=BOTH)
     turns = 0
     while not any(item.audio is not None for item in items):
         harness.turns(1)
@@ -53,19 +65,20 @@ def test_turn_by_turn_the_first_sound_comes_before_the_last_word(load: Callable[
     assert trace is not None
     assert trace.stages["thinker"].finish is None
     assert sum(len(item.token_ids) for item in items) < TOKENS / 2
-    # A block of 12 codes, its vocoder context and two blocks of look-ahead: that is all that sound waits for.
-    assert trace.stages["talker"].tokens <= 12 * 4
+    # Qwen2.5: a block of 12 codes, its vocoder's context and two blocks of look-ahead; Qwen3: its first few frames.
+    assert trace.stages["talker"].tokens <= speech.first_codes
     assert turns < TOKENS / 2
     harness.finish()
     output = final_of(items)
     assert output.finish_reason is FinishReason.LENGTH
-    assert output.usage.stage_tokens == {"thinker": TOKENS, "talker": CODES, "token2wav": 0}
+    assert output.usage.stage_tokens == {"thinker": TOKENS, "talker": CODES, speech.codec: 0}
     assert output.audio is not None
-    assert len(output.audio.samples) == CODES * SAMPLES_PER_CODE
+    assert len(output.audio.samples) == speech.samples(CODES)
 
 
+@every_speech_model
 def test_with_threads_sound_does_not_wait_for_the_end_of_the_text(
-    load: Callable[..., EngineParts], monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., EngineParts], speech: SpeechModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thinker is held at its last word until a sound has come: the run ends only if the stages overlap."""
     parts = load()
@@ -85,7 +98,7 @@ def test_with_threads_sound_does_not_wait_for_the_end_of_the_text(
     async def listen() -> list[OutputChunk]:
         items = []
         async with open_door(parts, AsyncOmni) as omni:
-            async for item in omni.generate(say(QUESTION), greedy(TOKENS, CODES), modalities=BOTH):
+            async for item in omni.generate(say(QUESTION), speech.greedy(TOKENS, CODES), modalities=BOTH):
                 items.append(item)
                 if item.audio is not None:
                     heard.set()
@@ -98,9 +111,9 @@ def test_with_threads_sound_does_not_wait_for_the_end_of_the_text(
     assert final is not None
     assert final.trace is not None
     stages = final.trace.stages
-    assert stages["token2wav"].first_chunk < stages["thinker"].last_chunk
+    assert stages[speech.codec].first_chunk < stages["thinker"].last_chunk
     assert stages["talker"].first_chunk < stages["thinker"].last_chunk
-    assert stages["thinker"].first_chunk < stages["talker"].first_chunk < stages["token2wav"].first_chunk
+    assert stages["thinker"].first_chunk < stages["talker"].first_chunk < stages[speech.codec].first_chunk
     kinds = [item.modality for item in items if item.token_ids or item.audio is not None]
     assert kinds.index(Modality.AUDIO) < len(kinds) - 1 - kinds[::-1].index(Modality.TEXT)
     print(f"\n{final.trace}")
@@ -181,12 +194,13 @@ def test_the_click_measure_finds_a_click(spoken) -> None:
 # --------------------------------------------------------------------------------------------- text only
 
 
-def test_text_alone_never_touches_the_speech_stages(load: Callable[..., EngineParts]) -> None:
+@every_speech_model
+def test_text_alone_never_touches_the_speech_stages(load: Callable[..., EngineParts], speech: SpeechModel) -> None:
     omni: Omni
     with open_door(load()) as omni:
-        outputs = omni.chat([say("one"), say("two")], greedy(5), progress=False)
+        outputs = omni.chat([say("one"), say("two")], speech.greedy(5), progress=False)
         stages = omni.stats().stages
-        for name in ("talker", "token2wav"):
+        for name in ("talker", speech.codec):
             stats = stages[name]
             assert (stats.steps, stats.tokens, stats.waiting + stats.running + stats.starved) == (0, 0, 0)
         assert stages["thinker"].tokens > 0

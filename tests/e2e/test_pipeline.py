@@ -33,7 +33,16 @@ from omnistage.models.qwen2_5_omni.components import Thinker
 from omnistage.omni import AsyncOmni, Omni
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.orchestrator import Orchestrator
-from tests.e2e.harness import PipelineHarness, assert_empty, final_of, greedy, open_door, say
+from tests.e2e.harness import (
+    PipelineHarness,
+    SpeechModel,
+    assert_empty,
+    every_speech_model,
+    final_of,
+    greedy,
+    open_door,
+    say,
+)
 
 BOTH = ["text", "audio"]
 SCHEMA = {
@@ -64,7 +73,8 @@ def film(seed: int = 0) -> dict[str, object]:
 # --------------------------------------------------------------------------------------------- side by side
 
 
-def test_mixed_requests_at_once_get_what_each_gets_alone(omni: Omni) -> None:
+@every_speech_model
+def test_mixed_requests_at_once_get_what_each_gets_alone(omni: Omni, speech: SpeechModel) -> None:
     chats = [
         say("What is this?", picture(1)),
         say("Hello"),
@@ -72,7 +82,7 @@ def test_mixed_requests_at_once_get_what_each_gets_alone(omni: Omni) -> None:
         say("Watch", film(3)),
         say("And now?", picture(1), sound(2)),
     ]
-    params = [greedy(4 + i, 14 + 5 * i) for i in range(len(chats))]
+    params = [speech.greedy(4 + i, 14 + 5 * i) for i in range(len(chats))]
     alone = [omni.chat(chat, own, modalities=BOTH) for chat, own in zip(chats, params, strict=True)]
     together = omni.chat(chats, params, modalities=BOTH, progress=False)
     for one, other in zip(alone, together, strict=True):
@@ -183,9 +193,10 @@ def test_a_timeout_in_real_time_ends_a_long_answer(omni: Omni) -> None:
     assert len(output.token_ids) < 3000
 
 
-def test_a_reply_of_one_token_is_not_spoken(omni: Omni) -> None:
+@every_speech_model
+def test_a_reply_of_one_token_is_not_spoken(omni: Omni, speech: SpeechModel) -> None:
     """The thinker never computes its last token, so there is no row from which the talker could start."""
-    output = omni.chat(say("Hello"), greedy(1, 20), modalities=BOTH)
+    output = omni.chat(say("Hello"), speech.greedy(1, 20), modalities=BOTH)
     assert (output.finish_reason, len(output.token_ids), output.audio) == (FinishReason.LENGTH, 1, None)
     assert output.trace is not None
     assert output.trace.stages["talker"].started is None
@@ -209,12 +220,13 @@ def test_an_unknown_voice_is_refused_with_the_known_ones(omni: Omni) -> None:
     assert caught.value.param == "voice"
 
 
-def test_a_seed_makes_sampled_speech_reproducible_in_any_company(omni: Omni) -> None:
+@every_speech_model
+def test_a_seed_makes_sampled_speech_reproducible_in_any_company(omni: Omni, speech: SpeechModel) -> None:
     def params(seed: int) -> dict[str, Any]:
         return {
             "thinker": SamplingParams(seed=seed, max_tokens=8, ignore_eos=True),
             "talker": SamplingParams(temperature=0.9, top_k=40, top_p=0.8, seed=seed, max_tokens=24, min_tokens=24),
-            "token2wav": CodecParams(seed=seed, num_steps=3),
+            speech.codec: CodecParams(seed=seed, num_steps=3),
         }
 
     first, other = (omni.chat(say("Hello"), params(seed), modalities=BOTH) for seed in (1, 2))

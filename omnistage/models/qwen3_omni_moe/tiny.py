@@ -254,6 +254,8 @@ def weight_rule(config: Qwen3OmniMoeConfig) -> common.Rule:
             return _code2wav_init(name, shape)
         if re.search(r"codec_embedding|pos_embed", name):
             return Init(0.5)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):  # attention that looks at single tokens
+            return Init(0.1, mean=2.0)
         if ".lm_head." in name or name.endswith("mlp.gate.weight"):
             return common.normal(shape, gain=4.0)  # spread well apart: rounding must not change a choice
         return common.decoder_init(name, shape)
