@@ -12,7 +12,7 @@ import torch
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import ARBudget
 from omnistage.core.clips import AudioClip
-from omnistage.core.errors import CheckpointError, InvalidRequestError, PromptTooLongError
+from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
 from omnistage.core.messages import AudioPart, ChatMessage, TextPart
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import (
@@ -203,6 +203,41 @@ def test_the_bridge_leaves_out_the_end(processor: CsmProcessor) -> None:
         state, inputs = frames2codec(RequestInfo("r"), state, StageChunk("r", "backbone", chunk, finish=finish))
         sent += inputs
     assert [(item.codes, item.final) for item in sent] == [(((1, 2), (0, 1)), False), ((), True)]  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_spells_the_codes_of_other_speech_is_text(folder: Path, reference: Reference) -> None:
+    """Blocks of the KV cache are found by tokens: those of frames must not be taken for text."""
+    beginning = tuple(range(5))
+    with Omni(folder, device="cpu", progress=False, overrides=("backbone.block_size=8",)) as omni:
+
+        def speak(ids: tuple[int, ...], count: int) -> np.ndarray:
+            params = {"backbone": SamplingParams(temperature=0.0, max_tokens=count)}
+            audio = omni.generate(OmniTokensPrompt(ids), params)[0].audio
+            assert audio is not None
+            return np.asarray(audio.samples)
+
+        speak(beginning, 30)
+        codes = generated(reference, beginning, 25)
+        spelled = (*beginning, *(frame[0] for frame in codes))
+        wave = speak(spelled, 4)
+    expected = torch.tensor(generated(reference, spelled, 4)).T[None]
+    with torch.inference_mode():
+        whole = reference.model.codec_model.decode(expected).audio_values[0, 0].numpy()
+    assert np.abs(wave - whole).max() < 1e-5
+
+
+def generated(reference: Reference, ids: tuple[int, ...], count: int) -> list[list[int]]:
+    options = {"do_sample": False, "depth_decoder_do_sample": False, "max_new_tokens": count}
+    with torch.inference_mode():
+        tokens = torch.tensor([ids])
+        out = reference.model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
+    frames: list[list[int]] = out[0].tolist()
+    return frames
+
+
+def test_the_prefix_cache_cannot_be_turned_on(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="must be false"):
+        OmniRunner(folder, ("backbone.prefix_caching=true",)).load_component("backbone")
 
 
 # ------------------------------------------------------------------------------------------------- the codec
