@@ -15,9 +15,8 @@ from omnistage.config.schema import ARBudget
 from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, StageInput, TokenChunk
+from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
-from omnistage.models.causal_lm import tiny
-from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.registry import REGISTRY
 
 SLOW_MACHINE = [HealthCheck.too_slow]
@@ -27,16 +26,28 @@ SHARED = tuple((37 * i + 11) % 870 for i in range(48))
 LONGEST = 48 + 4 + 12
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    folder: Path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny.write(folder, seed=3)
+def load_thinker(family: str, folder: Path) -> ARComponent:
+    """The language model of a family's small checkpoint."""
+    tiny = REGISTRY.family(family).tiny
+    assert tiny is not None
+    tiny(folder, seed=3)
     resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
     stage = resolved.config.pipeline.stages["thinker"]
     context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
     component = REGISTRY.component(stage.component)(context)
-    assert isinstance(component, CausalLM)
+    assert isinstance(component, ARComponent)
     return component
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ARComponent:
+    return load_thinker("causal_lm", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module", params=["causal_lm", "qwen2_5_omni", "qwen3_omni_moe"])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ARComponent:
+    """Also with positions of three dimensions, and with a mixture of experts."""
+    return load_thinker(request.param, tmp_path_factory.mktemp(request.param) / "tiny")
 
 
 # ------------------------------------------------------------------------------------------- what is asked
@@ -154,16 +165,17 @@ def serve(stage: ARStage, requests: list[Asked]) -> Answers:
     return answers
 
 
-_known: dict[tuple[tuple[int, ...], str], list[Answer]] = {}
+_known: dict[tuple[ARComponent, tuple[int, ...], str], list[Answer]] = {}
 
 
-def alone(model: CausalLM, request: Asked) -> list[Answer]:
+def alone(model: ARComponent, request: Asked) -> list[Answer]:
     """The request's answers from a roomy stage of its own, each prompt in one piece."""
-    if request.key() not in _known:
+    key = (model, *request.key())
+    if key not in _known:
         stage = ARStage("alone", model, ARBudget(kv_blocks=64, block_size=16, prefix_caching=False))
         answers = serve(stage, [Asked(request.prompt, request.params)])
-        _known[request.key()] = [answers["0", index] for index in range(request.params.n)]
-    return _known[request.key()]
+        _known[key] = [answers["0", index] for index in range(request.params.n)]
+    return _known[key]
 
 
 def assert_same(got: Answer, expected: Answer) -> None:
@@ -175,7 +187,7 @@ def assert_same(got: Answer, expected: Answer) -> None:
 @settings(max_examples=120, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(requests=st.lists(asked(), min_size=1, max_size=6), budget=budgets())
 def test_answers_do_not_depend_on_company_time_or_room(
-    model: CausalLM, requests: list[Asked], budget: ARBudget
+    model: ARComponent, requests: list[Asked], budget: ARBudget
 ) -> None:
     expected = [alone(model, request) for request in requests]
     stage = ARStage("thinker", model, budget)
@@ -193,8 +205,9 @@ def test_answers_do_not_depend_on_company_time_or_room(
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_answers_survive_many_preemptions(model: CausalLM, prefix_caching: bool) -> None:
+def test_answers_survive_many_preemptions(any_model: ARComponent, prefix_caching: bool) -> None:
     """The property above, on a case that is known to preempt often."""
+    model = any_model
     params = [
         SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=9, max_tokens=12, logprobs=2, ignore_eos=True),
@@ -211,7 +224,7 @@ def test_answers_survive_many_preemptions(model: CausalLM, prefix_caching: bool)
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(requests=st.lists(asked(aborts=False), min_size=2, max_size=4), budget=budgets())
 def test_a_second_round_over_a_used_pool_answers_the_same(
-    model: CausalLM, requests: list[Asked], budget: ARBudget
+    model: ARComponent, requests: list[Asked], budget: ARBudget
 ) -> None:
     expected = [alone(model, request) for request in requests]
     stage = ARStage("thinker", model, budget)
