@@ -26,7 +26,7 @@ from tests.code2wav_harness import (
     reference,
     stream,
 )
-from tests.graph_harness import FakeCapture
+from tests.graph_harness import FakeCapture, HostTensors
 
 EXACT = 1e-7
 """Samples are float32: in a float64 network only their own rounding is left."""
@@ -313,3 +313,15 @@ def test_the_plan_counts_graphs_where_they_will_be_captured() -> None:
     memory = planned("cuda").memory(1, 8)
     assert memory.graphs > planned("cpu").memory(16, 8).activations
     assert memory.graphs == planned("cuda").memory(2, 8).graphs
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_nothing_of_the_host_is_read_in_a_forward_that_is_captured(first: bool) -> None:
+    component = planned("cuda")
+    codes = torch.zeros(2, 4, 6, dtype=torch.int64, device="meta")
+    rows = torch.empty(2, component._contexts.size, device="meta")
+    with torch.inference_mode(), HostTensors() as host:
+        wave, kept = component._function(first)(codes, rows, codes[:, 0, 0])
+    assert host.found == []
+    assert wave.shape[1] == (component.samples(6) if first else 6 * component.frame_samples)
+    assert kept.shape == rows.shape

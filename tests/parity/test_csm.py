@@ -35,7 +35,7 @@ from omnistage.models.csm.processor import CsmProcessor
 from omnistage.models.csm.tiny import config_for, write
 from omnistage.models.csm.verify import Reference, make_cases, run, run_ours
 from omnistage.omni import Omni
-from tests.graph_harness import FakeCapture
+from tests.graph_harness import FakeCapture, HostTensors
 
 Frames = tuple[tuple[int, ...], ...]
 
@@ -291,6 +291,21 @@ def test_a_codec_that_looks_ahead_is_refused(reference: Reference, monkeypatch: 
     monkeypatch.setattr(reference.model.codec_model.config, "trim_right_ratio", 0.5)
     with pytest.raises(CheckpointError, match="not of a causal codec"):
         Mimi(reference.model.codec_model)
+
+
+def test_nothing_of_the_host_is_read_in_what_is_captured() -> None:
+    config, cuda = config_for(0.0), torch.device("cuda")
+    with torch.device("meta"):
+        model = transformers.CsmForConditionalGeneration(config)
+        codes, ids = torch.zeros(2, 4, 6, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    mimi, backbone = Mimi(model.codec_model, num_codebooks=4, target=cuda), Backbone(model)
+    with torch.inference_mode(), HostTensors() as host:
+        rows = torch.empty(2, mimi._contexts.size, device="meta")
+        mimi._function(False)(codes, rows, codes[:, 0, 0])
+        hidden = torch.empty(3, config.hidden_size + 1, device="meta")
+        predicted = backbone.predict(hidden, ids, lambda logits, _: logits.argmax(-1))
+        backbone.logits(backbone.embed_frames(torch.cat((ids[:, None], predicted), dim=1)))
+    assert host.found == []
 
 
 # ------------------------------------------------------------------------------------------------- requests
