@@ -55,6 +55,9 @@ class Backbone(ARComponent):
             prompt_vocab_size=text,
         )
         self.eos_token_ids = (self._codes,)
+        self._clip_end = positive(config, "audio_eos_token_id")
+        with torch.inference_mode():  # what the token at the end of a clip stands for
+            self._end_row = self._sum(torch.full((1, self._books), self._end_code, device=self.device))
         # Not by `use_paged_attention`: the depth decoder's settings are inside this config.
         self.decoder.set_attn_implementation({"": ATTENTION_NAME})  # type: ignore[operator]
         apply_cpu_kernels(self.decoder)
@@ -73,11 +76,7 @@ class Backbone(ARComponent):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         rows = self.model.embed_text_tokens(token_ids)
-        end = self.model.config.audio_eos_token_id
-        if end is not None:  # it stands for a frame of end codes, after a clip
-            frame = torch.full((1, self._books), self._end_code, device=self.device)
-            rows = torch.where((token_ids == end)[:, None], self._sum(frame), rows)
-        return functional.pad(rows, (0, 1))
+        return functional.pad(torch.where((token_ids == self._clip_end)[:, None], self._end_row, rows), (0, 1))
 
     def embed_frames(self, frames: Tensor) -> Tensor:
         ended = (frames[:, :-1] == self._end_code).all(dim=1, keepdim=True)

@@ -68,5 +68,7 @@ def text_stage(model: ServedModel) -> str:
     """The stage that samples text. Raises for a model without one."""
     stage = model.stage_for_params(SamplingParams)
     if stage is None or Modality.TEXT not in model.omni.modalities:
-        raise InvalidRequestError("this model has no text output; use the images or videos endpoint", param="model")
+        raise InvalidRequestError(
+            "this model has no text output; use the images, videos or audio endpoint", param="model"
+        )
     return stage
