@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import CodecBudget
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError
 from omnistage.core.params import CodecParams
@@ -325,3 +328,16 @@ def test_nothing_of_the_host_is_read_in_a_forward_that_is_captured(first: bool) 
     assert host.found == []
     assert wave.shape[1] == (component.samples(6) if first else 6 * component.frame_samples)
     assert kept.shape == rows.shape
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("auto", torch.float32), ("tf32", torch.float32), ("float32", torch.float32), ("float16", torch.float16)],
+)
+def test_the_stage_computes_in_the_precision_that_is_asked_for(
+    precision: str, dtype: torch.dtype, checkpoint_of: Callable[..., Path]
+) -> None:
+    runner = OmniRunner(checkpoint_of("qwen3_omni_moe"), (f"code2wav.precision={precision}",))
+    component = runner.load_component("code2wav")
+    assert isinstance(component, Code2Wav)
+    assert {parameter.dtype for parameter in component.network.parameters()} == {dtype}

@@ -131,8 +131,9 @@ def load_code2wav(context: LoadContext) -> Code2Wav:
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
     tensors = read_weights(context, "code2wav.")
-    model = load_model(Qwen3OmniMoeCode2Wav, whole.code2wav_config, tensors, context.device, context.dtype)
     budget = context.stage.budget if isinstance(context.stage, CodecStageConfig) else CodecBudget()
+    dtype = torch.float16 if budget.precision == "float16" else context.dtype
+    model = load_model(Qwen3OmniMoeCode2Wav, whole.code2wav_config, tensors, context.device, dtype)
     return Code2Wav(
         model,
         context.device,
