@@ -84,9 +84,13 @@ def logits(vocab: int, rows: int, steps: int, *, ties: bool = False) -> torch.Te
 
 @pytest.mark.parametrize(("vocab", "ties"), [(150, False), (50, True)])
 def test_the_tokens_and_counts_are_the_hosts(vocab: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = list(REQUESTS)[:: 1 if ties else -1][: len(FILTERS) + 2]
+    if vocab > 100:  # candidates settle some of the rows with filters; in others they are too many, or not enough
+        monkeypatch.setattr(triton_sample, "_GROUP", 8)
+        monkeypatch.setattr(triton_sample, "_LIKELIEST", 8)
+        monkeypatch.setattr(triton_sample, "_CANDIDATES", 32)
+    keys = list(REQUESTS)[:: 1 if ties else -1][: len(FILTERS)]
     host, kernels, sort = (make_sampler(vocab, keys, host=on_host) for on_host in (True, False, False))
-    for step in logits(vocab, len(keys), 3, ties=ties):
+    for step in logits(vocab, len(keys), 4 if ties else 2, ties=ties):
         monkeypatch.setattr(batch, "has_kernels", lambda _device: False)
         expected = launch(sort, step, keys, kernels=False)
         monkeypatch.setattr(batch, "has_kernels", lambda _device: True)
@@ -101,7 +105,7 @@ def test_the_tokens_and_counts_are_the_hosts(vocab: int, ties: bool, monkeypatch
 
 
 def test_a_row_gets_its_token_in_any_batch() -> None:
-    keys = ["0", "5", "8", "3"]
+    keys = ["0", "5", "8"]
     x = logits(100, len(keys), 2).bfloat16()
     together = make_sampler(100, keys)
     found = [launch(together, step, keys) for step in x]

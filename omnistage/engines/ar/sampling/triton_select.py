@@ -24,9 +24,9 @@ _BLOCK, _WARPS = 8192, 32
 
 
 @jit()
-def load_block(x_ptr, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+def load_block(x_ptr, start, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     place = start + tl.arange(0, BLOCK)
-    return tl.load(x_ptr + place, mask=place < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.load(x_ptr + place, mask=place < length, other=float("-inf")).to(tl.float32)
 
 
 @jit()
@@ -38,7 +38,7 @@ def _ordered(x):  # type: ignore[no-untyped-def]  # kernel
 
 
 @jit()
-def _number(ordered):  # type: ignore[no-untyped-def]  # kernel
+def number_of(ordered):  # type: ignore[no-untyped-def]  # kernel
     """The number that `_ordered` gave."""
     bits = (ordered ^ 0x80000000).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -55,16 +55,16 @@ def _weigh(x, temperature, best, kth):  # type: ignore[no-untyped-def]  # kernel
 
 
 @jit()
-def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
-    """The largest bound, in order, that at least `k` tokens reach."""
+def kth_largest(x_ptr, k, length, BLOCK: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    """The largest bound, in order, that at least `k` numbers reach, in its upper 2 * `TURNS` bits."""
     bound = (k * 0).to(tl.uint32)
-    for turn in range(16):
+    for turn in range(TURNS):
         step = (k * 0 + 1).to(tl.uint32) << (30 - 2 * turn)
         one = tl.zeros([BLOCK], tl.int32)
         two = tl.zeros([BLOCK], tl.int32)
         three = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, VOCAB, BLOCK):
-            ordered = _ordered(load_block(x_ptr, start, VOCAB, BLOCK))
+        for start in range(0, length, BLOCK):
+            ordered = _ordered(load_block(x_ptr, start, length, BLOCK))
             one += (ordered >= bound + step).to(tl.int32)
             two += (ordered >= bound + 2 * step).to(tl.int32)
             three += (ordered >= bound + 3 * step).to(tl.int32)
@@ -74,7 +74,7 @@ def _kth_largest(x_ptr, k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: i
 
 
 @jit()
-def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+def _nucleus(x_ptr, needed, temperature, best, kth, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """The largest bound, in order, above and at which the weights sum to at least `needed`."""
     bound = (needed * 0).to(tl.uint32)
     for turn in range(16):
@@ -82,8 +82,8 @@ def _nucleus(x_ptr, needed, temperature, best, kth, VOCAB: tl.constexpr, BLOCK: 
         one = tl.zeros([BLOCK], tl.int64)
         two = tl.zeros([BLOCK], tl.int64)
         three = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, VOCAB, BLOCK):
-            x = load_block(x_ptr, start, VOCAB, BLOCK)
+        for start in range(0, length, BLOCK):
+            x = load_block(x_ptr, start, length, BLOCK)
             ordered = _ordered(x)
             _, weights = _weigh(x, temperature, best, kth)
             one += tl.where(ordered >= bound + step, weights, 0)
@@ -129,28 +129,34 @@ def _first_largest(x_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ig
 
 @jit()
 def choose(  # type: ignore[no-untyped-def]  # kernel
-    x_ptr, top, temperature, top_k, top_p, min_p, u, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    x_ptr, length, whole, top, temperature, top_k, top_p, min_p, u, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """The token that `u` in [0, 1) points at, in a row without defects whose largest logit is `top`."""
+    """The place that `u` in [0, 1) points at, among `length` logits without defects, the largest of which is `top`.
+
+    They may be the likeliest of more, which all together weigh `whole`; -1: top-p keeps some that are not among them.
+    """
     best = tl.div_rn(top, temperature)
     kth = top * 0.0 - float("inf")
-    if top_k < VOCAB:
-        kth = tl.div_rn(_number(_kth_largest(x_ptr, top_k, VOCAB, BLOCK)), temperature)
+    if top_k < length:
+        kth = tl.div_rn(number_of(kth_largest(x_ptr, top_k, length, BLOCK, 16)), temperature)
     bound = (top_k * 0).to(tl.uint32)
-    ties = top_k * 0 + VOCAB
+    ties = top_k * 0 + length
+    covered = top_k * 0 + 1
     if top_p < 1.0:
         mass = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, VOCAB, BLOCK):
-            _, weights = _weigh(load_block(x_ptr, start, VOCAB, BLOCK), temperature, best, kth)
+        for start in range(0, length, BLOCK):
+            _, weights = _weigh(load_block(x_ptr, start, length, BLOCK), temperature, best, kth)
             mass += weights
-        needed = tl.ceil(top_p * tl.sum(mass).to(tl.float64)).to(tl.int64)
-        bound = _nucleus(x_ptr, needed, temperature, best, kth, VOCAB, BLOCK)
+        known = tl.sum(mass)
+        needed = tl.ceil(top_p * tl.maximum(known, whole).to(tl.float64)).to(tl.int64)
+        covered = (known >= needed).to(tl.int32)
+        bound = _nucleus(x_ptr, needed, temperature, best, kth, length, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, VOCAB, BLOCK):
-            x = load_block(x_ptr, start, VOCAB, BLOCK)
+        for start in range(0, length, BLOCK):
+            x = load_block(x_ptr, start, length, BLOCK)
             _, weights = _weigh(x, temperature, best, kth)
             mass += tl.where(_ordered(x) > bound, weights, 0)
-        _, weight = _weigh(_number(bound), temperature, best, kth)
+        _, weight = _weigh(number_of(bound), temperature, best, kth)
         ties = ((needed - tl.sum(mass) + weight - 1) // tl.maximum(weight, 1)).to(tl.int32)
 
     # What is kept lies side by side by id. Sums of the blocks tell in which of them the random number points.
@@ -158,8 +164,8 @@ def choose(  # type: ignore[no-untyped-def]  # kernel
     sums = tl.zeros([BLOCKS], tl.int64)
     seen = tl.zeros([BLOCKS], tl.int32)
     ties_before = top_k * 0
-    for index in range(0, (VOCAB + BLOCK - 1) // BLOCK):
-        x = load_block(x_ptr, index * BLOCK, VOCAB, BLOCK)
+    for index in range(0, (length + BLOCK - 1) // BLOCK):
+        x = load_block(x_ptr, index * BLOCK, length, BLOCK)
         if top_p < 1.0:
             weights, at_bound = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
             seen = tl.where(blocks == index, ties_before, seen)
@@ -170,16 +176,16 @@ def choose(  # type: ignore[no-untyped-def]  # kernel
     total = tl.sum(sums)
     target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
     passed = tl.cumsum(sums) <= target
-    index = tl.sum((passed & (blocks < (VOCAB + BLOCK - 1) // BLOCK)).to(tl.int32))
+    index = tl.sum((passed & (blocks < (length + BLOCK - 1) // BLOCK)).to(tl.int32))
     target -= tl.sum(tl.where(passed, sums, 0))
-    x = load_block(x_ptr, index * BLOCK, VOCAB, BLOCK)
+    x = load_block(x_ptr, index * BLOCK, length, BLOCK)
     if top_p < 1.0:
         ties_before = tl.sum(tl.where(blocks == index, seen, 0))
         weights, _ = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
     else:
         weights = kept_weights(x, temperature, best, kth, min_p)
     picked = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
-    return tl.minimum(picked, VOCAB - 1)
+    return tl.where(covered > 0, tl.minimum(picked, length - 1), -1)
 
 
 @jit()
@@ -196,8 +202,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
         tl.store(out_ptr + row, tl.where(failure < 0, failure, first).to(tl.int64))
         return
     picked = choose(
-        x_ptr, top, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
-        tl.load(u_ptr + row), VOCAB, BLOCK, BLOCKS,
+        x_ptr, VOCAB, 0, top, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
+        tl.load(u_ptr + row), BLOCK, BLOCKS,
     )
     tl.store(out_ptr + row, picked.to(tl.int64))
 
