@@ -61,6 +61,11 @@ def test_sound_comes_in_pieces_while_it_is_made(speaking: Running) -> None:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line]
     pieces = [base64.b64decode(one["audio"]) for one in events if one["type"] == "speech.audio.delta"]
     assert len(pieces) > 2  # windows of 2, 2, 4, ... frames
+    assert events[-1]["type"] == "speech.audio.done"
+    usage = events[-1]["usage"]
+    assert usage["input_tokens"] > 5
+    assert usage["output_tokens"] == FRAMES
+    assert usage["total_tokens"] == usage["input_tokens"] + FRAMES
     whole = np.frombuffer(b"".join(pieces), dtype="<i2") / 32768
     assert np.abs(whole - samples(post(speaking, voice="0"))).max() < 1e-4
 

@@ -85,7 +85,8 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)
     running = service.run_request(holder, model, messages, model.with_seed(body.seed, {}), options)
-    reads = isinstance(model.omni.processor, SpeechReader)
+    # A model that has nothing but speech to give generates tokens for it.
+    reads = isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
     if body.stream_format == "sse":
         return await stream_response(_events(running, body.response_format, reads=reads))
     pieces = _file(running, body.response_format, reads=reads)
