@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from omnistage.core.failures import loses_device
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors alone, and of nothing else that changes."""
 _ALIGNMENT = 512
@@ -116,6 +117,23 @@ class CudaCapture:  # pragma: no cover  (needs a CUDA device)
         except RuntimeError:
             self._renew()
             raise
+
+
+def capture(
+    step: Callable[[], _T], device: torch.device, pool: Any
+) -> tuple[Any, _T]:  # pragma: no cover  (needs CUDA; tests/gpu)
+    """A CUDA graph of `step`, and its result, which every replay writes anew."""
+    step()  # kernels compile and workspaces appear before the capture
+    torch.cuda.current_stream(device).synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.
+    # Thread-local: they go on allocating and launching while this thread captures.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        result = step()
+    finally:
+        end_capture(graph, pool)
+    return graph, result
 
 
 def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # pragma: no cover  (needs a CUDA device)

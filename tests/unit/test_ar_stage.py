@@ -1065,7 +1065,7 @@ class FakeGraphs:
         self._runner = stage.runner
         self.rows = 0
 
-    def run(self, batch: Sequence[ScheduledSequence], _sequences: object, _block: object) -> StepTensors:
+    def run(self, batch: Sequence[ScheduledSequence], *_others: object) -> StepTensors:
         assert all(item.sample and item.count == 1 for item in batch)
         self.rows += len(batch)
         return self._runner._forward(batch)

@@ -85,6 +85,11 @@ class ARComponent(ABC):
         """All networks that it holds, for the memory plan."""
         return (self.decoder,)
 
+    @property
+    def decoders(self) -> tuple[nn.Module, ...]:
+        """Networks with repeated `.layers` that run in every step; the engine may merge linear layers and compile."""
+        return (self.decoder,)
+
     def media_bytes(self, tokens: int) -> int:
         """Peak memory of encoding media that take this many tokens of a prompt."""
         return 0
@@ -113,8 +118,11 @@ class ARComponent(ABC):
         places: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """`forward` of a batch in which media fill the rows `places` (`bool [T]`); `rows` `[M, deep_size]` are what
-        `encode` gave for them beyond E, zeros where it gave nothing."""
+        """`forward` of every batch with media, where there is a `deep_size`; it is never captured.
+
+        Media fill the rows `places` (`bool [T]`); `rows` `[M, deep_size]` are what `encode` gave for them beyond E,
+        zeros where it gave nothing.
+        """
         raise StageError(f"{type(self).__name__} has no rows for deeper layers")
 
     @abstractmethod

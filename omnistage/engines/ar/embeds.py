@@ -53,9 +53,9 @@ def fill_rows(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Put prompt rows, media rows and side rows into the batch's embeddings; and in `media` where media stand.
 
-    Where media have rows for deeper layers: which rows of the batch they fill, and those.
+    Where media may have rows for deeper layers: which rows of the batch they fill, and those.
     """
-    offset, width = 0, embeds.shape[1]
+    offset, width, deep_size = 0, embeds.shape[1], component.spec.deep_size
     deep: list[tuple[torch.Tensor, torch.Tensor]] = []
     side_places, side_rows = list[int](), list[torch.Tensor]()
     for item in batch:
@@ -68,8 +68,9 @@ def fill_rows(
             if high > low:
                 where = upload(rows.media_index[low:high] - item.start + offset, embeds.device)
                 embeds[where] = rows.media_rows[low:high, :width]
-                if rows.media_rows.shape[1] > width:
-                    deep.append((where, rows.media_rows[low:high, width:]))
+                if deep_size:
+                    more = rows.media_rows[low:high, width:]
+                    deep.append((where, more if more.shape[1] else more.new_zeros(len(where), deep_size)))
                 if media is not None:
                     media[where] = True
             if prompt_end == rows.prompt_length:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
+from omnistage.engines.ar.residual import ResidualStep
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.row_block import FIELDS, Block
 from omnistage.engines.ar.scheduler import ScheduledSequence
-from omnistage.engines.graphs import end_capture
+from omnistage.engines.graphs import capture
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner
@@ -32,7 +33,6 @@ idle; from 16,384 tokens on there are no more of them."""
 _OPTIONAL_SECONDS = 1.0
 """For capturing steps that another one could stand in for."""
 
-_T = TypeVar("_T")
 Shape = tuple[int, int]
 """Of a captured step: how many sequences, and tokens of the longest of them."""
 
@@ -67,23 +67,8 @@ class StepTensors(NamedTuple):
     """`[T, emit_size]`, where the component emits rows."""
     ids: torch.Tensor | None = None
     """int64 `[S]`: the tokens, where the step has sampled them."""
-
-
-def capture(
-    step: Callable[[], _T], device: torch.device, pool: Any
-) -> tuple[Any, _T]:  # pragma: no cover  (needs CUDA; tests/gpu)
-    """A CUDA graph of `step`, and its result, which every replay writes anew."""
-    step()  # kernels compile and workspaces appear before the capture
-    torch.cuda.current_stream(device).synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other stages.
-    # Thread-local: they go on allocating and launching while this thread captures.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        result = step()
-    finally:
-        end_capture(graph, pool)
-    return graph, result
+    codes: torch.Tensor | None = None
+    """int64 `[S, count]`: their residual codes, where the step has predicted them."""
 
 
 class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
@@ -96,14 +81,20 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         dims = spec.position_dims
         num_codes = 0 if spec.residual is None else spec.residual.count
         num_fields = FIELDS if runner.sample_in_graph else 0
-        self.longs = torch.zeros(size * (3 + dims + num_codes + num_fields), dtype=torch.int64, device=device)
+        num_numbers = 1 + num_codes if num_codes and num_fields else 0
+        width = 3 + dims + num_codes + num_fields + num_numbers
+        self.longs = torch.zeros(size * width, dtype=torch.int64, device=device)
         self.longs[size : 3 * size] = -1
         ids, slots, sources = self.longs[: 3 * size].view(3, size)
         positions = self.longs[3 * size : (3 + dims) * size].view(dims, size)
         if spec.fractional_positions:
             positions = positions.view(torch.float64)
         codes = self.longs[(3 + dims) * size : (3 + dims + num_codes) * size].view(num_codes, size).t()
-        block = self.longs[(3 + dims + num_codes) * size :].view(num_fields, size)
+        block = self.longs[(3 + dims + num_codes) * size : (width - num_numbers) * size].view(num_fields, size)
+        predict: ResidualStep | None = None
+        if spec.residual is not None and num_numbers:
+            numbers = self.longs[(width - num_numbers) * size :].view(num_numbers, size).view(torch.float64)
+            predict = ResidualStep(component, spec.residual, numbers)
         side_size = spec.side_size or spec.embed_size
         self.side = torch.zeros(size, side_size, dtype=component.dtype, device=device) if spec.side_input else None
         self.no_side_row = torch.zeros(side_size, dtype=component.dtype, device=device)
@@ -136,7 +127,11 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
                 from omnistage.engines.ar.sampling import triton_sample
 
                 triton_sample.sample(logits, block, runner.last_ids)
-            return StepTensors(logits, hidden, rows)
+            predicted = None
+            if predict is not None and runner.last_codes is not None:
+                predicted = predict(hidden, runner.last_ids[:size])
+                runner.last_codes[:size] = predicted
+            return StepTensors(logits, hidden, rows, codes=predicted)
 
         self.graph, self.result = capture(step, device, pool)
 
@@ -174,32 +169,44 @@ class DecodeGraphs:
         return True
 
     def run(
-        self, batch: Sequence[ScheduledSequence], sequences: Mapping[str, SequenceRows], block: Block | None = None
+        self,
+        batch: Sequence[ScheduledSequence],
+        sequences: Mapping[str, SequenceRows],
+        block: Block | None = None,
+        numbers: np.ndarray | None = None,
     ) -> StepTensors | None:
         """What a batch of generated tokens, one each, gives; None: not captured.
 
         With a `block` (`Sampler.block`) the step samples as well, unless the batch takes more than one replay: the
-        second would look for the last step's tokens where the first has put its own.
+        second would look for the last step's tokens where the first has put its own. With `numbers`
+        (`Sampler.residual_numbers`) it also predicts residual codes.
         """
         parts: list[StepTensors] = []
         largest = self._largest
         more = len(batch) > largest
         for first in range(0, len(batch), largest):
             part = batch[first : first + largest]
-            captured = self._replay(part, [sequences[item.key] for item in part], None if more else block)
+            sampling = (None, None) if more else (block, numbers)
+            captured = self._replay(part, [sequences[item.key] for item in part], *sampling)
             if captured is None:
                 return None
-            logits, hidden, emitted = (None if x is None else x[: len(part)] for x in captured.result[:3])
+            logits, hidden, emitted, _, codes = (None if x is None else x[: len(part)] for x in captured.result)
             if more and logits is not None and hidden is not None:  # the next part may overwrite them
                 logits, hidden = logits.clone(), hidden.clone()
-            parts.append(StepTensors(logits, hidden, None if emitted is None else emitted.clone()))
+            parts.append(StepTensors(logits, hidden, None if emitted is None else emitted.clone(), codes=codes))
         if not more:
-            return parts[0] if block is None else parts[0]._replace(ids=self._runner.last_ids[: len(batch)])
-        columns = ([x for x in column if x is not None] for column in zip(*parts, strict=True))
+            if block is None:  # it has sampled nothing, so its codes are of no token
+                return parts[0]._replace(codes=None)
+            return parts[0]._replace(ids=self._runner.last_ids[: len(batch)])
+        columns = ([x for x in column if x is not None] for column in zip(*(part[:3] for part in parts), strict=True))
         return StepTensors(*(torch.cat(column) if column else None for column in columns))
 
     def _replay(
-        self, part: Sequence[ScheduledSequence], rows: Sequence[SequenceRows], block: Block | None
+        self,
+        part: Sequence[ScheduledSequence],
+        rows: Sequence[SequenceRows],
+        block: Block | None,
+        numbers: np.ndarray | None,
     ) -> _Captured | None:  # pragma: no cover  (needs CUDA; tests/gpu)
         count = len(part)
         shape = smallest_fit(self.shapes, count, max(item.start for item in part) + 1)
@@ -220,7 +227,10 @@ class DecodeGraphs:
         last_code = last_place + (0 if spec.residual is None else spec.residual.count * size)
         codes = longs[last_place:last_code]
         if block is not None:  # without one, the zeros there sample and count nothing
-            longs[last_code:].reshape(FIELDS, size)[:, :count] = block
+            longs[last_code : last_code + FIELDS * size].reshape(FIELDS, size)[:, :count] = block
+            if numbers is not None:
+                floats = longs[last_code + FIELDS * size :].view(np.float64)
+                floats.reshape(len(numbers), size)[:, :count] = numbers
         for i, (item, row) in enumerate(zip(part, rows, strict=True)):
             token = row.tokens[item.start]
             longs[i] = token

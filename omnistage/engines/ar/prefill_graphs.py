@@ -15,7 +15,7 @@ import torch
 
 from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, current
-from omnistage.engines.ar.graphs import capture
+from omnistage.engines.graphs import capture
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner

@@ -18,51 +18,65 @@ import torch
 from omnistage.core.errors import InternalError
 from omnistage.core.failures import loses_device
 from omnistage.core.params import SamplingParams
-from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.graphs import capture
+from omnistage.engines.ar.component import ARComponent, ResidualCodes
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 from omnistage.engines.ar.sampling.selection import FAILED
+from omnistage.engines.graphs import capture
 from omnistage.engines.streams import upload
 
 logger = logging.getLogger(__name__)
 
 
+class ResidualStep:
+    """The predictor for a fixed number of rows. `numbers` keep their place."""
+
+    def __init__(self, component: ARComponent, residual: ResidualCodes, numbers: torch.Tensor) -> None:
+        """`numbers` float64 `[1 + count, S]`: temperatures, 0 for greedy rows, and a random number for each code."""
+        self._component = component
+        self._numbers = numbers
+        params = SamplingParams(temperature=1.0, top_k=residual.top_k, top_p=residual.top_p)
+        self.selector = DeviceSelector([params] * numbers.shape[1], residual.vocab_size, component.device)
+
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Codes `int64 [S, count]` of frames that `ids` `[S]` begin, negative ones where none could be chosen."""
+        self.selector.temperature = self._numbers[0].float()
+        chosen: list[torch.Tensor] = []
+
+        def choose(logits: torch.Tensor, index: int) -> torch.Tensor:
+            chosen.append(self.selector.select(logits, self._numbers[1 + index]))
+            return chosen[-1].clamp(min=0)
+
+        codes = self._component.predict(hidden, ids.clamp(min=0), choose)
+        return torch.where(torch.stack(chosen).amin(0)[:, None] < 0, FAILED, codes)
+
+
 class _Sized:
-    """The predictor for `size` rows: its inputs keep their place, and so do the codes where a graph gives them."""
+    """The predictor for `size` rows with inputs that keep their place; the codes do where a graph gives them."""
 
     def __init__(self, component: ARComponent, size: int) -> None:
         residual = component.spec.residual
         if residual is None:
             raise InternalError("this component has no code predictor")
-        self._component = component
-        device = component.device
-        self.hidden = torch.zeros(size, residual.hidden_size, dtype=component.dtype, device=device)
-        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(1 + residual.count, size, dtype=torch.float64, device=device)
-        """The rows' temperatures, 0 for greedy ones, and a random number for each code."""
-        params = SamplingParams(temperature=1.0, top_k=residual.top_k, top_p=residual.top_p)
-        self.selector = DeviceSelector([params] * size, residual.vocab_size, device)
+        self._device = component.device
+        self.hidden = torch.zeros(size, residual.hidden_size, dtype=component.dtype, device=self._device)
+        self.ids = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self.numbers = torch.zeros(1 + residual.count, size, dtype=torch.float64, device=self._device)
+        self.step = ResidualStep(component, residual, self.numbers)
         self.graph: Any = None
         self.codes: torch.Tensor | None = None
 
     def run(self) -> torch.Tensor:
-        self.selector.temperature = self.numbers[0].float()
-        chosen: list[torch.Tensor] = []
-
-        def choose(logits: torch.Tensor, index: int) -> torch.Tensor:
-            chosen.append(self.selector.select(logits, self.numbers[1 + index]))
-            return chosen[-1].clamp(min=0)
-
-        codes = self._component.predict(self.hidden, self.ids.clamp(min=0), choose)
-        return torch.where(torch.stack(chosen).amin(0)[:, None] < 0, FAILED, codes)
+        return self.step(self.hidden, self.ids)
 
     def capture(self, pool: Any) -> None:  # pragma: no cover  (needs CUDA; tests/gpu)
-        self.selector.random = True
-        self.graph, self.codes = capture(self.run, self._component.device, pool)
+        self.graph, self.codes = capture(self.run, self._device, pool)
 
 
 class CodePredictor:
-    """Residual codes for batches of any size; batches of up to the largest captured size replay a graph."""
+    """Residual codes after steps that do not predict them in their own graph, for batches of any size.
+
+    Those of up to the largest captured size replay a graph.
+    """
 
     def __init__(self, component: ARComponent, graph_sizes: Sequence[int] = ()) -> None:
         self._component = component
@@ -98,7 +112,7 @@ class CodePredictor:
         sized.ids[:count] = ids
         sized.numbers[:, :count] = upload(numbers, hidden.device)
         if sized.graph is None or sized.codes is None:
-            sized.selector.random = bool(numbers[0].any())
+            sized.step.selector.random = bool(numbers[0].any())
             return sized.run()[:count]
         sized.graph.replay()
         return sized.codes[:count]

@@ -211,12 +211,13 @@ class Runner:
                 return step
             replayed = None
             if self.graphs is not None and all(self._is_decode(item) for item in batch):
-                block = self.sampler.block([item.key for item in batch]) if self.sample_in_graph else None
-                replayed = self.graphs.run(batch, self._rows, block)
+                names = [item.key for item in batch]
+                block = self.sampler.block(names) if self.sample_in_graph else None
+                replayed = self.graphs.run(batch, self._rows, block, self._residual_numbers(names))
             sampling = batch
             if replayed is None:
                 replayed, sampling = self._forward(batch), [item for item in batch if item.sample]
-            logits, hidden, emitted, ids = replayed
+            logits, hidden, emitted, ids, codes = replayed
             if emitted is not None:
                 self._gather_hidden(batch, emitted, step.result)
             keys = [item.key for item in sampling]
@@ -230,11 +231,14 @@ class Runner:
             if logits is None or not keys:
                 step.done = self._stream.mark()
                 return step
+            numbers = self._residual_numbers(keys)
             step.tokens = self.sampler.launch(logits, keys, ids)
             if step.tokens.ids is not None and ids is None:
                 self.last_ids[: len(keys)] = step.tokens.ids
-            if hidden is not None and self.predictor is not None:
-                step.codes = self._predict(self.predictor, hidden, step.tokens, keys)
+            if codes is not None:
+                step.codes = Download(codes)
+            elif hidden is not None and numbers is not None:
+                step.codes = self._predict(hidden, step.tokens, numbers)
             for row, key in enumerate(keys):
                 rows = self._rows[key]
                 step.sampled.append((key, rows, rows.length))
@@ -242,17 +246,18 @@ class Runner:
                 rows.sampled_row = row
         return step
 
-    def _predict(
-        self, predictor: CodePredictor, hidden: torch.Tensor, tokens: PendingTokens, keys: Sequence[str]
-    ) -> Download:
+    def _residual_numbers(self, keys: Sequence[str]) -> np.ndarray | None:
+        return None if self.last_codes is None else self.sampler.residual_numbers(keys, self.last_codes.shape[1])
+
+    def _predict(self, hidden: torch.Tensor, tokens: PendingTokens, numbers: np.ndarray) -> Download:
         """Launch the residual codes of the tokens that are being sampled."""
-        ids, last = tokens.ids, self.last_codes
+        ids, last, predictor = tokens.ids, self.last_codes, self.predictor
         if ids is None:
             ids = torch.tensor([sampled.token_id for sampled in tokens.results or ()], device=hidden.device)
-        if last is None:
+        if last is None or predictor is None:
             raise InternalError("this component has no code predictor")
-        codes = predictor.run(hidden, ids, self.sampler.residual_numbers(keys, last.shape[1]))
-        last[: len(keys)] = codes
+        codes = predictor.run(hidden, ids, numbers)
+        last[: len(codes)] = codes
         return Download(codes)
 
     def read(self, step: LaunchedStep) -> RunnerOutput:

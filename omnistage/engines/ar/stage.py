@@ -91,11 +91,13 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         on_cuda = component.device.type == "cuda"
         set_experts(component.decoder, budget.experts, component.device, component.dtype)
         if on_cuda if budget.merge_linears == "auto" else budget.merge_linears:
-            merge_linears(component.decoder)
+            for decoder in component.decoders:
+                merge_linears(decoder)
         backend = make_backend(budget.attention, component.device)
         graph_sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
         if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
-            compile_layers(component.decoder.layers)  # type: ignore[arg-type]
+            for decoder in component.decoders:
+                compile_layers(decoder.layers)  # type: ignore[arg-type]
             graph_sizes = tuple(sorted({max(size, MIN_SIZE) for size in graph_sizes}))
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from omnistage.core.errors import InvalidRequestError, StageError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import Choose, ResidualCodes
 from omnistage.engines.streams import upload
-from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import end_token_ids
@@ -55,12 +55,13 @@ class Thinker(DecoderComponent):
         self.spec = replace(self.spec, fractional_positions=True, deep_size=levels * size)
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
+        self._tapped: torch.Tensor | None = None
         self._accepted: torch.Tensor | None = None
         if accept_layer is not None and 0 < accept_layer < self.spec.num_layers:
-            model.get_decoder().layers[accept_layer - 1].register_forward_hook(self._accept)
+            model.get_decoder().layers[accept_layer - 1].register_forward_hook(self._tap)
 
-    def _accept(self, _layer: object, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        self._accepted = output if isinstance(output, torch.Tensor) else output[0]
+    def _tap(self, _layer: object, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        self._tapped = output if isinstance(output, torch.Tensor) else output[0]
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
@@ -85,11 +86,14 @@ class Thinker(DecoderComponent):
             visual_pos_masks=places[None],
             deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
         )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        self._accepted = hidden if self._tapped is None else self._tapped[0]
+        return hidden
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        del hidden
         accepted, self._accepted = self._accepted, None
-        return torch.where(media, hidden if accepted is None else accepted[0], embeds)
+        return embeds if accepted is None else torch.where(media, accepted, embeds)
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
         inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
@@ -222,6 +226,10 @@ class Talker(DecoderComponent):
 
     # ---------------------------------------------------------------------------------------------- frames
 
+    @property
+    def decoders(self) -> tuple[nn.Module, ...]:
+        return self.decoder, self.model.code_predictor.model
+
     def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return embeds + self.model.text_projection(rows)  # type: ignore[no-any-return]
 
@@ -229,15 +237,17 @@ class Talker(DecoderComponent):
         return torch.stack((self._rows[self._whole.tts_eos_token_id], self._rows[self._whole.tts_pad_token_id]))
 
     def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
+        # Without a cache: a few rows more a step cost less than the kernels that would keep keys and values, and layers
+        # that know no cache are compiled once for all. A mask that is "ready" is what keeps transformers from making
+        # one, for which it would look at numbers on the device; without one, attention is causal.
         predictor = self.model.code_predictor
         tables = predictor.get_input_embeddings()
-        cache = transformers.DynamicCache(config=predictor.config)
         rows = torch.stack((hidden, self.embed(token_ids)), dim=1)
         codes: list[torch.Tensor] = []
         for index, head in enumerate(predictor.lm_head):
-            out = predictor.model(inputs_embeds=rows, past_key_values=cache, use_cache=True)
+            out = predictor.model(inputs_embeds=rows, attention_mask={"full_attention": None}, use_cache=False)
             codes.append(choose(head(out.last_hidden_state[:, -1]), index))
-            rows = tables[index](codes[-1])[:, None]
+            rows = torch.cat((rows, tables[index](codes[-1])[:, None]), dim=1)
         return torch.stack(codes, dim=1)
 
     def embed_frames(self, frames: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def uniforms(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> 
 
 
 def residual_numbers(states: Sequence[RowState], count: int) -> npt.NDArray[np.float64]:
-    """What the residual codes of the tokens that were sampled last are chosen by, `[1 + count, S]`.
+    """What the residual codes of the tokens that are sampled next are chosen by, `[1 + count, S]`.
 
     For each row its temperature (0: greedy), then a number in [0, 1) for each code, from a stream beside the tokens'.
     """
@@ -66,7 +66,7 @@ def residual_numbers(states: Sequence[RowState], count: int) -> npt.NDArray[np.f
     numbers[0] = [not state.params.greedy for state in states]
     if numbers[0].any():
         streams = np.array([state.stream for state in states], dtype=np.uint64) ^ np.uint64(_RESIDUAL)
-        steps = np.array([state.step - 1 for state in states], dtype=np.uint64) * np.uint64(count)
+        steps = np.array([state.step for state in states], dtype=np.uint64) * np.uint64(count)
         numbers[1:] = uniforms(streams[None], steps[None] + np.arange(count, dtype=np.uint64)[:, None])
     return numbers
 

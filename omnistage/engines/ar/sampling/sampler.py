@@ -214,7 +214,7 @@ class Sampler:
         return pending
 
     def residual_numbers(self, keys: Sequence[str], count: int) -> np.ndarray:
-        """What the residual codes of the tokens that `launch` has just sampled are chosen by (`CodePredictor.run`)."""
+        """What the residual codes of the tokens that `launch` samples next are chosen by (`CodePredictor.run`)."""
         return residual_numbers([self._states[key] for key in keys], count)
 
     def read(self, pending: PendingTokens) -> list[Sampled]:
