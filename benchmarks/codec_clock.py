@@ -1,7 +1,8 @@
 """The codec scheduler against listeners: first sound, stutter and throughput on a simulated device.
 
-The real scheduler with an injected clock. N listeners ask at once; codes come at the talker's pace; a batch of windows
-takes as long as the cost line says. The player starts at the first sample and waits whenever the next one is missing.
+The real scheduler with an injected clock. N listeners ask at once; a step of the models is a code for each of them; a
+batch of windows takes as long as the cost line says. The player starts at the first sample and waits whenever the next
+one is missing.
 
     python benchmarks/codec_clock.py
     python benchmarks/codec_clock.py --tree ../before    # the scheduler of another checkout
@@ -11,14 +12,13 @@ Language models and codec share the device: while a batch runs, codes come at `-
 the talker's step once the text, `--text` tokens, is there.
 
 `--fixed`, `--block`, `--square` are seconds: of a batch, of each block in it, and of each block for each block of its
-window. Without options: a fit of docs/performance.md's table of windows (TF32, one H200), where dense attention over a
-whole window grew with the square of its length; `--square 0` for attention that stays within its blocks.
+window, where attention is over a whole window. Without options: Qwen2.5-Omni on one H200, as docs/performance.md has
+it.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import random
 import sys
@@ -33,17 +33,11 @@ CODES = 384
 @dataclass
 class Listener:
     name: str
-    prefill: float
-    """Seconds from the request to its first code."""
-    step: float
-    """Seconds between two codes."""
+    asked: float
     codes: int
     text: int
     """Codes for which a token of the text is generated, too."""
-    fast_step: float
-    """Seconds between two codes after that."""
     fed: int = 0
-    asked: float = 0.0
     first_sound: float | None = None
     dry_at: float = 0.0
     waited: float = 0.0
@@ -98,38 +92,44 @@ def layout(mixed: bool) -> Any:
 def simulate(listeners: list[Listener], device: Device, options: argparse.Namespace) -> None:
     from omnistage.engines.codec.scheduler import CodecScheduler
 
-    now = models = 0.0
-    """The time, and how much of it the language models have had."""
+    noise = random.Random(1)
+    now = 0.0
+    models, next_step = 0.0, 0.0
+    """How much of the time the language models have had, and when their next step ends, by that."""
     clocked = hasattr(CodecScheduler, "release")
     scheduler: Any = CodecScheduler(layout(clocked), budget(options), clock=lambda: now)
     if clocked and not options.cold:
         for blocks in (3, 40, 192):  # what it has learned before
             scheduler.costs.observe(blocks, device.fixed + device.block * blocks)
         if hasattr(scheduler, "pace"):
-            text, rest = options.text, CODES - options.text
-            seconds = text * options.step + rest * options.fast_step
+            seconds = options.text * options.step + (CODES - options.text) * options.fast_step
             scheduler.pace.observe(CODES, seconds, beside_batch=False)
             scheduler.pace.observe(CODES, seconds / max(options.share, 0.01), beside_batch=True)
-    events: list[tuple[float, int]] = []
-    """Codes, by the time that the models have had."""
-    arrivals = sorted(((listener.asked, i) for i, listener in enumerate(listeners)), reverse=True)
+    waiting = sorted(listeners, key=lambda listener: -listener.asked)
+    active: list[Listener] = []
     held: dict[str, float] = {}
     by_name = {listener.name: listener for listener in listeners}
 
     def feed() -> None:
-        while arrivals and arrivals[-1][0] <= now:
-            asked, i = arrivals.pop()
-            heapq.heappush(events, (models - options.share * (now - asked) + listeners[i].prefill, i))
-        while events and events[0][0] <= models:
-            at, i = heapq.heappop(events)
-            listener = listeners[i]
-            if not listener.fed:
-                scheduler.add(listener.name, None)
-            listener.fed += 1
-            scheduler.extend(listener.name, [0], final=listener.fed == listener.codes)
-            if listener.fed < listener.codes:
-                step = listener.step if listener.fed < listener.text else listener.fast_step
-                heapq.heappush(events, (at + step, i))
+        """A step of the models is a code for each listener whose prompt has been computed."""
+        nonlocal next_step
+        while True:
+            arrived = 0
+            while waiting and waiting[-1].asked <= now:
+                active.append(waiting.pop())
+                arrived += 1
+            if arrived:
+                next_step = max(next_step, models) + options.prefill * arrived
+            if not active or next_step > models:
+                return
+            for listener in active:
+                if not listener.fed:
+                    scheduler.add(listener.name, None)
+                listener.fed += 1
+                scheduler.extend(listener.name, [0], final=listener.fed == listener.codes)
+            active[:] = [listener for listener in active if listener.fed < listener.codes]
+            slow = any(listener.fed < listener.text for listener in active)
+            next_step += options.step if slow else options.fast_step
 
     def emit(name: str) -> None:
         if held.get(name):
@@ -139,14 +139,14 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
         feed()
         if not scheduler.has_work():
             limit = scheduler.wait_limit()
-            pauses = [events[0][0] - models] if events else []
-            pauses += [arrivals[-1][0] - now] if arrivals else []
+            pauses = [next_step - models] if active else []
+            pauses += [waiting[-1].asked - now] if waiting else []
             pause = max(0.0, min(pauses if limit is None else [*pauses, limit])) + 1e-9
             now, models = now + pause, models + pause
             continue
         output = scheduler.schedule()
         if output.windows:
-            taken = device.run(output.windows)
+            taken = device.run(output.windows) * (1 + options.noise * noise.random())
             now, models = now + taken, models + options.share * taken
         seconds = {w.request_id: w.emit * CODE_SECONDS for w in output.windows}
         for name, length in seconds.items():
@@ -171,14 +171,15 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", help="a checkout whose scheduler is simulated; default: this one")
-    parser.add_argument("--fixed", type=float, default=0.090)
-    parser.add_argument("--block", type=float, default=0.0055)
-    parser.add_argument("--square", type=float, default=0.00024)
-    parser.add_argument("--step", type=float, default=0.0041, help="seconds of a talker's step, one code")
-    parser.add_argument("--text", type=int, default=CODES, help="codes for which the text's model runs, too")
-    parser.add_argument("--fast-step", type=float, default=0.0041, help="seconds of a code after those")
-    parser.add_argument("--share", type=float, default=1.0, help="of the device that the models get beside a batch")
-    parser.add_argument("--prefill", type=float, default=0.040, help="seconds from the request to its first code")
+    parser.add_argument("--fixed", type=float, default=0.028)
+    parser.add_argument("--block", type=float, default=0.0021)
+    parser.add_argument("--square", type=float, default=0.0)
+    parser.add_argument("--step", type=float, default=0.0072, help="seconds of a talker's step, one code")
+    parser.add_argument("--text", type=int, default=128, help="codes for which the text's model runs, too")
+    parser.add_argument("--fast-step", type=float, default=0.0024, help="seconds of a code after those")
+    parser.add_argument("--share", type=float, default=0.12, help="of the device that the models get beside a batch")
+    parser.add_argument("--noise", type=float, default=0.0, help="batches take up to so much longer, by chance")
+    parser.add_argument("--prefill", type=float, default=0.006, help="seconds of the models for each prompt")
     parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
     parser.add_argument("--max-chunk", type=int, default=8)
@@ -197,8 +198,7 @@ def main() -> None:
         for i in range(count):
             asked = generator.uniform(0, options.spread)
             codes = generator.randint(100, 2 * CODES - 100) if options.lengths else CODES
-            pace = (options.step, codes, options.text, options.fast_step)
-            listeners.append(Listener(str(i), options.prefill, *pace, asked=asked))
+            listeners.append(Listener(str(i), asked, codes, options.text))
         device = Device(options.fixed, options.block, options.square)
         simulate(listeners, device, options)
         sounds = sorted(listener.first_sound or 0.0 for listener in listeners)

@@ -53,7 +53,7 @@ class ARBudget(ConfigModel):
         default=(1, 2, 4, 8, 16, 32, 64), description="Batch sizes to capture a graph for, ascending."
     )
     graph_prefill_tokens: tuple[Count, ...] = Field(
-        default=(128, 256, 512), description="Tokens of small steps with prompts to capture graphs for; []: none."
+        default=(128, 256, 512, 1024), description="Tokens of small steps with prompts to capture graphs for; []: none."
     )
     sample_in_graph: bool = Field(
         default=True, description="Sample tokens inside the captured decode steps; only used with CUDA graphs."

@@ -70,6 +70,8 @@ def available_memory(device: str, deployment: DeploymentConfig) -> int | None:
     limit = deployment.gpu_memory
     if not torch.cuda.is_available():
         return limit
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()  # what models that are gone have left to the allocator
     free, _total = torch.cuda.mem_get_info(kind)  # the driver's own share is taken by now
     free += CUDA_CONTEXT
     return free if limit is None else min(free, limit - torch.cuda.memory_reserved(kind))

@@ -125,6 +125,22 @@ def test_prompts_in_captured_steps_change_nothing(lm: Path, lm_expected: list[li
         assert_empty(omni)
 
 
+def test_nothing_is_compiled_once_a_stage_is_warm(lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is compiled while requests wait stops all of them for most of a second."""
+    from triton import knobs
+
+    compiled: list[object] = []
+    given = overrides(["thinker"], [*SMALL, "attention=triton"])
+    with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:
+        hook = lambda **details: compiled.append(details["fn"].name)  # noqa: E731
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
+        for count in (1, 2, 3, 4, 5, 7):
+            for more in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.2}):
+                params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1, **more)
+                omni.generate(prompts()[:count], params, progress=False)
+    assert compiled == []
+
+
 def test_small_steps_and_preemption_change_nothing(lm: Path, lm_expected: list[list[int]]) -> None:
     given = overrides(["thinker"], [*SMALL, *TIGHT])
     with Omni(lm, device=DEVICE, dtype="float32", overrides=given, progress=False) as omni:

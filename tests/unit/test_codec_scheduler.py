@@ -333,6 +333,26 @@ def test_windows_with_time_to_spare_wait_for_company_where_the_device_is_shared(
     assert set(emitted(scheduler.schedule())) == {"a", "b"}
 
 
+def test_first_windows_wait_a_moment_for_those_of_listeners_who_came_almost_together() -> None:
+    scheduler, now = shared_device(12, 0.01)
+    scheduler.pace.learn(scheduler._requests["a"].pace)
+    scheduler.remove("a")
+    for name in "bc":
+        scheduler.add(name, None)
+    scheduler.extend("b", range(6), final=False)
+    scheduler.extend("c", range(4), final=False)  # two codes, 20 ms, behind
+    assert not scheduler.has_work()
+    limit = scheduler.wait_limit()
+    assert limit is not None
+    assert 0.02 < limit < 0.1
+    now[0] += limit
+    assert scheduler.has_work()  # it waits no longer
+    now[0] -= limit
+    scheduler.extend("c", range(2), final=False)
+    assert scheduler.has_work()
+    assert set(emitted(scheduler.schedule())) == {"b", "c"}
+
+
 def test_first_sound_does_not_wait_for_long() -> None:
     now = 0.0
     scheduler = CodecScheduler(LAYOUT, Limits(max_hold_seconds=2.0), clock=lambda: now)

@@ -19,18 +19,20 @@ from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.costs import CostModel, Pace
 
+INF = float("inf")
 FIRST_SOUND_SECONDS = 0.5
 """After its first code a request is due for its first sound."""
 MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
 _RESERVE_SECONDS = 0.5
 """Windows that could wait begin as long before a player runs dry: another batch may run when they are due."""
+_MUSTER_SECONDS = 0.06
+"""Listeners who come almost together share their first batches: each batch takes time of its own."""
 _MIN_SLOWDOWN = 2.0
 """Codes come so many times slower beside a batch where the codec shares its device with the models upstream."""
 _SAME_TIME = 5e-4
 """Codes wait while a batch runs and then come at once; no model makes two of them within so many seconds."""
-INF = float("inf")
-_SAFETY = 0.9
+_SAFETY = 0.85
 """Share of the sound at hand in which more must be expected for the first to go out."""
 
 
@@ -77,11 +79,14 @@ class _Request:
     """Batches that had begun then."""
     beside_batch: bool = False
     """The last codes came while a batch ran."""
+    ready_at: float = INF
+    """Since when its next window could run."""
     pace: Pace = field(default_factory=Pace)
     company: int = 0
     """Windows in the last batch that had one of its own."""
     others: float = 0.0
     """Seconds of batches without it since its first code."""
+    others_count: int = 0
     codes: list[Code] = field(default_factory=list)
     final: bool = False
     done: int = 0
@@ -142,8 +147,13 @@ class CodecScheduler:
         request.last_code, request.batches_seen = now, self._batches
         request.codes.extend(codes)
         request.final = final
+        self._note_ready(request, now)
         if final:
             self.pace.learn(request.pace)
+
+    def _note_ready(self, request: _Request, now: float) -> None:
+        if request.ready_at == INF and self._next(request) is not None:
+            request.ready_at = now
 
     def length(self, request_id: str) -> int | None:
         """Codes known so far; None where more would be ignored: the utterance is complete, or the request has ended."""
@@ -206,6 +216,7 @@ class CodecScheduler:
                     request.company = len(mine)
                 elif request.codes:
                     request.others += min(seconds_taken, now - request.first_code)
+                    request.others_count += 1
         for window in output.windows:
             if window.last or window.request_id in failed:
                 self.remove(window.request_id)
@@ -217,6 +228,8 @@ class CodecScheduler:
                 request.held += seconds.get(window.request_id, 0.0)
             else:  # a player that ran dry goes on when the sound comes
                 request.dry_at = max(request.dry_at, now) + seconds.get(window.request_id, 0.0)
+            request.ready_at = INF
+            self._note_ready(request, now)
         for request_id in output.empty:
             self.remove(request_id)
 
@@ -251,15 +264,32 @@ class CodecScheduler:
 
         That pays where the models that make the codes have the device for themselves meanwhile.
         """
-        upstream = sum(not r.final for r in self._requests.values())
-        if not upstream or len(self._requests) == 1 or self.pace.slowdown < _MIN_SLOWDOWN:
+        upstream = any(not r.final for r in self._requests.values())
+        blocks = sum(self.blocks(shape.length) for _, shape in ready)
+        seconds = self.costs.seconds(blocks)
+        if not upstream or len(self._requests) == 1 or self.pace.slowdown < _MIN_SLOWDOWN or not seconds:
             return 0.0
-        if any(r.dry_at is None and r.streaming for r, _ in ready):
+        if seconds >= MAX_BATCH_SECONDS:
             return 0.0
-        seconds = self.costs.seconds(sum(self.blocks(shape.length) for _, shape in ready))
-        if not 0 < seconds < MAX_BATCH_SECONDS:
-            return 0.0
-        return min(self.due(r) for r, _ in ready) - seconds - _RESERVE_SECONDS - self._clock()
+        soon = [r for r in self._requests.values() if self._comes_soon(r)]
+        together = self.costs.seconds(blocks + sum(self.blocks(self._needed(r)) for r in soon))
+        limits = []
+        for request, _ in ready:
+            limit = request.ready_at + _MUSTER_SECONDS if soon else 0.0
+            if request.dry_at is not None:
+                limit = min(limit, request.dry_at - together / _SAFETY)
+                limit = max(limit, request.dry_at - seconds - _RESERVE_SECONDS)
+            elif not request.streaming:
+                limit = self.due(request) - seconds - _RESERVE_SECONDS
+            limits.append(limit)
+        return min(limits) - self._clock()
+
+    def _comes_soon(self, request: _Request) -> bool:
+        """Whether the request's next window will be ready so soon that others should wait for it."""
+        if not request.streaming or request.final or not request.codes:
+            return False
+        missing = request.done + self._needed(request) - len(request.codes)
+        return 0 < missing <= _MUSTER_SECONDS / max(self.pace.free, 1e-3)
 
     # -------------------------------------------------------------------------------------------- windows
 
@@ -348,14 +378,17 @@ class CodecScheduler:
         if max(work, 0.0 if request.final else work + codes_behind * usual.free) > longest * block_seconds:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
-        ready, played, done, known = others * MAX_BATCH_SECONDS, request.held, request.done, float(len(request.codes))
+        ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
+        played, done, known = request.held, request.done, float(len(request.codes))
+        beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
+        company = min(max(request.company, beginners), listeners)
         for index in (request.windows, request.windows + 1):
             if request.final and done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
             done += size * layout.block_codes
             missing = 0.0 if request.final else max(0.0, done + self.lookahead - known)
-            seconds = self._seconds_of(min(request.company, listeners), size)
+            seconds = self._seconds_of(company, size)
             ready += pace.wait(missing, others) + seconds
             known += missing + seconds * pace.beside
             if ready > _SAFETY * played:
