@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampling.processors import Arrays, RowState
 from omnistage.engines.ar.sampling.selection import temperature_of
 
@@ -57,29 +58,39 @@ def build_block(states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> 
     """
     if any(state.grammar is not None for state in states):
         return None
-    block = np.zeros((FIELDS, len(states)), dtype=np.int64)
-    numbers = block.view(np.float64)
-    for row, state in enumerate(states):
-        params = state.params
-        block[Field.ACTIVE, row] = 1
-        block[Field.STREAM, row] = np.uint64(state.stream).view(np.int64)
-        block[Field.STEP, row] = state.step
-        block[Field.TOP_K, row] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        block[Field.SEEN, row] = _address(state.seen)
-        block[Field.COUNTS, row] = _address(state.counts)
-        block[Field.BIAS, row] = _address(_bias(state, vocab_size, arrays))
-        block[Field.MASK, row] = _address(_mask(state, vocab_size, arrays, held=state.holds_stops))
-        if state.holds_stops:
-            block[Field.SPARE, row] = _address(_mask(state, vocab_size, arrays, held=False))
-        numbers[Field.TEMPERATURE :, row] = (
-            0.0 if params.greedy else temperature_of(params),
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
+    block = np.empty((FIELDS, len(states)), dtype=np.int64)
+    longs = [_longs(state, vocab_size, arrays) for state in states]
+    block[: Field.TEMPERATURE] = np.array(longs, dtype=np.uint64).view(np.int64).T
+    block.view(np.float64)[Field.TEMPERATURE :] = np.array([_numbers(state.params) for state in states]).T
     return block
+
+
+def _longs(state: RowState, vocab_size: int, arrays: Arrays) -> tuple[int, ...]:
+    """From `ACTIVE` to `SPARE`."""
+    top_k, held = state.params.top_k, state.holds_stops
+    return (
+        1,
+        state.stream,
+        state.step,
+        top_k if 0 < top_k < vocab_size else vocab_size,
+        _address(state.seen),
+        _address(state.counts),
+        _address(_bias(state, vocab_size, arrays)),
+        _address(_mask(state, vocab_size, arrays, held=held)),
+        _address(_mask(state, vocab_size, arrays, held=False)) if held else 0,
+    )
+
+
+def _numbers(params: SamplingParams) -> tuple[float, ...]:
+    """From `TEMPERATURE` to `FREQUENCY`."""
+    return (
+        0.0 if params.greedy else temperature_of(params),
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,7 +1,8 @@
 """The batched sampler: the state of each request, what it sampled, logprobs and errors.
 
 The arithmetic is in `processors.py`, and in `selection.py` for logits on the host or `device_selection.py` for those on
-a device. A batch of the same requests in the same order reuses its plan (`batch.py`).
+a device; on CUDA the kernels of `triton_sample.py` do all of it, but for grammars. A batch of the same requests in the
+same order reuses its plan (`batch.py`).
 """
 
 from __future__ import annotations
