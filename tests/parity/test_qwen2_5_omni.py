@@ -181,6 +181,8 @@ def unusual_cases() -> list[Case]:
         "slow frames": [video(8, None, 0.5)],
         "an odd rate": [video(10, 5.3, 1.7)],
         "the shortest sound": [omni_cases._image(rng), audio(0.03)],
+        "a short sound beside a long one": [audio(0.4), audio(2.5)],
+        "two short sounds": [audio(0.2), audio(0.7)],
     }
     return [Case(name, (ChatMessage("user", (*parts, text)),), 4, 14) for name, parts in media.items()]
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from omnistage.config import CodecBudget, CodecStageConfig
-from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
+from omnistage.models._qwen_omni.config import read_sections
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import Checkpoint, load_model, positive, read_generation_config, read_weights
+from omnistage.models.loading import Checkpoint, load_model, read_generation_config, read_weights
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
@@ -30,26 +27,8 @@ _EMBEDDINGS = ("thinker.model.embed_tokens.weight", "thinker.model.language_mode
 
 def read_config(folder: Path, *, speaks: bool | None = None) -> Qwen2_5OmniConfig:
     """config.json with all sections that are needed; `speaks` None: as the file says."""
-    raw = read_json(folder / "config.json")
-    if speaks is None:
-        speaks = bool(raw.get("enable_audio_output", True))
-    for section in ("thinker_config", "talker_config", "token2wav_config")[: 3 if speaks else 1]:
-        # `transformers` would take the 7B model's settings for a section that is not there.
-        if not isinstance(raw.get(section), dict):
-            raise CheckpointError(f"config.json in {folder} has no section {section}; fetch the file again")
-    try:
-        config = _parse_config(folder, json.dumps(raw))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"config.json in {folder} is not Qwen2.5-Omni's: {error}") from error
-    positive(config.thinker_config.text_config, "vocab_size")
-    return copy.deepcopy(config)
-
-
-@lru_cache(maxsize=4)
-def _parse_config(folder: Path, content: str) -> Qwen2_5OmniConfig:
-    """Each stage needs it twice, and `transformers` takes a fifth of a second for it. The content may change."""
-    del content
-    return transformers.Qwen2_5OmniConfig.from_pretrained(folder, local_files_only=True)
+    config: Qwen2_5OmniConfig = read_sections(folder, "Qwen2_5OmniConfig", "token2wav_config", speaks=speaks)
+    return config
 
 
 def read_speakers(folder: Path, config: Qwen2_5OmniConfig | None = None) -> Speakers:
