@@ -16,6 +16,7 @@ from omnistage.core.types import StageInput
 from omnistage.engines.ar import graphs, runner
 from omnistage.engines.ar import stage as ar_stage
 from omnistage.engines.ar.attention.triton_backend import TritonBackend
+from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.sampling import batch, sampler
 from omnistage.engines.ar.sampling.processors import RowState
@@ -23,6 +24,7 @@ from omnistage.engines.ar.sampling.row_block import Block
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.streams import Download
 from omnistage.models.causal_lm.component import CausalLM
+from tests.unit import test_code_predictor as frames
 from tests.unit.test_ar_stage import Answers, drain, folder, model, request, run
 
 __all__ = ["folder", "model"]
@@ -63,12 +65,13 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", unpinned(torch.empty))
     monkeypatch.setattr(torch, "zeros", unpinned(torch.zeros))
     # In the host's memory a download is the tensor itself, which the next replay overwrites.
-    monkeypatch.setattr(sampler, "Download", lambda *tensors: Download(*(tensor.clone() for tensor in tensors)))
+    for module in (sampler, runner):
+        monkeypatch.setattr(module, "Download", lambda *tensors: Download(*(tensor.clone() for tensor in tensors)))
     for module in (batch, runner):
         monkeypatch.setattr(module, "has_kernels", lambda _device: True)
 
 
-def graph_stage(model: CausalLM, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **budget: Any) -> ARStage:
+def graph_stage(model: ARComponent, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **budget: Any) -> ARStage:
     options = {"kv_blocks": 64, "block_size": 8, "run_ahead": True, "max_model_len": 64, **budget}
     with monkeypatch.context() as patch:
         patch.setattr(ar_stage, "make_backend", lambda *_: TritonBackend())
@@ -158,3 +161,24 @@ def test_a_batch_may_become_one_that_the_kernels_cannot_sample_and_back(
     assert found == {key: expected[key] for key in (("1", 0), ("2", 0))}
     assert before
     assert len(before) < len(in_graph) < 5
+
+
+@pytest.mark.parametrize(("sizes", "max_running"), [((4,), 3), ((2,), 8)])
+def test_codes_that_are_predicted_in_a_step_are_those_after_it(
+    model: CausalLM, sizes: tuple[int, ...], max_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph for more sequences than may run; and in a batch of two replays, which predict nothing themselves."""
+    jobs = {name: (ids, p.model_copy(update={"max_tokens": 4})) for name, (ids, p) in frames.JOBS.items()}
+    monkeypatch.setattr(frames, "JOBS", jobs)
+    expected = frames.run(frames.stage_of(frames.Framed(model)), "abc")
+    stage = graph_stage(frames.Framed(model), monkeypatch, sizes, max_running=max_running)
+    assert stage.runner.last_codes is not None
+    stage.runner.last_codes.fill_(7)
+    stage.runner.last_ids.fill_(7)
+    with torch.inference_mode():
+        stage.runner.graphs._captured[sizes[0], 64].graph.replay()  # type: ignore[union-attr]
+    assert (stage.runner.last_codes == 7).all()
+    assert (stage.runner.last_ids == 7).all()
+    found = frames.run(stage, "abc")
+    assert {name: got.frames for name, got in found.items()} == {name: got.frames for name, got in expected.items()}
+    assert all(len(got.frames) == 4 for got in found.values())

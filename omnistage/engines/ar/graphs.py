@@ -18,7 +18,7 @@ from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.residual import ResidualStep
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
-from omnistage.engines.ar.sampling.row_block import FIELDS, Block
+from omnistage.engines.ar.sampling.row_block import FIELDS, Block, Field
 from omnistage.engines.ar.scheduler import ScheduledSequence
 from omnistage.engines.graphs import capture
 
@@ -130,7 +130,9 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
             predicted = None
             if predict is not None and runner.last_codes is not None:
                 predicted = predict(hidden, runner.last_ids[:size])
-                runner.last_codes[:size] = predicted
+                # Only of rows that it has sampled for: another replay of the same step may still need the others.
+                active = block[Field.ACTIVE, :, None] != 0
+                runner.last_codes[:size] = torch.where(active, predicted, runner.last_codes[:size])
             return StepTensors(logits, hidden, rows, codes=predicted)
 
         self.graph, self.result = capture(step, device, pool)

@@ -113,12 +113,13 @@ class Runner:
             eos_token_ids=component.eos_token_ids,
             on_host=device.type == "cpu" and not run_ahead,
         )
-        self.last_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        num_rows = max((max_batch, *graph_batch_sizes))  # a captured step may be for more sequences than ever run
+        self.last_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """The tokens that the last step sampled, in its order: the next one may begin before they are read."""
         self.last_codes: torch.Tensor | None = None
         """Their residual codes."""
         if spec.residual is not None:
-            self.last_codes = torch.zeros(max_batch, spec.residual.count, dtype=torch.int64, device=device)
+            self.last_codes = torch.zeros(num_rows, spec.residual.count, dtype=torch.int64, device=device)
         self.predictor: CodePredictor | None = None
         self.sample_in_graph = sample_in_graph and has_kernels(device)
         """Whether captured steps end with the kernels that sample."""
@@ -231,7 +232,7 @@ class Runner:
             if logits is None or not keys:
                 step.done = self._stream.mark()
                 return step
-            numbers = self._residual_numbers(keys)
+            numbers = self._residual_numbers(keys) if codes is None else None
             step.tokens = self.sampler.launch(logits, keys, ids)
             if step.tokens.ids is not None and ids is None:
                 self.last_ids[: len(keys)] = step.tokens.ids
