@@ -47,9 +47,13 @@ def build(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: ob
                 weight.copy_((0.5 if "gamma" in name else middle) + 0.1 * noise)
                 continue
             fan_in = 2 * weight.shape[0] if ".block.1.conv" in name else weight[0].numel()
-            gain = 0.02 if name.startswith(last) else 1.0  # clear of the clamp
+            gain = 0.1 if name.startswith(last) else 0.75  # clear of the clamp, and of chaos
             weight.copy_(noise * (2.0 if "code_embedding" in name else gain * fan_in**-0.5))
-    return model.to(device, dtype)
+    angles = model.pre_transformer.rotary_emb
+    frequencies = angles.inv_freq.to(device)
+    model.to(device, dtype)
+    angles.inv_freq = frequencies  # in float32, as it is loaded
+    return model
 
 
 def random_frames(model: Qwen3OmniMoeCode2Wav, count: int, seed: int = 1) -> Frames:

@@ -41,9 +41,13 @@ def build(dtype: torch.dtype) -> Qwen3OmniMoeCode2Wav:
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 fan_in = 2 * weight.shape[0] if ".block.1.conv" in name else weight[0].numel()
-                gain = 0.002 if name.startswith("decoder.6.") else 1.0
+                gain = 0.1 if name.startswith("decoder.6.") else 0.75
                 weight.normal_(std=1.0 if "code_embedding" in name else gain * fan_in**-0.5, generator=generator)
-    return model.to(dtype)
+    angles = model.pre_transformer.rotary_emb
+    frequencies = angles.inv_freq
+    model.to(dtype)
+    angles.inv_freq = frequencies  # in float32, as it is loaded
+    return model
 
 
 def random_frames(count: int, seed: int) -> Frames:

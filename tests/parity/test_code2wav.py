@@ -33,8 +33,8 @@ from tests.graph_harness import FakeCapture, HostTensors
 
 EXACT = 1e-7
 """Samples are float32: in a float64 network only their own rounding is left."""
-CLOSE = 5e-5
-"""Of float32, whose rounding the random layers amplify."""
+CLOSE = 5e-6
+"""Of float32, whose rounding the random layers amplify a little."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_float32_differs_by_rounding_alone() -> None:
     model = build()
     component, frames = Code2Wav(model), random_frames(model, 60)
     expected = reference(model, frames)
-    assert expected.std() > 0.1
+    assert expected.std() > 0.05
     for cuts in CUTS.values():
         assert error(stream(component, frames, cuts), expected) < CLOSE
 
