@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from omnistage.engines.ageing import AGEING_STEPS
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.costs import CostModel
-from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
+from omnistage.engines.codec.requests import SchedulerOutput
+from omnistage.engines.codec.scheduler import CodecScheduler
 
 LAYOUT = CodecLayout(block_codes=3, codebook_size=100, max_codes=10_000, history_blocks=2, max_lookahead_blocks=9)
 

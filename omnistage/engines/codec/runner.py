@@ -11,7 +11,7 @@ from omnistage.core.errors import OmniError, StageError
 from omnistage.core.failures import isolate
 from omnistage.core.params import CodecParams
 from omnistage.engines.codec.component import CodecComponent, Window
-from omnistage.engines.codec.scheduler import WindowPlan
+from omnistage.engines.codec.requests import WindowPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from omnistage.config.schema import CodecBudget
 from omnistage.core.types import Code
-from omnistage.engines.ageing import Turn, Turns
+from omnistage.engines.ageing import Turns
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.costs import CostModel, Pace
+from omnistage.engines.codec.requests import INF, CodecRequest, SchedulerOutput, Shape, WindowPlan
 
-INF = float("inf")
 FIRST_SOUND_SECONDS = 0.5
 """After its first code a request is due for its first sound."""
 MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
+_HOPELESS = 1.3
+"""So many times slower than sound, and no first sound is held back: most utterances are longer than that would help."""
 _RESERVE_SECONDS = 0.5
 """Windows that could wait begin as long before a player runs dry: another batch may run when they are due."""
 _MUSTER_SECONDS = 0.06
@@ -34,74 +34,6 @@ _SAME_TIME = 5e-4
 """Codes wait while a batch runs and then come at once; no model makes two of them within so many seconds."""
 _SAFETY = 0.85
 """Share of the sound at hand in which more must be expected for the first to go out."""
-
-
-class Shape(NamedTuple):
-    """A window: `history` old codes, `emit` new ones, then look-ahead, `length` in all."""
-
-    history: int
-    length: int
-    emit: int
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """A window of one request: `codes` is `history` old codes, `emit` new ones, then look-ahead."""
-
-    request_id: str
-    codes: tuple[Code, ...]
-    history: int
-    emit: int
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step's work. `empty` names utterances without a single code, which end without running."""
-
-    windows: tuple[WindowPlan, ...] = ()
-    started: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Request:
-    request_id: str
-    group: Hashable
-    turn: Turn
-    streaming: bool
-    first_code: float = 0.0
-    """When the first codes came."""
-    last_code: float = 0.0
-    """When the last codes came."""
-    batches_seen: int = 0
-    """Batches that had begun then."""
-    beside_batch: bool = False
-    """The last codes came while a batch ran."""
-    ready_at: float = INF
-    """Since when its next window could run."""
-    pace: Pace = field(default_factory=Pace)
-    company: int = 0
-    """Windows in the last batch that had one of its own."""
-    others: float = 0.0
-    """Seconds of batches without it since its first code."""
-    others_count: int = 0
-    codes: list[Code] = field(default_factory=list)
-    final: bool = False
-    done: int = 0
-    windows: int = 0
-    """How many have run."""
-    started: bool = False
-    held: float = 0.0
-    """Seconds of sound that have not gone out yet."""
-    dry_at: float | None = None
-    """When its player has played all that it got; None before the first sound."""
-
-    @property
-    def empty(self) -> bool:
-        """An utterance without a single code."""
-        return self.final and not self.codes
 
 
 class CodecScheduler:
@@ -119,7 +51,7 @@ class CodecScheduler:
         self._clock = clock
         self._limits = limits
         self.lookahead = min(limits.lookahead_blocks, layout.max_lookahead_blocks) * layout.block_codes
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, CodecRequest] = {}
         self._turns = Turns()
         self._scheduled_at = 0.0
         self._batches = 0
@@ -130,7 +62,7 @@ class CodecScheduler:
     # ------------------------------------------------------------------------------------------- requests
 
     def add(self, request_id: str, group: Hashable, *, priority: int = 0, streaming: bool = True) -> None:
-        self._requests[request_id] = _Request(request_id, group, self._turns.new(priority), streaming)
+        self._requests[request_id] = CodecRequest(request_id, group, self._turns.new(priority), streaming)
 
     def extend(self, request_id: str, codes: Sequence[Code], final: bool) -> None:
         """More codes; ignored once the utterance is complete or the request has ended."""
@@ -151,7 +83,7 @@ class CodecScheduler:
         if final:
             self.pace.learn(request.pace)
 
-    def _note_ready(self, request: _Request, now: float) -> None:
+    def _note_ready(self, request: CodecRequest, now: float) -> None:
         if request.ready_at == INF and self._next(request) is not None:
             request.ready_at = now
 
@@ -259,7 +191,7 @@ class CodecScheduler:
             limits.append(self._slack(ready))
         return max(min(limits), 0.0) if limits else None
 
-    def _slack(self, ready: Sequence[tuple[_Request, Shape]]) -> float:
+    def _slack(self, ready: Sequence[tuple[CodecRequest, Shape]]) -> float:
         """Seconds for which these windows may wait for others to share a batch with.
 
         That pays where the models that make the codes have the device for themselves meanwhile.
@@ -284,7 +216,7 @@ class CodecScheduler:
             limits.append(limit)
         return min(limits) - self._clock()
 
-    def _comes_soon(self, request: _Request) -> bool:
+    def _comes_soon(self, request: CodecRequest) -> bool:
         """Whether the request's next window will be ready so soon that others should wait for it."""
         if not request.streaming or request.final or not request.codes:
             return False
@@ -297,7 +229,7 @@ class CodecScheduler:
         """What a window of so many codes counts in a batch."""
         return -(-codes // self._layout.block_codes)
 
-    def key(self, request: _Request, shape: Shape) -> Hashable:
+    def key(self, request: CodecRequest, shape: Shape) -> Hashable:
         """What windows must have in common to share a forward."""
         return request.group if self._layout.mixed_windows else (request.group, shape)
 
@@ -313,11 +245,11 @@ class CodecScheduler:
             sizes.append(self.chunk_blocks(len(sizes)))
         return sizes
 
-    def _needed(self, request: _Request) -> int:
+    def _needed(self, request: CodecRequest) -> int:
         """Codes beyond those done from which the next window is not the last."""
         return self.chunk_blocks(request.windows) * self._layout.block_codes + self.lookahead
 
-    def _next(self, request: _Request) -> Shape | None:
+    def _next(self, request: CodecRequest) -> Shape | None:
         """The window that could run now, or None while codes are missing.
 
         Whether it is the last depends on the length of the utterance, not on when its end was known.
@@ -335,14 +267,14 @@ class CodecScheduler:
 
     # ---------------------------------------------------------------------------------------------- clock
 
-    def due(self, request: _Request) -> float:
+    def due(self, request: CodecRequest) -> float:
         """When the request's next sound should be there."""
         if request.dry_at is not None:
             return request.dry_at
         patience = 0.0 if request.streaming else len(request.codes) * self._layout.code_seconds
         return request.first_code + FIRST_SOUND_SECONDS + patience
 
-    def _rank(self, request: _Request, now: float) -> tuple[int, float, int]:
+    def _rank(self, request: CodecRequest, now: float) -> tuple[int, float, int]:
         level, number = self._turns.rank(request.turn)
         return level, self.due(request), number
 
@@ -354,16 +286,16 @@ class CodecScheduler:
             if r.dry_at is not None
         }
 
-    def _hold_limit(self, request: _Request) -> float:
+    def _hold_limit(self, request: CodecRequest) -> float:
         """Seconds for which the request's sound may still be held back; infinite where none is."""
         return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
 
-    def _stays_in_time(self, request: _Request, now: float) -> bool:
+    def _stays_in_time(self, request: CodecRequest, now: float) -> bool:
         """Whether the next two windows of a player that starts now are expected before it runs dry.
 
         Codes are taken to come as this request's came, those of the second window as those of whole utterances, and
-        batches to hold what they held. Where codes or the device are slower than sound, it will run dry whatever is
-        held back: then nothing is.
+        batches to hold what they held. Where codes or the device are far slower than sound, it will run dry whatever
+        is held back: then nothing is.
         """
         layout, longest = self._layout, self._limits.max_chunk_blocks
         listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
@@ -375,7 +307,7 @@ class CodecScheduler:
         block_seconds = layout.block_codes * code_seconds
         work = self._seconds_of(listeners, longest)
         codes_behind = longest * layout.block_codes - work * usual.beside
-        if max(work, 0.0 if request.final else work + codes_behind * usual.free) > longest * block_seconds:
+        if max(work, 0.0 if request.final else work + codes_behind * usual.free) > _HOPELESS * longest * block_seconds:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
@@ -418,7 +350,7 @@ class _Batch:
         """A player in it runs dry whatever happens: then large batches help all the most."""
         self.windows: list[WindowPlan] = []
 
-    def take(self, request: _Request, shape: Shape) -> bool:
+    def take(self, request: CodecRequest, shape: Shape) -> bool:
         """Add the request's window, unless there is no room or it would make other players run dry."""
         scheduler, limits = self._scheduler, self._scheduler._limits
         key, blocks = scheduler.key(request, shape), self._blocks + scheduler.blocks(shape.length)
@@ -443,7 +375,7 @@ class _Batch:
         self.windows.append(WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last))
         return True
 
-    def _others(self, request: _Request) -> float:
+    def _others(self, request: CodecRequest) -> float:
         """When the device must be free for the first of those that are not in the batch; who is late has no say."""
         late = self._now + self._scheduler.costs.seconds(self._blocks)
         return min((at for name, at in self._latest.items() if name != request.request_id and at >= late), default=INF)

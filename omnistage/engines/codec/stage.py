@@ -19,8 +19,9 @@ from omnistage.core.types import (
     StageInput,
 )
 from omnistage.engines.codec.component import CodecComponent
+from omnistage.engines.codec.requests import SchedulerOutput
 from omnistage.engines.codec.runner import CodecRunner, RunnerOutput
-from omnistage.engines.codec.scheduler import CodecScheduler, SchedulerOutput
+from omnistage.engines.codec.scheduler import CodecScheduler
 from omnistage.engines.stage import BatchedStage
 
 _SILENCE = np.zeros(0, dtype=np.float32)
