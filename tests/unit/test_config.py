@@ -591,7 +591,7 @@ def test_the_built_in_families_pass_every_check():
         assert isinstance(document.data, dict)
         config, graph = check(document.data, document.sources, REGISTRY)
         assert config.pipeline.name == each.name
-        assert graph.outputs.keys() & {Modality.TEXT, Modality.IMAGE, Modality.VIDEO}
+        assert graph.outputs
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "~no-such-user-here/model", "\0", "\ud800"])
