@@ -27,7 +27,7 @@ from omnistage.core.types import (
     TokenChunk,
 )
 from omnistage.engines.ar import graphs
-from omnistage.engines.ar.sampling import batch as sampling_batch
+from omnistage.engines.ar.sampling.sampler import Sampler
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models._qwen_omni.bridges import talker2codec
 from omnistage.models.causal_lm import tiny as tiny_lm
@@ -216,20 +216,20 @@ def test_captured_steps_sample_what_is_sampled_after_them(lm: Path, options: tup
     assert found[0] == found[1]
 
 
-def test_a_batch_that_the_kernels_cannot_sample_changes_nothing_for_the_others(
+def test_a_batch_that_is_sampled_after_its_step_changes_nothing_for_the_others(
     lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request joins, as one with a grammar does, and ends: before and after it, steps sample themselves."""
-    build, refused = sampling_batch.build_block, 0
+    build, refused = Sampler.block, 0
 
-    def build_block(states: Sequence[Any], *args: Any) -> Any:
+    def block(self: Sampler, keys: Sequence[str]) -> Any:
         nonlocal refused
-        if any(state.params.seed == 99 for state in states):
+        if any(self._states[key].params.seed == 99 for key in keys):
             refused += 1
             return None
-        return build(states, *args)
+        return build(self, keys)
 
-    monkeypatch.setattr(sampling_batch, "build_block", build_block)
+    monkeypatch.setattr(Sampler, "block", block)
     joins = SamplingParams(seed=99, max_tokens=6, ignore_eos=True)
     with Omni(lm, device=DEVICE, dtype="float32", overrides=overrides(["thinker"], SMALL), progress=False) as omni:
         expected = [output.token_ids for output in omni.generate(prompts(), OWN, progress=False)]

@@ -19,7 +19,6 @@ from omnistage.engines.ar.attention.triton_backend import TritonBackend
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.sampling import batch, sampler
-from omnistage.engines.ar.sampling.processors import RowState
 from omnistage.engines.ar.sampling.row_block import Block
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.streams import Download
@@ -135,19 +134,19 @@ def test_a_batch_of_several_replays_is_sampled_after_them(
     assert not in_graph
 
 
-def test_a_batch_may_become_one_that_the_kernels_cannot_sample_and_back(
+def test_a_batch_may_become_one_that_is_sampled_after_its_step_and_back(
     model: CausalLM,
     expected: dict[tuple[str, int], list[int]],
     in_graph: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when a request with a grammar joins and ends; the counts of the others' penalties go on."""
-    build = batch.build_block
+    build = sampler.Sampler.block
 
-    def build_block(states: list[RowState], *args: Any) -> Block | None:
-        return None if any(state.params.seed == 99 for state in states) else build(states, *args)
+    def block(self: sampler.Sampler, keys: list[str]) -> Block | None:
+        return None if any(self._states[key].params.seed == 99 for key in keys) else build(self, keys)
 
-    monkeypatch.setattr(batch, "build_block", build_block)
+    monkeypatch.setattr(sampler.Sampler, "block", block)
     stage = graph_stage(model, monkeypatch, (1, 2, 4))
     answers = Answers()
     for item in requests()[1:3]:

@@ -158,6 +158,47 @@ def test_stops_that_are_held_stay_where_the_model_leaves_nothing_else() -> None:
     assert found[0][0] == EOS
 
 
+class Grammar:
+    """Allows the same ids for ever."""
+
+    def __init__(self, vocab: int, ids: Sequence[int]) -> None:
+        flags = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+        flags[list(ids)] = 1
+        self.mask = torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32)[None])
+        self.width, self.ready, self.failure = self.mask.shape[1], False, None
+
+    def wait(self) -> None:
+        self.ready = True
+
+    def accept(self, token: int) -> bool:
+        return bool(self.mask[0, token >> 5] >> (token & 31) & 1)
+
+
+def test_grammars_mask_their_rows_alone() -> None:
+    pytest.importorskip("xgrammar")
+    requests: dict[str, tuple[dict[str, object], tuple[int, ...] | None]] = {
+        "free": ({}, None),
+        "constrained": ({}, (3, 33, 39)),
+        "suppressed": ({"suppress_token_ids": (33,), "top_k": 5}, (3, 33, 39)),
+        "held": ({"min_tokens": 9}, (EOS, 33)),
+        "ended": ({"min_tokens": 9, "repetition_penalty": 1.2}, (EOS,)),
+        "none": ({"allowed_token_ids": (1,)}, (3, 33)),
+    }
+    found = []
+    for host in (True, False):
+        sampler = Sampler(40, CPU, on_host=host, eos_token_ids=[EOS])
+        for key, (own, ids) in requests.items():
+            sampler.add(key, SamplingParams.parse({"seed": 1, **own}), [])
+            sampler._states[key].grammar = None if ids is None else Grammar(40, ids)  # type: ignore[assignment]
+        keys = list(requests)
+        assert sampler.block(keys) is None
+        found.append([[s.token_id for s in sampler.sample(x, keys)] for x in logits(40, len(keys), 2)])
+    assert found[0] == found[1]
+    *sampled, none = found[0][0]
+    assert min(sampled) >= 0
+    assert none == FAILED
+
+
 def test_nothing_is_sampled_or_counted_for_rows_that_are_not_active() -> None:
     state = RowState(REQUESTS["1"], stream=1)
     state.seen = torch.zeros(40, dtype=torch.int32)

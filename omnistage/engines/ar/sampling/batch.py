@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnistage.engines.ar.sampling.device_selection import NOTHING, DeviceSelector, has_kernels
 from omnistage.engines.ar.sampling.processors import Arrays, Processors, RowState, uniform, uniforms
-from omnistage.engines.ar.sampling.row_block import Block, Field, build_block
+from omnistage.engines.ar.sampling.row_block import Block, Field, GrammarMasks, build_block
 from omnistage.engines.ar.sampling.selection import FAILED, UNCOVERED, TokenSelector, argmax_host, top_rows
 from omnistage.engines.streams import upload
 
@@ -126,15 +126,18 @@ class BatchPlan:
         self.host_groups: list[HostGroup] = []
         self.device_groups: list[DeviceGroup] = []
         self.block: Block | None = None
-        """What the sampling kernels take; None: they cannot sample this batch."""
+        """What the sampling kernels take, where there are any."""
+        self._masks: GrammarMasks | None = None
+        self.constrained = any(s.grammar is not None for s in states)
         if arrays.host:
             self.host_groups = [HostGroup(rows, states, flag, vocab_size, arrays) for rows, flag in split]
         elif has_kernels(arrays.device):
             self.block = build_block(states, vocab_size, arrays)
-        if not arrays.host and self.block is None:
+            if self.constrained:
+                self._masks = GrammarMasks(states, self.block, vocab_size, arrays.device)
+        else:
             self.device_groups = [DeviceGroup(rows, states, flag, vocab_size, arrays) for rows, flag in split]
         self.logprob_rows = [i for i, s in enumerate(states) if s.params.logprobs is not None]
-        self.constrained = any(s.grammar is not None for s in states)
         self.tops = min(max((s.params.logprobs or 0 for s in states), default=0), vocab_size)
         groups: tuple[RowGroup, ...] = (*self.host_groups, *self.device_groups)
         self.recording = [(g.index, g.processors) for g in groups if g.processors is not None and g.processors.records]
@@ -191,6 +194,8 @@ class BatchPlan:
         if self.block is not None:
             from omnistage.engines.ar.sampling import triton_sample
 
+            if self._masks is not None:
+                self._masks.upload()
             out = torch.empty(len(self.keys), dtype=torch.int64, device=logits.device)
             triton_sample.sample(logits, upload(self.block, logits.device), out)
             return out

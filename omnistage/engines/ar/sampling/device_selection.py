@@ -1,7 +1,7 @@
 """Selection on a device: the rule of `selection.py` for all rows at once, without a look at the result on the host.
 
 On CUDA one Triton kernel does it (`triton_select.py`); elsewhere, and as its reference, a sort in torch does. It serves
-batches that `triton_sample.py` cannot sample, and code predictors.
+code predictors, and devices without Triton.
 """
 
 from __future__ import annotations

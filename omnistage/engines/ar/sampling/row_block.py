@@ -11,11 +11,13 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.sampling.processors import Arrays, RowState
 from omnistage.engines.ar.sampling.selection import temperature_of
+from omnistage.engines.streams import upload
 
 _BITS = 32
 
@@ -50,14 +52,11 @@ FIELDS = len(Field)
 Block = npt.NDArray[np.int64]
 
 
-def build_block(states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> Block | None:
+def build_block(states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> Block:
     """`[FIELDS, S]` for these rows, valid while none of their `holds_stops` changes; its `STEP` has to be advanced.
 
-    The states own what the addresses point at. None: the kernels cannot sample these rows, since a grammar's mask is
-    not known before the last token is.
+    The states own what the addresses point at. Rows with a grammar also need `GrammarMasks`.
     """
-    if any(state.grammar is not None for state in states):
-        return None
     block = np.empty((FIELDS, len(states)), dtype=np.int64)
     longs = [_longs(state, vocab_size, arrays) for state in states]
     block[: Field.TEMPERATURE] = np.array(longs, dtype=np.uint64).view(np.int64).T
@@ -110,10 +109,41 @@ def _mask(state: RowState, vocab_size: int, arrays: Arrays, *, held: bool) -> Te
     if state.allowed is None and state.suppressed is None and not state.holds_stops:
         return None
     if held not in state.masks:
-        flags = np.zeros(-(-vocab_size // _BITS) * _BITS, dtype=np.bool_)
-        flags[slice(vocab_size) if state.allowed is None else state.allowed] = True
-        for ids in (state.suppressed, state.stops if held else None):
-            if ids is not None:
-                flags[ids] = False
-        state.masks[held] = arrays.put(np.packbits(flags, bitorder="little").view(np.int32))
+        state.masks[held] = arrays.put(_words(state, vocab_size, held=held))
     return state.masks[held]
+
+
+def _words(state: RowState, vocab_size: int, *, held: bool) -> npt.NDArray[np.int32]:
+    flags = np.zeros(-(-vocab_size // _BITS) * _BITS, dtype=np.bool_)
+    flags[slice(vocab_size) if state.allowed is None else state.allowed] = True
+    for ids in (state.suppressed, state.stops if held else None):
+        if ids is not None:
+            flags[ids] = False
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+class GrammarMasks:
+    """The masks of the rows with a grammar: other ones for each step, in memory that the batch's block points at."""
+
+    def __init__(self, states: Sequence[RowState], block: Block, vocab_size: int, device: torch.device) -> None:
+        rows = [(row, state, state.grammar) for row, state in enumerate(states) if state.grammar is not None]
+        self._grammars = [grammar for _, _, grammar in rows]
+        self._others = np.array(
+            [
+                [_words(state, vocab_size, held=held and state.holds_stops) for _, state, _ in rows]
+                for held in (True, False)
+            ]
+        )
+        """`[2, G, words]`: what the rows allow beside their grammars, with and without ids that `min_tokens` holds."""
+        self._device = torch.zeros(self._others.shape, dtype=torch.int32, device=device)
+        for i, (row, state, _) in enumerate(rows):
+            block[Field.MASK, row] = self._device[0, i].data_ptr()
+            block[Field.SPARE, row] = self._device[1, i].data_ptr() if state.holds_stops else 0
+
+    def upload(self) -> None:
+        """Those of the next tokens. Waits for masks that are late."""
+        for grammar in self._grammars:
+            if not grammar.ready:
+                grammar.wait()  # nobody asked before whether it is late
+        words = np.concatenate([grammar.mask.numpy() for grammar in self._grammars])
+        self._device.copy_(upload(self._others & words, self._device.device))

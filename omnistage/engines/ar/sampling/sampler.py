@@ -1,7 +1,7 @@
 """The batched sampler: the state of each request, what it sampled, logprobs and errors.
 
 The arithmetic is in `processors.py`, and in `selection.py` for logits on the host or `device_selection.py` for those on
-a device; on CUDA the kernels of `triton_sample.py` do all of it, but for grammars. A batch of the same requests in the
+a device; on CUDA the kernels of `triton_sample.py` do all of it. A batch of the same requests in the
 same order reuses its plan (`batch.py`).
 """
 
@@ -192,11 +192,12 @@ class Sampler:
         return self.read(self.launch(logits, keys))
 
     def block(self, keys: Sequence[str]) -> Block | None:
-        """What the sampling kernels take for this batch; None: they cannot sample it.
+        """What the kernels in a captured step take to sample this batch: `launch` then gets its ids.
 
-        For a captured step that samples: `launch` then gets its ids.
+        None: there are none, or a request has a grammar, whose mask is not known before the last token is.
         """
-        return self._plan_for(tuple(keys)).block
+        plan = self._plan_for(tuple(keys))
+        return None if plan.constrained else plan.block
 
     def launch(self, logits: Tensor, keys: Sequence[str], ids: Tensor | None = None) -> PendingTokens:
         """`sample` without waiting for a device: the same requests may be sampled again before `read`.
