@@ -238,15 +238,18 @@ class Talker(DecoderComponent):
 
     def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
         # Without a cache: a few rows more a step cost less than the kernels that would keep keys and values, and layers
-        # that know no cache are compiled once for all. A mask that is "ready" is what keeps transformers from making
-        # one, for which it would look at numbers on the device; without one, attention is causal.
-        predictor = self.model.code_predictor
+        # that know no cache are compiled once for all. Its model's own forward would compute the same rotary embedding
+        # for each code, and look at numbers on the device to make a mask; without one, attention is causal.
+        predictor, model = self.model.code_predictor, self.model.code_predictor.model
         tables = predictor.get_input_embeddings()
         rows = torch.stack((hidden, self.embed(token_ids)), dim=1)
+        cos, sin = model.rotary_emb(rows, torch.arange(len(tables) + 1, device=rows.device)[None])
         codes: list[torch.Tensor] = []
         for index, head in enumerate(predictor.lm_head):
-            out = predictor.model(inputs_embeds=rows, attention_mask={"full_attention": None}, use_cache=False)
-            codes.append(choose(head(out.last_hidden_state[:, -1]), index))
+            states, length = rows, rows.shape[1]
+            for layer in model.layers:
+                states = layer(states, attention_mask=None, position_embeddings=(cos[:, :length], sin[:, :length]))
+            codes.append(choose(head(model.norm(states[:, -1])), index))
             rows = torch.cat((rows, tables[index](codes[-1])[:, None]), dim=1)
         return torch.stack(codes, dim=1)
 
