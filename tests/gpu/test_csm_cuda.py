@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from omnistage.core.params import CodecParams, SamplingParams
-from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.codec import CodecStage
 from omnistage.models.csm.mimi import Mimi
 from omnistage.models.csm.tiny import write
@@ -40,15 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
-def test_codes_and_sound_are_those_of_transformers(folder: Path, graphs: bool) -> None:
+def test_codes_and_sound_are_those_of_transformers(
+    folder: Path, graphs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     cases, reference = make_cases(6, seed=5), Reference(folder)
     overrides = (*SMALL, f"backbone.cuda_graphs={str(graphs).lower()}", f"codec.cuda_graphs={str(graphs).lower()}")
     with Omni(folder, device="cuda", dtype="float32", overrides=overrides, progress=False) as omni:
-        stages = omni.orchestrator.stages
-        codec, backbone = stages["codec"], stages["backbone"]
+        codec = omni.orchestrator.stages["codec"]
         assert isinstance(codec, CodecStage)
         assert isinstance(codec.component, Mimi)
-        assert isinstance(backbone, ARStage)
         captured = codec.component._graphs.captures
         assert (captured > 0) is graphs
         params = [
@@ -57,9 +56,7 @@ def test_codes_and_sound_are_those_of_transformers(folder: Path, graphs: bool) -
         ]
         outputs = omni.chat([case.as_sent() for case in cases], params)
         assert codec.component._graphs.captures == captured
-        predictor = backbone.runner.predictor
-        assert predictor is not None
-        assert predictor._captured == ([1, 2, 4, 8] if graphs else [])
+    assert "no CUDA graph" not in caplog.text
     for case, output in zip(cases, outputs, strict=True):
         expected = reference.run(case).samples
         assert output.audio is not None
