@@ -115,6 +115,8 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     if progress is not None:
         progress("making weights", 0.1)
     model = CsmForConditionalGeneration(config)
+    # One matrix, as the config says; some versions of transformers do not tie them.
+    model.backbone_model.embed_tokens.embed_audio_tokens.weight = model.depth_decoder.model.embed_tokens.weight
     tables = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("embed_sum")]
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *tables):
