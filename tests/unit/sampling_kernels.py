@@ -90,7 +90,7 @@ def test_the_tokens_and_counts_are_the_hosts(vocab: int, ties: bool, monkeypatch
         monkeypatch.setattr(triton_sample, "_CANDIDATES", 32)
     keys = list(REQUESTS)[:: 1 if ties else -1][: len(FILTERS)]
     host, kernels, sort = (make_sampler(vocab, keys, host=on_host) for on_host in (True, False, False))
-    for step in logits(vocab, len(keys), 4 if ties else 2, ties=ties):
+    for step in logits(vocab, len(keys), 3 if ties else 2, ties=ties):
         monkeypatch.setattr(batch, "has_kernels", lambda _device: False)
         expected = launch(sort, step, keys, kernels=False)
         monkeypatch.setattr(batch, "has_kernels", lambda _device: True)
