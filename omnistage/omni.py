@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
@@ -180,10 +180,12 @@ class AsyncOmni(_Front):
         sampling_params: ParamsLike = None,
         options: RequestOptions | None = None,
         request_id: str | None = None,
+        admitted: Callable[[], None] | None = None,
     ) -> OutputStream:
         """Check and admit a request, then return its stream: for callers that must know of a refusal first.
 
-        The caller must read the stream to its end or `close()` it.
+        The caller must read the stream to its end or `close()` it. `admitted` is called in a thread once the request
+        is; it may be cancelled before this returns.
         """
         request_id = checked_request_id(request_id)
         options = options or RequestOptions()
@@ -202,7 +204,8 @@ class AsyncOmni(_Front):
 
                 def begin() -> None:
                     """In the thread that prepares it: the stages need not wait until the event loop comes to it."""
-                    stream.begin(orchestrator.plan(requests.build(prompt, params, options, request_id, arrival)))
+                    plan = orchestrator.plan(requests.build(prompt, params, options, request_id, arrival))
+                    stream.begin(plan, admitted)
                     if cancellation.cancelled:  # just now: nobody has closed it
                         stream.close()
 

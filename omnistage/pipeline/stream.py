@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -41,10 +41,12 @@ class OutputStream(AsyncIterator[OutputChunk]):
         self._orchestrator = orchestrator
         self._run: RequestRun | None = None
 
-    def begin(self, plan: RequestPlan) -> None:
-        """Admit the request. May be called from any thread."""
+    def begin(self, plan: RequestPlan, admitted: Callable[[], None] | None = None) -> None:
+        """Admit the request, then call `admitted`. May be called from any thread."""
         self._run = self._orchestrator.start(plan, self._buffer.put)
         self.trace = self._run.trace
+        if admitted is not None:
+            admitted()
 
     async def __anext__(self) -> OutputChunk:
         while (item := next(self._taken, None)) is None:

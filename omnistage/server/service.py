@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -246,12 +247,13 @@ class Service:
                 cancellation_scope(preparation),
                 decode_for(self.owner_of(holder)),
             ):
+                note = partial(_note_admitted, record, request_id)
+                asked = (prompt, params, options, request_id, partial(call_soon, asyncio.get_running_loop(), note))
                 if self._content_filter is None:
-                    stream = await model.omni.start(prompt, params, options, request_id)
+                    stream = await model.omni.start(*asked)
                 else:
                     with self._filtered(self._content_filter, record, holder, model) as request_filter:
-                        stream = await start_filtered(request_filter, model.omni, prompt, params, options, request_id)
-            record.requests.append(stream.request_id)
+                        stream = await start_filtered(request_filter, model.omni, *asked)
             try:
                 yield ObservedStream(stream, record, self, model.name)
             finally:
@@ -428,6 +430,16 @@ def _background() -> Iterator[AuditRecord]:
         raise
     finally:
         record.close()
+
+
+def _note_admitted(record: AuditRecord, request_id: str) -> None:
+    """Name a request of the engine in its line of the audit log; one whose client has just left gets another line."""
+    if not record.closed:
+        record.requests.append(request_id)
+        return
+    with _background() as late:
+        late.who, late.model, late.ended = record.who, record.model, DISCONNECTED
+        late.requests.append(request_id)
 
 
 def _remember(names: dict[KeyT, str], key: KeyT, name: str) -> None:

@@ -562,7 +562,8 @@ def test_an_interval_that_is_captured_once_serves_all_intervals_and_batches(
     params = CodecParams(quality=quality, guidance_scale=scale, num_steps=5)
     waves = [stream(component, budget(), codes, feed=12, params=params) for component in (graphed, plain)]
     for name in codes:
-        np.testing.assert_array_equal(np.concatenate(waves[0][name]), np.concatenate(waves[1][name]))
+        # By the clock windows may share other batches, and products are rounded by the size of a batch.
+        np.testing.assert_allclose(np.concatenate(waves[0][name]), np.concatenate(waves[1][name]), rtol=0, atol=2e-6)
     assert graphed._graphs.replays > 3 * graphed._graphs.captures
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +56,30 @@ def test_a_disconnect_is_recorded(server: Running, lm: AsyncOmni, held: Held, au
     raw(server, json.dumps(LONG).encode()).close()
     until(lambda: bool(audit), "a line in the audit log")
     assert (audit[0]["status"], audit[0]["ended"]) == (499, "disconnected")
+
+
+def test_who_leaves_while_it_is_admitted_has_its_request_in_the_audit_log(
+    server: Running, lm: AsyncOmni, audit: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine took it, and it may have taken a step: it must be found by its id."""
+    start, starts, go = lm.orchestrator.start, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        starts.set()
+        assert go.wait(30)
+        return start(*args)
+
+    monkeypatch.setattr(lm.orchestrator, "start", slow)
+    before = aborted(lm)
+    connection = raw(server, json.dumps(LONG).encode())
+    assert starts.wait(30)
+    connection.close()
+    until(lambda: bool(audit), "a line in the audit log")
+    assert (audit[0]["ended"], audit[0]["requests"]) == ("disconnected", [])
+    go.set()
+    until(lambda: len(audit) == 2, "a line for the engine's request")
+    assert (audit[1]["endpoint"], audit[1]["ended"], len(audit[1]["requests"])) == ("background", "disconnected", 1)
+    until(lambda: aborted(lm) == before + 1, "the end of the request")
 
 
 def test_a_slow_reader_is_cut_off(service: Service, lm: AsyncOmni, audit: list[dict[str, Any]]) -> None:

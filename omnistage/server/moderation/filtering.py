@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ async def start_filtered(
     params: ParamsLike,
     options: RequestOptions,
     request_id: str | None = None,
+    admitted: Callable[[], None] | None = None,
 ) -> OutputStream:
     """Start a request under a filter. Raises `ContentFilterError` for a prompt that is refused."""
     verdict = await request_filter.check_prompt(tuple(prompt_texts(prompt, params, options)))
@@ -60,7 +61,7 @@ async def start_filtered(
     elif hidden_text:
         options = replace(options, modalities=[*requested, Modality.TEXT])
     with inspect_media(inspect):
-        stream = await omni.start(prompt, params, options, request_id)
+        stream = await omni.start(prompt, params, options, request_id, admitted)
     returns_text = Modality.TEXT in (requested or omni.modalities)
     return FilteredStream(stream, request_filter, omni, returns_text=returns_text)
 
