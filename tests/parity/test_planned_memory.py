@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 MODELS = [
     ("causal_lm", None),
     ("qwen2_5_omni", None),
+    ("qwen3_omni_moe", "instruct"),
     ("csm", None),
     ("glm_image", None),
     ("stable_diffusion_3", None),

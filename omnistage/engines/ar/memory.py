@@ -194,6 +194,8 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     if budget.sample_in_graph:
         largest += budget.graph_batch_sizes[-1] * spec.vocab_size * _SAMPLED_BYTES
     count = len(required) + len(optional) + len(budget.graph_prefill_tokens)
+    if spec.residual is not None:  # a predictor is also captured by itself, for steps that are not
+        count += len(budget.graph_batch_sizes)
     if budget.graph_prefill_tokens:
         outputs += 2 * sum(budget.graph_prefill_tokens) * spec.embed_size * item
         largest += _step_bytes(component, max(budget.graph_prefill_tokens), 1)
