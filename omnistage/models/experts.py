@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
-from omnistage.models.loading import read_weights
+from omnistage.models.loading import read_weights, straight_to
 
+_READERS = 4
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -23,12 +25,17 @@ def fused_weights(context: LoadContext, prefix: str) -> dict[str, torch.Tensor]:
     for name in list(tensors):
         if found := _EXPERT.fullmatch(name):
             experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensors.pop(name)
-    for name, parts in experts.items():
-        tensors.update(_fused(name, parts, context))
+    # Without accelerate the model is loaded on the host and moved.
+    device = context.device if straight_to(context.device) else torch.device("cpu")
+    with ThreadPoolExecutor(_READERS, "experts") as pool:  # each reads its files while others copy
+        for fused in pool.map(lambda name: _fused(name, experts[name], context.dtype, device), experts):
+            tensors.update(fused)
     return tensors
 
 
-def _fused(name: str, parts: dict[tuple[int, str], torch.Tensor], context: LoadContext) -> dict[str, torch.Tensor]:
+def _fused(
+    name: str, parts: dict[tuple[int, str], torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
     """The experts of one layer, put together where they will be: beside them there is one expert at a time."""
     count = 1 + max(number for number, _ in parts)
     fused: dict[str, torch.Tensor] = {}
@@ -38,7 +45,7 @@ def _fused(name: str, parts: dict[tuple[int, str], torch.Tensor], context: LoadC
             if len(shapes) != 1:
                 raise CheckpointError(f"the experts of {name} have different shapes; fetch the weights again")
             height, width = shapes.pop()
-            whole = torch.empty(count, len(names) * height, width, dtype=context.dtype, device=context.device)
+            whole = torch.empty(count, len(names) * height, width, dtype=dtype, device=device)
             for number in range(count):
                 for half, part in enumerate(names):
                     whole[number, half * height : (half + 1) * height] = parts.pop((number, part))[...]

@@ -202,8 +202,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     def _prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         # On the stage's stream: what it makes is read there, with nothing else to order the two.
         with self.stream.use():
-            if payload.embeds is not None:
-                self.stream.share(payload.embeds)
+            for rows in (payload.embeds, payload.side_rows):
+                if rows is not None:
+                    self.stream.share(rows)
             return self.component.prepare(info, payload)
 
     def _add(self, stage_input: StageInput, params: SamplingParams, payload: ARInput) -> None:
