@@ -27,8 +27,10 @@ def fused_weights(context: LoadContext, prefix: str) -> dict[str, torch.Tensor]:
             experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensors.pop(name)
     # Without accelerate the model is loaded on the host and moved.
     device = context.device if straight_to(context.device) else torch.device("cpu")
-    with ThreadPoolExecutor(_READERS, "experts") as pool:  # each reads its files while others copy
-        for fused in pool.map(lambda name: _fused(name, experts[name], context.dtype, device), experts):
+    with ThreadPoolExecutor(_READERS, "experts") as pool:
+        # To a GPU one thread reads while others copy; on the host each would start an OpenMP team of its own.
+        each = map if device.type == "cpu" else pool.map
+        for fused in each(lambda name: _fused(name, experts[name], context.dtype, device), experts):
             tensors.update(fused)
     return tensors
 
