@@ -37,6 +37,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "without graphs": ("cuda_graphs=false",),
     "sdpa, read before the next step": ("attention=sdpa", "cuda_graphs=false", "run_ahead=false"),
     "more than one replay": ("graph_batch_sizes=[2]",),
+    "prompts in captured steps": ("max_batch_tokens=64", "graph_prefill_tokens=[16,64]", "prefix_caching=false"),
     "small steps, preempted": ("max_batch_tokens=48", "prefill_chunk=32", "prefix_caching=false", "kv_blocks=64"),
 }
 

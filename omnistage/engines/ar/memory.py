@@ -197,7 +197,7 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     if spec.residual is not None:  # a predictor is also captured by itself, for steps that are not
         count += len(budget.graph_batch_sizes)
     if budget.graph_prefill_tokens:
-        outputs += 2 * sum(budget.graph_prefill_tokens) * spec.embed_size * item
+        outputs += sum(budget.graph_prefill_tokens) * (2 * spec.embed_size + spec.emit_size) * item
         largest += _step_bytes(component, max(budget.graph_prefill_tokens), 1)
     return outputs + count * _GRAPH_BYTES + largest
 

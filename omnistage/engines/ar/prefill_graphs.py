@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ForwardRows = tuple[torch.Tensor, torch.Tensor | None]
+"""Hidden rows, and those that the component emits."""
 MAX_SEQUENCES = 64
 """Of a captured step; most of them have one token, beside a prompt or two."""
 MAX_LENGTH = 4096
@@ -41,24 +43,35 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         length = min(MAX_LENGTH, max_length)
         self.attention = runner.backend.prefill_graph_plan(tokens, MAX_SEQUENCES, length, runner.block_size, device)
         paged = PagedContext(runner.backend, self.slots, self.attention.plan)
+        self.media = torch.zeros(tokens, 1, dtype=torch.bool, device=device) if spec.emit_size else None
 
-        def step() -> torch.Tensor:
+        def step() -> ForwardRows:
             current.paged = paged
-            return component.forward(self.embeds, self.positions, paged)
+            hidden = component.forward(self.embeds, self.positions, paged)
+            # In the graph: a component may have kept rows of its layers for it.
+            return hidden, None if self.media is None else component.emit(self.embeds, hidden, self.media)
 
-        self.graph, self.hidden = capture(step, device, pool)
+        self.graph, self.rows = capture(step, device, pool)
 
     def run(
-        self, embeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, layout: BatchLayout
-    ) -> torch.Tensor:
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        media: torch.Tensor | None,
+        layout: BatchLayout,
+    ) -> ForwardRows:
         count = len(embeds)
+        if self.media is not None and media is not None:
+            self.media[:count] = media
         self.embeds[:count] = embeds
         self.positions[:, :count] = positions
         self.slots[:count] = slots
         self.slots[count:].fill_(-1)
         self.attention.fill_layout(layout)
         self.graph.replay()
-        return self.hidden[:count].clone()  # the next replay overwrites it
+        hidden, emitted = self.rows  # which the next replay overwrites
+        return hidden[:count].clone(), None if emitted is None else emitted[:count].clone()
 
 
 class PrefillGraphs:
@@ -83,12 +96,17 @@ class PrefillGraphs:
         logger.info("captured steps with prompts of %s tokens in %.2f s", sorted(self._captured), seconds)
 
     def run(
-        self, embeds: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, layout: BatchLayout
-    ) -> torch.Tensor | None:
-        """The hidden rows of a step's tokens; None: none of the graphs takes them."""
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        media: torch.Tensor | None,
+        layout: BatchLayout,
+    ) -> ForwardRows | None:
+        """The rows of a step's tokens; None: none of the graphs takes them. `media`: which of them media replaced."""
         fitting = [tokens for tokens in self._captured if tokens >= len(embeds)]
         sequences = layout.sequence_lengths
         if not fitting or len(sequences) > MAX_SEQUENCES or int(sequences.max()) > self._max_length:
             return None
         self.replays += 1
-        return self._captured[min(fitting)].run(embeds, positions, slots, layout)
+        return self._captured[min(fitting)].run(embeds, positions, slots, media, layout)

@@ -333,18 +333,18 @@ class Runner:
         places = packed[2 * total :].view(-1, total)
         if fractional:
             places = places.view(torch.float64)
-        hidden = None
+        computed = None
         if deep is None and self.prefill_graphs is not None:
-            hidden = self.prefill_graphs.run(embeds, places, slot_mapping, layout)
-        if hidden is None:
+            computed = self.prefill_graphs.run(embeds, places, slot_mapping, media, layout)
+        if computed is None:
             paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
             if deep is None:
                 hidden = component.forward(embeds, places, paged)
             else:
                 hidden = component.forward_media(embeds, places, paged, *deep)
-        emitted = None
-        if self.emit_pool is not None and media is not None:
-            emitted = component.emit(embeds, hidden, media)
+            computed = hidden, None if media is None else component.emit(embeds, hidden, media)
+        hidden, emitted = computed
+        if self.emit_pool is not None and emitted is not None:
             self.emit_pool.index_copy_(0, slot_mapping, emitted)
         sampling = [item for item in batch if item.sample]
         if not sampling:
