@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,26 @@ def bench(name: str, *options: str) -> dict[str, Any]:
         return json.loads(reports[0].read_text(encoding="utf-8")) if reports else {}
 
 
+def steps() -> dict[str, tuple[float, float]]:
+    """Seconds and number of the steps of each stage so far."""
+    with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if match := re.match(r'omnistage_stage_step_seconds_(sum|count)\{.*stage="(\w+)".*\} (\S+)', line):
+            found.setdefault(match[2], {})[match[1]] = float(match[3])
+    return {stage: (values["sum"], values["count"]) for stage, values in found.items()}
+
+
+def mean_steps(before: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Milliseconds of a step of each stage since then."""
+    passed = {
+        stage: (seconds - before.get(stage, (0, 0))[0], count - before.get(stage, (0, 0))[1])
+        for stage, (seconds, count) in steps().items()
+    }
+    return {stage: 1e3 * seconds / count for stage, (seconds, count) in passed.items() if count}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
@@ -178,12 +199,11 @@ def main() -> None:
                     keep(name, bench(name, *text, *many, "--temperature", temperature))
         for count in options.listeners:
             name = f"speech_{count}"
-            many = load(count, 2, next(seeds))
+            many, before = load(count, 2, next(seeds)), steps()
             with profiled(process.pid, options.profile and options.profile / f"{name}.txt"):
                 keep(name, bench(name, "--mix", "speech", *text, *many))
-        with urllib.request.urlopen(f"{URL}/metrics", timeout=5) as answer:
-            metrics = answer.read().decode().splitlines()
-        print("\n".join(line for line in metrics if "step_seconds" in line and "#" not in line), flush=True)
+            keep(f"{name}_step_ms", mean_steps(before))
+            print({stage: round(ms, 2) for stage, ms in figures[f"{name}_step_ms"].items()}, flush=True)
 
 
 if __name__ == "__main__":
