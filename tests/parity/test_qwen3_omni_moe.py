@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs
 from omnistage.core.errors import InvalidRequestError
-from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.messages import AudioPart, ChatMessage, TextPart
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, CodecFrames, CodecInput, FinishReason, Modality, RequestInfo
 from omnistage.engines.ar.stage import ARStage
+from omnistage.hf import transformers
+from omnistage.models._qwen_omni import verify as omni_cases
 from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, compare, make_cases
 from omnistage.models.qwen3_omni_moe import tiny, verify
 from omnistage.models.qwen3_omni_moe.components import Talker, Thinker
@@ -115,6 +117,27 @@ def test_unusual_mixtures_get_the_reference_answers_too(make_bench) -> None:
     cases = unusual_cases()
     expected = [verify.run_reference(bench.reference, case) for case in cases]
     Bench(bench.folder, bench.reference, cases, expected).check(verify.run_ours(OmniRunner(bench.folder), cases))
+
+
+@pytest.mark.parametrize("seconds", [64.5, 70.3, 137.0])
+def test_a_long_sound_is_encoded_in_pieces_that_change_nothing(make_bench, monkeypatch, seconds: float) -> None:
+    bench = make_bench(PLAIN)
+    sound = AudioPart(omni_cases._clip(np.random.default_rng(3), seconds))
+    case = Case("long", (ChatMessage("user", (sound, TextPart("What is it?"))),), 4, 5)
+    calls: list[int] = []
+    stock = transformers.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_features
+
+    def counted(self: object, input_features: torch.Tensor, **options: object) -> object:
+        calls.append(input_features.shape[-1])
+        return stock(self, input_features, **options)
+
+    expected = verify.run_reference(bench.reference, case)
+    monkeypatch.setattr(transformers.Qwen3OmniMoeThinkerForConditionalGeneration, "get_audio_features", counted)
+    answers = verify.run_ours(OmniRunner(bench.folder), [case])
+    Bench(bench.folder, bench.reference, [case], [expected]).check(answers)
+    assert sum(calls) == int(seconds * 100)
+    assert max(calls) < 6500
+    assert len(calls) == (1 if seconds < 65 else int(seconds // 64) + 1)
 
 
 @pytest.mark.parametrize("voice", ["Chelsie", "aiden"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _DEFAULT_VOICE = "Ethan"
 _HEADER = 3
 """Rows of `<|im_start|>assistant\\n`, before the reply's own."""
+_PIECE_WINDOWS = 8
+"""Of the audio encoder's windows, 8 s each, that are encoded at once."""
 _RESIDUAL_TOP_K, _RESIDUAL_TOP_P = 50, 0.8  # the reference has them in its code
 
 
@@ -68,7 +71,13 @@ class Thinker(DecoderComponent):
         return with_positions(self.model, payload, payload.token_ids)
 
     def media_bytes(self, tokens: int) -> int:
-        return vision_bytes(self.model.config.vision_config, self.dtype, tokens)
+        audio = self.model.config.audio_config
+        frames = min(
+            tokens * audio.n_window // 6, (_PIECE_WINDOWS + 1) * audio.n_window_infer
+        )  # 13 rows a chunk of two
+        # The first convolution halves both sides of the spectrogram; its activation is a copy.
+        convolved = frames // 2 * (audio.num_mel_bins // 2) * audio.downsample_hidden_size * 2 * self.dtype.itemsize
+        return max(vision_bytes(self.model.config.vision_config, self.dtype, tokens), convolved)
 
     def forward_media(
         self,
@@ -119,8 +128,19 @@ class Thinker(DecoderComponent):
             input_features = torch.nn.functional.pad(input_features, (0, more)).repeat(2, 1, 1)
             mask = torch.nn.functional.pad(feature_attention_mask, (0, more))
             feature_attention_mask = torch.cat((mask, torch.ones_like(mask)))
-        features = {"input_features": input_features.to(self.dtype), "feature_attention_mask": feature_attention_mask}
-        return self.model.get_audio_features(**features, return_dict=True).last_hidden_state[:rows]  # type: ignore[no-any-return]
+        # Nothing reaches from one window into another: a long clip is encoded in pieces, in the memory of one.
+        config, frames = self.model.config.audio_config, input_features.shape[-1]
+        piece, chunk = _PIECE_WINDOWS * int(config.n_window_infer), 2 * int(config.n_window)
+        cuts = [0, *(cut for cut in range(piece, frames, piece) if frames - cut >= chunk), frames]
+        encoded = [
+            self.model.get_audio_features(
+                input_features=input_features[..., first:last].to(self.dtype),
+                feature_attention_mask=feature_attention_mask[..., first:last],
+                return_dict=True,
+            ).last_hidden_state
+            for first, last in pairwise(cuts)
+        ]
+        return torch.cat(encoded)[:rows]
 
 
 class Talker(DecoderComponent):
