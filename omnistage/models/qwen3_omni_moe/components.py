@@ -72,11 +72,11 @@ class Thinker(DecoderComponent):
 
     def media_bytes(self, tokens: int) -> int:
         audio = self.model.config.audio_config
-        frames = min(
-            tokens * audio.n_window // 6, (_PIECE_WINDOWS + 1) * audio.n_window_infer
-        )  # 13 rows a chunk of two
+        # A chunk of twice `n_window` frames makes 13 rows.
+        frames = min(tokens * int(audio.n_window) // 6, (_PIECE_WINDOWS + 1) * int(audio.n_window_infer))
         # The first convolution halves both sides of the spectrogram; its activation is a copy.
-        convolved = frames // 2 * (audio.num_mel_bins // 2) * audio.downsample_hidden_size * 2 * self.dtype.itemsize
+        channels, bins = int(audio.downsample_hidden_size), int(audio.num_mel_bins) // 2
+        convolved = frames // 2 * bins * channels * 2 * self.dtype.itemsize
         return max(vision_bytes(self.model.config.vision_config, self.dtype, tokens), convolved)
 
     def forward_media(
