@@ -197,8 +197,7 @@ def answer_turn_by_turn(bench: Bench, overrides: Sequence[str]) -> tuple[list[An
     return answers, parts
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["thinker", "talker"])
+@pytest.mark.parametrize(("name", "ahead"), [("thinker", False), ("talker", False), ("talker", True)])
 def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, name: str, ahead: bool) -> None:
     """Chunks end inside pictures, whose features for deeper layers follow them; frames are fed back again."""
     bench = make_bench(PLAIN)
@@ -217,17 +216,15 @@ def test_small_steps_and_a_pool_that_preempts_change_nothing(make_bench, name: s
     assert ar_stage(parts.stages, name).stats().preemptions > 0
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_reused_prefix_changes_nothing(make_bench, caching: bool) -> None:
-    """Every chat twice; the copies wait for the originals, whose blocks they then find (or not)."""
+def test_a_reused_prefix_changes_nothing(make_bench) -> None:
+    """Every chat twice; the copies wait for the originals, whose blocks they then find."""
     bench = make_bench(PLAIN)
-    overrides = [f"thinker.prefix_caching={caching}".lower(), "thinker.max_running=4", "thinker.block_size=8"]
+    overrides = ["thinker.prefix_caching=true", "thinker.max_running=4", "thinker.block_size=8"]
     indices = [*range(len(bench.cases))] * 2
     runner = OmniRunner(bench.folder, overrides)
     bench.check(verify.run_ours(runner, [bench.cases[i] for i in indices]), indices)
     stage = ar_stage(runner.stages, "thinker")
-    hits = stage.scheduler.pool.hits
-    assert hits > 0 if caching else hits == 0
+    assert stage.scheduler.pool.hits > 0
     stage.check_integrity()
 
 
