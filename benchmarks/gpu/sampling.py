@@ -29,7 +29,14 @@ KINDS: dict[str, dict[str, object]] = {
     "temperature": {},
     "top-k": {"top_k": 40},
     "top-p": {"top_p": 0.9},
-    "talker": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "min_tokens": 10_000},
+    "talker": {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.8,
+        "repetition_penalty": 1.05,
+        "min_tokens": 10_000,
+        "max_tokens": 20_000,
+    },
 }
 
 

@@ -315,10 +315,10 @@ def watch_logits(stage: ARStage, monkeypatch: pytest.MonkeyPatch) -> dict[str, l
     steps: dict[str, list[torch.Tensor]] = {}
     launch = stage.runner.sampler.launch
 
-    def watched(logits: torch.Tensor, keys: Sequence[str]) -> Any:
+    def watched(logits: torch.Tensor, keys: Sequence[str], ids: torch.Tensor | None) -> Any:
         for row, key in zip(logits.float().clone(), keys, strict=True):
             steps.setdefault(key.rsplit("/", 2)[0], []).append(row)
-        return launch(logits, keys)
+        return launch(logits, keys, ids)
 
     monkeypatch.setattr(stage.runner.sampler, "launch", watched)
     return steps
