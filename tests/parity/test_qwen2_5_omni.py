@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs
@@ -33,6 +32,7 @@ from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts
 from omnistage.pipeline.messages.chat import parse_messages
 from tests.e2e.harness import PipelineHarness, final_of
+from tests.parity.omni_checks import check_answers, scale_rows
 
 pytestmark = pytest.mark.slow
 
@@ -59,15 +59,7 @@ class Bench:
     noise: Callable[[int], torch.Tensor]
 
     def check(self, answers: Sequence[Answer], cases: Sequence[int] | None = None) -> None:
-        """Every answer equals the reference's: same tokens, same codes, the same sound within the tolerance."""
-        chosen = range(len(self.cases)) if cases is None else cases
-        rows = [
-            row
-            for index, answer in zip(chosen, answers, strict=True)
-            for row in compare(self.cases[index].name, answer, self.expected[index])
-        ]
-        assert [row for row in rows if not row.ok] == []
-        assert len(rows) == 3 * len(answers)
+        check_answers(self.cases, self.expected, answers, cases)
 
 
 def make_ends_likely(folder: Path) -> None:
@@ -77,12 +69,7 @@ def make_ends_likely(folder: Path) -> None:
         "thinker.lm_head.weight": (config.thinker_config.eos_token_id, 1.6),
         "talker.codec_head.weight": (tiny.CODEC_EOS, 2.6),
     }
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        for name in ends.keys() & tensors.keys():
-            row, factor = ends[name]
-            tensors[name][row] *= factor
-        save_file(tensors, path, metadata={"format": "pt"})
+    scale_rows(folder, ends)
 
 
 def write_checkpoint(kind: str, folder: Path) -> None:

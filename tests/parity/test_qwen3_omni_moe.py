@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import OmniEngineArgs
@@ -20,7 +19,7 @@ from omnistage.core.types import ARInput, CodecFrames, CodecInput, FinishReason,
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models._qwen_omni import verify as omni_cases
-from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, compare, make_cases
+from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, make_cases
 from omnistage.models.qwen3_omni_moe import tiny, verify
 from omnistage.models.qwen3_omni_moe.components import Talker, Thinker
 from omnistage.models.qwen3_omni_moe.processor import Qwen3OmniProcessor
@@ -28,6 +27,7 @@ from omnistage.models.qwen3_omni_moe.reference import Reference
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts, build_parts
 from tests.e2e.harness import PipelineHarness, final_of
+from tests.parity.omni_checks import check_answers, scale_rows
 from tests.parity.test_qwen2_5_omni import ar_stage, unusual_cases
 
 pytestmark = pytest.mark.slow
@@ -46,15 +46,7 @@ class Bench:
     expected: list[ReferenceOutput]
 
     def check(self, answers: Sequence[Answer], cases: Sequence[int] | None = None) -> None:
-        """Every answer equals the reference's: same tokens, same codes, the same sound within the tolerance."""
-        chosen = range(len(self.cases)) if cases is None else cases
-        rows = [
-            row
-            for index, answer in zip(chosen, answers, strict=True)
-            for row in compare(self.cases[index].name, answer, self.expected[index])
-        ]
-        assert [row for row in rows if not row.ok] == []
-        assert len(rows) == 3 * len(answers)
+        check_answers(self.cases, self.expected, answers, cases)
 
 
 def make_ends_likely(folder: Path) -> None:
@@ -63,12 +55,7 @@ def make_ends_likely(folder: Path) -> None:
         "thinker.lm_head.weight": (tiny.config_for(0.0).im_end_token_id, 3.0),
         "talker.codec_head.weight": (tiny.CODEC_EOS, 2.2),
     }
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        for name in ends.keys() & tensors.keys():
-            row, factor = ends[name]
-            tensors[name][row] *= factor
-        save_file(tensors, path, metadata={"format": "pt"})
+    scale_rows(folder, ends)
 
 
 @pytest.fixture(scope="module")
