@@ -136,6 +136,18 @@ def capture(
     return graph, result
 
 
+def try_capture(make: Callable[[], _T], what: str, *, may_fail: bool = True) -> _T | None:
+    """What `make` captures; None, with a line in the log, where that cannot be: there may be no memory for it."""
+    try:
+        with torch.inference_mode():
+            return make()
+    except RuntimeError as error:
+        if not may_fail or loses_device(error):
+            raise
+        logger.warning("no %s: %s", what, error)
+        return None
+
+
 def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # pragma: no cover  (needs a CUDA device)
     """End the capture of this thread. Raises what broke it; then `pool` takes no further capture."""
     try:

@@ -12,7 +12,7 @@ import torch
 from omnistage.engines.ar import prefill_graphs
 from omnistage.engines.ar.attention import BatchLayout, StageError, make_backend
 from omnistage.engines.ar.attention.triton_backend import TritonBackend
-from omnistage.engines.ar.prefill_graphs import PrefillGraphs
+from omnistage.engines.ar.prefill_graphs import PrefillGraphs, PromptStep
 
 CPU = torch.device("cpu")
 
@@ -52,20 +52,20 @@ def test_the_smallest_forward_that_fits_takes_a_step(
     graphs: PrefillGraphs, sequences: list[tuple[int, int]], tokens: int | None
 ) -> None:
     rows = torch.zeros(sum(queries for queries, _ in sequences), 4)
-    assert graphs.run(rows, rows, rows, None, layout(*sequences)) == tokens
+    assert graphs.run(PromptStep(rows, rows, rows, None, layout(*sequences))) == tokens
 
 
 def test_too_many_sequences_run_without(graphs: PrefillGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_graphs, "MAX_SEQUENCES", 2)
     rows = torch.zeros(3, 4)
-    assert graphs.run(rows, rows, rows, None, layout((1, 1), (1, 1), (1, 1))) is None
+    assert graphs.run(PromptStep(rows, rows, rows, None, layout((1, 1), (1, 1), (1, 1)))) is None
 
 
 def test_a_forward_that_cannot_be_captured_is_done_without(
     graphs: PrefillGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     few = PrefillGraphs(object(), (99, 64), max_length=1000)  # type: ignore[arg-type]
-    assert few.run(torch.zeros(3, 4), torch.zeros(3), torch.zeros(3), None, layout((3, 3))) is None
+    assert few.run(PromptStep(torch.zeros(3, 4), torch.zeros(3), torch.zeros(3), None, layout((3, 3)))) is None
     assert "no CUDA graphs for steps with prompts" in caplog.text
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import PagedContext, current
 from omnistage.engines.ar.residual import ResidualStep
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.row_block import FIELDS, Block, Field
 from omnistage.engines.ar.scheduler import ScheduledSequence
-from omnistage.engines.graphs import capture
+from omnistage.engines.graphs import capture, try_capture
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner
@@ -160,15 +160,12 @@ class DecodeGraphs:
         logger.info("captured %d of %d steps in %.2f s", len(self.shapes), count, seconds)
 
     def _capture(self, size: int, length: int, *, may_fail: bool) -> bool:
-        try:
-            with torch.inference_mode():
-                self._captured[size, length] = _Captured(self._runner, size, length, self._pool)
-        except RuntimeError as error:  # there may be no memory for it
-            if not may_fail or loses_device(error):
-                raise
-            logger.warning("no CUDA graph for %d sequences of up to %d tokens: %s", size, length, error)
-            return False
-        return True
+        make = partial(_Captured, self._runner, size, length, self._pool)
+        what = f"CUDA graph for {size} sequences of up to {length} tokens"
+        captured = try_capture(make, what, may_fail=may_fail)
+        if captured is not None:
+            self._captured[size, length] = captured
+        return captured is not None
 
     def run(
         self,

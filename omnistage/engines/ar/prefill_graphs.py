@@ -9,18 +9,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from omnistage.core.failures import loses_device
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, current
-from omnistage.engines.graphs import capture
+from omnistage.engines.graphs import capture, try_capture
 
 if TYPE_CHECKING:
     from omnistage.engines.ar.runner import Runner
 
 logger = logging.getLogger(__name__)
+
+
+class PromptStep(NamedTuple):
+    """The tokens of a step, before the decoder."""
+
+    embeds: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    media: torch.Tensor | None
+    """Which of the rows media replaced; None where the component emits none."""
+    layout: BatchLayout
+
 
 ForwardRows = tuple[torch.Tensor, torch.Tensor | None]
 """Hidden rows, and those that the component emits."""
@@ -53,22 +65,15 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
 
         self.graph, self.rows = capture(step, device, pool)
 
-    def run(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        media: torch.Tensor | None,
-        layout: BatchLayout,
-    ) -> ForwardRows:
-        count = len(embeds)
-        if self.media is not None and media is not None:
-            self.media[:count] = media
-        self.embeds[:count] = embeds
-        self.positions[:, :count] = positions
-        self.slots[:count] = slots
+    def run(self, step: PromptStep) -> ForwardRows:
+        count = len(step.embeds)
+        if self.media is not None and step.media is not None:
+            self.media[:count] = step.media
+        self.embeds[:count] = step.embeds
+        self.positions[:, :count] = step.positions
+        self.slots[:count] = step.slots
         self.slots[count:].fill_(-1)
-        self.attention.fill_layout(layout)
+        self.attention.fill_layout(step.layout)
         self.graph.replay()
         hidden, emitted = self.rows  # which the next replay overwrites
         return hidden[:count].clone(), None if emitted is None else emitted[:count].clone()
@@ -84,29 +89,19 @@ class PrefillGraphs:
         pool: Any = torch.cuda.graph_pool_handle()
         start = time.perf_counter()
         for tokens in sorted(token_sizes, reverse=True):  # the others use the memory of the largest
-            try:
-                with torch.inference_mode():
-                    self._captured[tokens] = _Captured(runner, tokens, max_length, pool)
-            except RuntimeError as error:  # there may be no memory for it
-                if loses_device(error):
-                    raise
-                logger.warning("no CUDA graphs for steps with prompts: %s", error)
+            make = partial(_Captured, runner, tokens, max_length, pool)
+            captured = try_capture(make, "CUDA graphs for steps with prompts")
+            if captured is None:
                 break
+            self._captured[tokens] = captured
         seconds = time.perf_counter() - start
         logger.info("captured steps with prompts of %s tokens in %.2f s", sorted(self._captured), seconds)
 
-    def run(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        media: torch.Tensor | None,
-        layout: BatchLayout,
-    ) -> ForwardRows | None:
-        """The rows of a step's tokens; None: none of the graphs takes them. `media`: which of them media replaced."""
-        fitting = [tokens for tokens in self._captured if tokens >= len(embeds)]
-        sequences = layout.sequence_lengths
+    def run(self, step: PromptStep) -> ForwardRows | None:
+        """The rows of a step's tokens; None: none of the graphs takes them."""
+        fitting = [tokens for tokens in self._captured if tokens >= len(step.embeds)]
+        sequences = step.layout.sequence_lengths
         if not fitting or len(sequences) > MAX_SEQUENCES or int(sequences.max()) > self._max_length:
             return None
         self.replays += 1
-        return self._captured[min(fitting)].run(embeds, positions, slots, media, layout)
+        return self._captured[min(fitting)].run(step)

@@ -7,24 +7,21 @@ for each batch size and the next step can be launched before anything is read.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from omnistage.core.errors import InternalError
-from omnistage.core.failures import loses_device
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar.component import ARComponent, ResidualCodes
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 from omnistage.engines.ar.sampling.selection import FAILED
-from omnistage.engines.graphs import capture
+from omnistage.engines.graphs import capture, try_capture
 from omnistage.engines.streams import upload
-
-logger = logging.getLogger(__name__)
 
 
 class ResidualStep:
@@ -72,6 +69,12 @@ class _Sized:
         self.graph, self.codes = capture(self.run, self._device, pool)
 
 
+def _captured(component: ARComponent, size: int, pool: Any) -> _Sized:
+    sized = _Sized(component, size)
+    sized.capture(pool)
+    return sized
+
+
 class CodePredictor:
     """Residual codes after steps that do not predict them in their own graph, for batches of any size.
 
@@ -84,14 +87,9 @@ class CodePredictor:
         self._captured: list[int] = []
         pool: Any = torch.cuda.graph_pool_handle() if graph_sizes else None
         for size in sorted(graph_sizes, reverse=True):  # the largest first: the others use its memory
-            sized = _Sized(component, size)
-            try:
-                with torch.inference_mode():
-                    sized.capture(pool)
-            except RuntimeError as error:  # there may be no memory for it; it runs without
-                if loses_device(error):
-                    raise
-                logger.warning("no CUDA graph for the residual codes of %d sequences: %s", size, error)
+            what = f"CUDA graph for the residual codes of {size} sequences"
+            sized = try_capture(partial(_captured, component, size, pool), what)
+            if sized is None:  # it runs without
                 break
             self._sized[size] = sized
             self._captured.insert(0, size)

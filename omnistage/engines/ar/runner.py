@@ -22,7 +22,7 @@ from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.embeds import fill_frames, fill_rows
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import zeros
-from omnistage.engines.ar.prefill_graphs import PrefillGraphs
+from omnistage.engines.ar.prefill_graphs import PrefillGraphs, PromptStep
 from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.device_selection import has_kernels
@@ -335,7 +335,7 @@ class Runner:
             places = places.view(torch.float64)
         computed = None
         if deep is None and self.prefill_graphs is not None:
-            computed = self.prefill_graphs.run(embeds, places, slot_mapping, media, layout)
+            computed = self.prefill_graphs.run(PromptStep(embeds, places, slot_mapping, media, layout))
         if computed is None:
             paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
             if deep is None:

@@ -196,12 +196,13 @@ class CodecScheduler:
 
         That pays where the models that make the codes have the device for themselves meanwhile.
         """
-        upstream = any(not r.final for r in self._requests.values())
+        if len(self._requests) == 1 or self.pace.slowdown < _MIN_SLOWDOWN:
+            return 0.0
+        if all(r.final for r in self._requests.values()):
+            return 0.0
         blocks = sum(self.blocks(shape.length) for _, shape in ready)
         seconds = self.costs.seconds(blocks)
-        if not upstream or len(self._requests) == 1 or self.pace.slowdown < _MIN_SLOWDOWN or not seconds:
-            return 0.0
-        if seconds >= MAX_BATCH_SECONDS:
+        if not 0 < seconds < MAX_BATCH_SECONDS:
             return 0.0
         soon = [r for r in self._requests.values() if self._comes_soon(r)]
         together = self.costs.seconds(blocks + sum(self.blocks(self._needed(r)) for r in soon))
