@@ -134,6 +134,8 @@ def attacks() -> list[Attack]:
         _grammar_attack("grammar within the bounds that is slow to step", {"type": "string", "pattern": _AMBIGUOUS}),
         _grammar_attack("grammar that is slow to compile", _wide_schema()),
         _chat_attack("strict tool with a pattern of 60 KB", TEXT_MODEL, "hi", tools=[_strict_tool("[a-z]x?" * 8_500)]),
+        _chat_attack("strict tool with a pattern of 8 KB", TEXT_MODEL, "hi", tools=[_strict_tool("a?" * 4_000)]),
+        _grammar_attack("schema of 2,400 schemas", {"anyOf": [{"type": "null"}] * 2_400}),
         _chat_attack("control: 64 tokens", TEXT_MODEL, "hi", max_tokens=64, ignore_eos=True),
         _chat_attack("64 tokens with log probabilities", TEXT_MODEL, "hi", **{**logprobs, "ignore_eos": True}),
         Attack("tiny chunks", TEXT_MODEL, _chunked(small + b" " * 60_000)),

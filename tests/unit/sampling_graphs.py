@@ -181,3 +181,12 @@ def test_codes_that_are_predicted_in_a_step_are_those_after_it(
     found = frames.run(stage, "abc")
     assert {name: got.frames for name, got in found.items()} == {name: got.frames for name, got in expected.items()}
     assert all(len(got.frames) == 3 for got in found.values())
+
+
+def test_the_last_token_of_a_prompt_is_no_frame(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come alone, as one that a captured step takes; but that embeds frames."""
+    framed = frames.Framed(model)
+    job = PROMPTS[1], frames.GREEDY.model_copy(update={"max_tokens": 3})
+    expected = frames.plain(frames.stage_of(framed), job)
+    stage = graph_stage(framed, monkeypatch, (1,), prefill_chunk=len(PROMPTS[1]) - 1)
+    assert frames.plain(stage, job) == expected

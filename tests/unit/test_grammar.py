@@ -94,6 +94,28 @@ def test_a_regular_expression_is_followed(seed: int) -> None:
     assert re.fullmatch("(ab|cd){2,4}[0-9]+", text)
 
 
+def test_a_constraint_may_begin_behind_a_token() -> None:
+    """Up to there all tokens may come but those that end the text, and no mask is computed."""
+    after = TOKENIZER.convert_tokens_to_ids("<im>")
+    digit, letter = TOKENIZER.convert_tokens_to_ids(["7", "a"])
+    params = SamplingParams(structured=StructuredOutput(regex="[0-9]", after_token=after), temperature=0.0)
+    engine = sampler()
+    engine.check(params)
+    engine.add("r", params, [])
+
+    def sampled(*wanted: int) -> int:
+        logits = torch.zeros(1, WIDTH)
+        for rank, token in enumerate(wanted):
+            logits[0, token] = 9.0 - rank
+        return int(engine.sample(logits, ["r"])[0].token_id)
+
+    assert [sampled(letter), sampled(digit), sampled(EOS, WIDTH - 1)] == [letter, digit, WIDTH - 1]
+    assert sampled(after) == after
+    assert [sampled(letter, EOS, after, digit), sampled(letter, EOS)] == [digit, EOS]
+    with pytest.raises(InvalidRequestError, match=r"structured\.after_token"):
+        engine.check(SamplingParams(structured=StructuredOutput(regex="[0-9]", after_token=WIDTH)))
+
+
 def test_an_ebnf_grammar_is_followed() -> None:
     text, ended = generate({"grammar": 'root ::= "yes" | "no" | "may" "be"'})
     assert ended

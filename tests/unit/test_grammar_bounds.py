@@ -9,7 +9,7 @@ import time
 import pytest
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
-from omnistage.engines.ar.sampling.grammar_bounds import MAX_STATES, cost_of
+from omnistage.engines.ar.sampling.grammar_bounds import MAX_PATTERN_CHARS, MAX_STATES, check_source, cost_of
 
 HUGE = "^(.{1,500}){400,500}$"
 
@@ -65,6 +65,54 @@ def test_counts_inside_of_counts_are_refused_wherever_they_stand(kind: str, text
 def test_what_takes_long_to_compile_is_refused_with_both_numbers(kind: str, text: str) -> None:
     with pytest.raises(LimitExceededError, match=rf"\d+ states .* {MAX_STATES} is the limit"):
         cost_of(kind, text)
+
+
+LONG = "[a-z]x?" * 8_500
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", LONG),
+        ("grammar", 'root ::= "a"' + ' "b"' * 5_000),
+        schema(properties={"a": {"type": "string", "pattern": LONG}}),
+        schema(patternProperties={LONG: {}}),
+        schema(anyOf=[{"type": "string", "pattern": f"^a{i}$"} for i in range(600)]),
+        tag(type="json_schema", json_schema={"pattern": LONG}),
+        tag(type="grammar", grammar='root ::= "a"' + ' "b"' * 5_000),
+    ],
+)
+def test_long_patterns_and_grammars_are_refused_before_they_are_scanned(
+    kind: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scanning 60 KB takes a tenth of a second of Python, in which nobody else is served."""
+    monkeypatch.setattr("omnistage.engines.ar.sampling.expression_scan._Scan", None)
+    with pytest.raises(LimitExceededError, match=r"(8192|16384) is the limit; shorten them") as refused:
+        cost_of(kind, text)
+    assert refused.value.param == f"structured.{kind}"
+
+
+def test_a_pattern_that_is_used_often_counts_once() -> None:
+    often = [{"type": "string", "pattern": "a" * 4_000}] * 10
+    assert MAX_PATTERN_CHARS < 10 * 4_000
+    check_source(often, "tools")
+    cost_of(*schema(anyOf=often))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"anyOf": [{}] * 14_000},
+        {"enum": [0] * 500_000},
+        {"properties": {f"p{i}": {"type": "string"} for i in range(40_000)}},
+        {"properties": {"a": {"enum": ["x" * 1000] * 1000, "description": "y"}}},
+        {"description": "x" * 10**6},
+    ],
+    ids=lambda source: next(iter(source)),
+)
+def test_what_is_too_large_is_refused_without_writing_or_scanning_it(source: dict[str, object]) -> None:
+    with pytest.raises(LimitExceededError, match=r"at most 65536 bytes|more than 2500 schemas"):
+        check_source(source, "tools")
 
 
 @pytest.mark.parametrize(("kind", "text"), [("regex", "(" * 70 + "a" + ")" * 70), ("grammar", "root ::= " + "(" * 70)])

@@ -634,6 +634,16 @@ def test_impossible_parameters_are_refused(values: dict[str, object], param: str
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    "values", [{"repetition_penalty": 1e-40}, {"logit_bias": {1: 1e39}}, {"logit_bias": {1: -1e10}}]
+)
+def test_parameters_that_would_make_logits_infinite_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError):
+        params(**values)
+    extreme = params(temperature=0.0, repetition_penalty=0.01, logit_bias={1: 1e9})
+    assert one(torch.tensor([2.0, 1e4, -1e4]), extreme, [0, 1, 2]) == 1
+
+
 @pytest.mark.parametrize("token", [0, 99])
 def test_the_first_and_the_last_token_may_be_named(token: int) -> None:
     sampler = Sampler(100, CPU)

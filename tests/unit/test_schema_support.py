@@ -292,6 +292,7 @@ ACCEPTED: list[Schema] = [
     {"oneOf": [{"enum": ["a", 1]}, {"enum": ["b", None]}, ARRAY], "type": ["string", "number", "null", "array"]},
     {"oneOf": [closed({"in": closed({"k": {"const": i}})}) for i in range(3)]},
     {"oneOf": [{"const": i, "title": f"{i}"} for i in range(300)]},
+    {"oneOf": [closed({"n": INTEGER, "kind": {"const": f"k{i}"}}) for i in range(200)]},
     {"allOf": [{"$ref": "#/$defs/a"}], "description": "older pydantic", "default": 1, "$defs": {"a": INTEGER}},
     {"const": "a", "enum": ["a"], "type": "string"},
     {"type": ["string", "null"], "minLength": 2, "maximum": 3, "uniqueItems": True},

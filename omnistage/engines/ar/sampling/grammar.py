@@ -10,7 +10,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,14 @@ from omnistage.core.errors import (
 )
 from omnistage.core.params import StructuredOutput
 from omnistage.core.threads import DaemonThreads
-from omnistage.engines.ar.sampling.grammar_bounds import HOW_TO_SIMPLIFY, MAX_SOURCE_BYTES, GrammarCost, cost_of
+from omnistage.engines.ar.sampling.grammar_bounds import (
+    HOW_TO_SIMPLIFY,
+    MAX_SCHEMA_DEPTH,
+    MAX_SOURCE_BYTES,
+    GrammarCost,
+    check_shape,
+    cost_of,
+)
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, mask_threads_exhausted
 from omnistage.engines.ar.sampling.masks import GrammarThreads, lower_priority
 from omnistage.engines.ar.sampling.schema_support import check_regex, check_schema, for_xgrammar
@@ -36,8 +43,6 @@ if TYPE_CHECKING:
     import xgrammar
     from transformers import PreTrainedTokenizerBase
 
-MAX_SCHEMA_DEPTH = 64
-"""xgrammar's time grows with the cube of a schema's nesting: 30 ms at 64 levels, 10 s at 512."""
 COMPILE_SECONDS = 10.0
 CACHED_GRAMMARS = 64
 MAX_GRAMMAR_BYTES = 64 * 1024**2
@@ -98,30 +103,20 @@ def _within_limit(text: str, kind: str) -> str:
 
 def _schema_text(schema: dict[str, object] | str, kind: str) -> str:
     param = f"structured.{kind}"
-    too_deep = InvalidRequestError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it", param=param)
+    try:
+        parsed = json.loads(_within_limit(schema, kind)) if isinstance(schema, str) else schema
+    except RecursionError as error:
+        raise InvalidRequestError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it", param=param) from error
+    except ValueError as error:
+        raise InvalidRequestError(f"not valid JSON: {error}", param=param) from error
+    check_shape(parsed, param)
+    if isinstance(schema, str):
+        return schema
     try:
         # Keys keep their order: it is the order in which the model must write the properties.
-        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-        parsed = json.loads(_within_limit(text, kind))
-    except RecursionError as error:
-        raise too_deep from error
+        return _within_limit(json.dumps(schema, ensure_ascii=False), kind)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"not valid JSON: {error}", param=param) from error
-    level: list[object] = [parsed]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [child for node in level for child in _children(node, param)]
-        if not level:
-            return text
-    raise too_deep
-
-
-def _children(node: object, param: str) -> Iterable[object]:
-    if isinstance(node, dict):
-        target = node.get("$ref")
-        if isinstance(target, str) and not (target == "#" or target.startswith("#/")):
-            raise InvalidRequestError("a $ref must point into the schema itself ('#' or '#/...')", param=param)
-        return node.values()
-    return node if isinstance(node, list) else ()
 
 
 # ------------------------------------------------------------------------------------------------ compiling
@@ -297,7 +292,14 @@ class GrammarCompiler:
 
         cheap = entry is not None and entry.cheap_masks
         return GrammarState(
-            open_matcher, self._vocab_size, stop_token_ids, banned, owner=owner, slow=entry is None, cheap=cheap
+            open_matcher,
+            self._vocab_size,
+            stop_token_ids,
+            banned,
+            after=structured.after_token,
+            owner=owner,
+            slow=entry is None,
+            cheap=cheap,
         )
 
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError
+from omnistage.engines.ar.sampling.expression_scan import UNROLLED, ebnf_states, regex_states
 
 MAX_SOURCE_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 64
+"""xgrammar's time grows with the cube of a schema's nesting: 30 ms at 64 levels, 10 s at 512."""
+MAX_PATTERN_CHARS, MAX_GRAMMAR_CHARS = 8 * 1024, 16 * 1024
+"""Of all different regular expressions of a constraint; of all grammars. Scanning takes up to 2 ms a KiB of Python."""
+_CHARS_EACH = 16
+"""For the expression or the grammar itself, which takes time even when it is short."""
+MAX_SCHEMAS = 2500
+"""Objects in a JSON schema or a structural tag, without what enum, const and the like hold."""
 MAX_STATES = 640
 """The unit is a state of `.` in `.{1,256}`, which takes some 7 ms to compile for a vocabulary of 49,000 tokens.
 
@@ -26,17 +33,9 @@ HOW_TO_SIMPLIFY = (
     "use fewer or shorter repetitions of character classes, few different values of maxLength, and fewer optional "
     "properties"
 )
-MAX_NESTED_COUNT = 100_000
-MAX_GROUP_DEPTH = 64
 MAX_CHEAP_ALTERNATIVES = 16
 CHEAP_STATES = 32
-_UNROLLED = 256
-"""xgrammar counts instead of adding states beyond so many repetitions."""
-# Measured in the same unit with expressions like .?.?.? and a?a?a?: what may be left out is compared with all that may
-# be left out behind it.
-_NARROW_STATE = 0.3
-_WIDE_PAIR = 0.45
-_NARROW_PAIR = 0.02
+# Measured in the same unit: what may be left out is compared with all that may be left out behind it.
 _PROPERTY_PAIR = 1 / 1300
 _OPTIONAL_PAIR = 1 / 1250
 _ADDITIONAL_STATE = 1.0
@@ -52,24 +51,6 @@ _CHEAP_KEYWORDS = frozenset(
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "description", "title"))
 NAMING_KEYWORDS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
 """What they hold are schemas by name, and a name may be that of a keyword."""
-
-_QUANTIFIER = r"(?P<quantifier>[*+?]|\{\s*(?P<low>\d+)\s*(?P<comma>,\s*(?P<high>\d*)\s*)?\})\??"
-# A bracket or a quote that is never closed reaches to the end: so every character is looked at once.
-REGEX_TOKEN = re.compile(
-    rf"(?P<open>\((?:\?(?:[:=!]|<[=!]|<\w+>))?)|(?P<close>\))|"
-    rf"(?P<narrow>\[[\w-]*\]|\\d)|(?P<wide>\[(?:\\.|[^\]\\])*\]?|\\[DwWsSpP]|\.)|{_QUANTIFIER}|"
-    rf"(?P<or>\|)|(?P<atom>\\.|.)",
-    re.DOTALL,
-)
-_EBNF = re.compile(
-    rf"(?P<space>\s+|#[^\n]*)|(?P<rule>[\w.-]+)\s*::=|(?P<open>\()|(?P<close>\))|"
-    rf'(?P<narrow>\[[\w-]*\])|(?P<wide>\[(?:\\.|[^\]\\])*\]?)|(?P<text>"(?:\\.|[^"\\])*"?)|{_QUANTIFIER}|'
-    rf"(?P<or>\|)|(?P<ref>[\w.-]+)|(?P<atom>.)",
-    re.DOTALL,
-)
-
-_Counts = dict[str, int]
-"""How often what a name stands for is repeated at most; under the empty name, whatever is no name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +76,13 @@ def cost_of(kind: str, text: str) -> GrammarCost:
     if kind == "json_object":
         return GrammarCost(0, cheap_masks=True)
     if kind in ("regex", "grammar"):
-        sources = [_regex_states(text, param) if kind == "regex" else _ebnf_states(text, param)]
+        found = _Sources(patterns={text}) if kind == "regex" else _Sources(grammars={text})
+        found.check_chars(param)
+        sources = list(found.states(param))
         cheap_masks = False
     else:
         parsed = json.loads(text)
-        sources = list(_json_states(parsed, param))
+        sources = list(_sources_in(parsed, param).states(param))
         # Strings of bounded length cost several times as much to follow.
         ways = _alternatives(parsed) * (4 if any(sources) else 1)
         cheap_masks = kind == "json_schema" and ways <= MAX_CHEAP_ALTERNATIVES
@@ -115,34 +98,111 @@ def cost_of(kind: str, text: str) -> GrammarCost:
 # ------------------------------------------------------------------------------------------------------- JSON
 
 
-def _json_states(parsed: object, param: str) -> Iterator[float]:
-    """Of each pattern, grammar and bound on a length in a schema or a structural tag; equal ones are compiled once."""
-    patterns, grammars, lengths = set[str](), set[str](), set[tuple[int, int]]()
+@dataclass(slots=True)
+class _Sources:
+    """What there is to compile in a constraint; equal ones are compiled once."""
+
+    patterns: set[str] = field(default_factory=set)
+    grammars: set[str] = field(default_factory=set)
+    lengths: set[tuple[int, int]] = field(default_factory=set)
+    objects: list[dict[str, object]] = field(default_factory=list)
+    """Those with properties."""
+
+    def add(self, node: dict[str, object]) -> None:
+        """What stands in one object, without those inside."""
+        pattern, grammar, named = node.get("pattern"), node.get("grammar"), node.get("patternProperties")
+        if isinstance(pattern, str):
+            self.patterns.add(pattern)
+        if isinstance(grammar, str):
+            self.grammars.add(grammar)
+        if isinstance(named, dict):
+            self.patterns.update(named)
+        low, high = _count(node, "minLength"), _count(node, "maxLength")
+        if low or high:
+            self.lengths.add((low, high))
+        if "properties" in node:
+            self.objects.append(node)
+
+    def check_chars(self, param: str) -> None:
+        for name, texts, limit in (
+            ("patterns", self.patterns, MAX_PATTERN_CHARS),
+            ("grammars", self.grammars, MAX_GRAMMAR_CHARS),
+        ):
+            if (chars := sum(map(len, texts)) + _CHARS_EACH * len(texts)) > limit:
+                raise LimitExceededError(
+                    f"the {name} have {chars} characters together, counting {_CHARS_EACH} more for each, and {limit} "
+                    "is the limit; shorten them, or list values in an enum",
+                    param=param,
+                )
+
+    def states(self, param: str) -> Iterator[float]:
+        yield from map(_property_states, self.objects)
+        yield from (regex_states(pattern, param) for pattern in self.patterns)
+        yield from (ebnf_states(grammar, param) for grammar in self.grammars)
+        yield from (max(min(max(low, high), UNROLLED), 0) for low, high in self.lengths)
+
+
+def check_shape(parsed: object, param: str) -> None:
+    """Raises for a schema, a structural tag or a list of them that is too large, too deep or refers to others.
+
+    Takes some milliseconds at most, whatever the size; the exact number of bytes is left to the one who writes them.
+    """
+    size = 0
+    level = [parsed]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        below: list[object] = []
+        for node in level:
+            if isinstance(node, str):
+                size += len(node)
+            elif isinstance(node, list | tuple | dict):
+                size += 2 * len(node)  # a value and a comma are two bytes at least
+            if size > MAX_SOURCE_BYTES:
+                raise LimitExceededError(f"at most {MAX_SOURCE_BYTES} bytes are taken; shorten it", param=param)
+            if isinstance(node, list | tuple):
+                below += node
+            elif isinstance(node, dict):
+                target = node.get("$ref")
+                if isinstance(target, str) and not (target == "#" or target.startswith("#/")):
+                    raise InvalidRequestError("a $ref must point into the schema itself ('#' or '#/...')", param=param)
+                below += node.values()
+        if not below:
+            return
+        level = below
+    raise InvalidRequestError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it", param=param)
+
+
+def check_source(parsed: object, param: str) -> None:
+    """Raises also for too many schemas, and for too much text in patterns and grammars: before any of it is scanned."""
+    check_shape(parsed, param)
+    _sources_in(parsed, param)
+
+
+def _sources_in(parsed: object, param: str) -> _Sources:
+    found, schemas = _Sources(), 0
     level: list[object] = [parsed]
     while level:
         node = level.pop()
         if isinstance(node, list):
             level += node
         elif isinstance(node, dict):
-            pattern, grammar, named = node.get("pattern"), node.get("grammar"), node.get("patternProperties")
-            if isinstance(pattern, str):
-                patterns.add(pattern)
-            if isinstance(grammar, str):
-                grammars.add(grammar)
-            if isinstance(named, dict):
-                patterns.update(named)
-            low, high = _count(node, "minLength"), _count(node, "maxLength")
-            if low or high:
-                lengths.add((low, high))
-            yield _property_states(node)
-            for keyword, value in node.items():
-                if keyword in NAMING_KEYWORDS and isinstance(value, dict):
-                    level += value.values()
-                elif keyword not in DATA_KEYWORDS:
-                    level.append(value)
-    yield from (_regex_states(pattern, param) for pattern in patterns)
-    yield from (_ebnf_states(grammar, param) for grammar in grammars)
-    yield from (max(min(max(low, high), _UNROLLED), 0) for low, high in lengths)
+            found.add(node)
+            level += _inside(node)
+            schemas += 1
+            if schemas > MAX_SCHEMAS:
+                raise LimitExceededError(
+                    f"it has more than {MAX_SCHEMAS} schemas; use fewer properties and alternatives", param=param
+                )
+    found.check_chars(param)
+    return found
+
+
+def _inside(node: dict[str, object]) -> Iterator[object]:
+    """What is in an object of a schema, without data."""
+    for keyword, value in node.items():
+        if keyword in NAMING_KEYWORDS and isinstance(value, dict):
+            yield from value.values()
+        elif keyword not in DATA_KEYWORDS:
+            yield value
 
 
 def _property_states(node: dict[str, object]) -> float:
@@ -185,201 +245,3 @@ def _alternatives(schema: object) -> float:
         if isinstance(named, dict):
             children += named.values()
     return total + sum(_alternatives(child) for child in children)
-
-
-# ------------------------------------------------------------------------------------------ regexes and grammars
-
-
-@dataclass(slots=True)
-class _Item:
-    """An atom or a group, with its quantifier once that is read."""
-
-    counts: _Counts = field(default_factory=dict)
-    width: float = 0.0
-    """States that each repetition adds; a group's are shared by its repetitions."""
-    optional: int = 0
-    """How many parts that may all be left out it consists of; 0: it may not be left out."""
-    wide: bool = False
-    """It has a state from which most tokens may come."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """What stands between two parentheses, or in a whole rule."""
-
-    counts: _Counts = field(default_factory=dict)
-    last: _Item | None = None
-    """A quantifier may follow."""
-    run: int = 0
-    """Parts in a row, up to here, that may all be left out."""
-    run_is_wide: bool = False
-    wide: bool = False
-    blank: bool = True
-    """Everything in this alternative may be left out,"""
-    any_blank: bool = False
-    """or in an earlier one."""
-    pairs: float = 0.0
-    """States for runs that have ended."""
-
-    def put(self, item: _Item | None) -> None:
-        """Account for the item before, whose quantifier is known now."""
-        old, self.last = self.last, item
-        if old is None:
-            return
-        for name, count in old.counts.items():
-            self.counts[name] = max(self.counts.get(name, 1), count)
-        self.wide |= old.wide
-        if old.optional:
-            self.run += old.optional
-            self.run_is_wide |= old.wide
-        else:
-            self.blank = False
-            self.end_run()
-
-    def end_run(self) -> None:
-        if self.run > 1:
-            self.pairs += self.run**2 * (_WIDE_PAIR if self.run_is_wide else _NARROW_PAIR)
-        self.run, self.run_is_wide = 0, False
-
-    def end_alternative(self) -> None:
-        self.put(None)
-        self.any_blank |= self.blank
-        self.blank = True
-
-    def close(self) -> _Item:
-        """As one item of what it stands in."""
-        self.end_alternative()
-        optional = max(self.run, 1) if self.any_blank else 0
-        self.end_run()
-        return _Item(self.counts, optional=optional, wide=self.wide)
-
-
-@dataclass(slots=True)
-class _Scan:
-    """A pass over a regular expression or a grammar. What does not parse is left to xgrammar to refuse."""
-
-    param: str
-    rules: dict[str, _Counts] = field(default_factory=dict)
-    hollow: set[str] = field(default_factory=set)
-    """Rules without alternatives and without any character."""
-    groups: list[_Group] = field(default_factory=lambda: [_Group()])
-    states: float = 0.0
-
-    def run(self, pattern: re.Pattern[str], text: str) -> _Scan:
-        name = ""
-        for token in pattern.finditer(text):
-            kind = "quantifier" if token["quantifier"] else token.lastgroup
-            if kind == "rule":
-                self._end_rule(name)
-                name = token["rule"]
-                self.hollow.add(name)
-            elif kind == "open":
-                self._open()
-            elif kind == "close":
-                self._close()
-            elif kind == "or":
-                self.hollow.discard(name)
-                self.groups[-1].end_alternative()
-            elif kind == "quantifier":
-                self._repeat(token)
-            elif kind != "space":
-                width = {"wide": 1.0, "narrow": _NARROW_STATE}.get(kind or "", 0.0)
-                self.states += width
-                name_of_rule = token["ref"] if kind == "ref" else ""
-                if kind != "ref" and token[0] != '""':
-                    self.hollow.discard(name)
-                self.groups[-1].put(_Item({name_of_rule: 1}, width, wide=kind == "wide"))
-        self._end_rule(name)
-        return self
-
-    def _open(self) -> None:
-        self.groups[-1].put(None)
-        self.groups.append(_Group())
-        if len(self.groups) > MAX_GROUP_DEPTH:
-            raise InvalidRequestError(
-                f"groups are nested deeper than {MAX_GROUP_DEPTH} levels; flatten them", param=self.param
-            )
-
-    def _close(self) -> None:
-        if len(self.groups) > 1:
-            group = self.groups.pop()
-            self.groups[-1].put(group.close())
-            self.states += group.pairs
-
-    def _end_rule(self, name: str) -> None:
-        while len(self.groups) > 1:
-            self._close()
-        rule = self.groups.pop()
-        self.rules[name] = rule.close().counts
-        self.states += rule.pairs
-        self.groups.append(_Group())
-
-    def _repeat(self, token: re.Match[str]) -> None:
-        item = self.groups[-1].last
-        if item is None:
-            return
-        low, high = token["low"], token["high"] or token["low"]
-        count = max(_number(low), _number(high), 1) if low is not None else 1
-        self.states += item.width * (min(count, _UNROLLED) - 1)
-        item.counts = {name: min(old * count, MAX_NESTED_COUNT + 1) for name, old in item.counts.items()}
-        if token["quantifier"] in ("*", "?") or (low is not None and not _number(low)):
-            item.optional = max(item.optional, 1)
-
-    def circular(self) -> str | None:
-        """A rule that stands for nothing but itself, or other rules that stand for it; None if there is none."""
-        graph = {name: self.hollow.intersection(self.rules[name]) for name in self.hollow}
-        try:
-            TopologicalSorter(graph).prepare()
-        except CycleError as error:
-            cycle: list[str] = error.args[1]
-            return min(cycle)
-        return None
-
-    def nested_count(self) -> int:
-        """The largest product of counts inside of each other. A rule inside of itself counts once."""
-        known: dict[str, int] = {}
-        entered = set[str]()
-        path = list(self.rules)
-        while path:
-            name = path[-1]
-            if name in known:
-                path.pop()
-                continue
-            counts = self.rules.get(name, {})
-            missing = [ref for ref in counts if ref and ref not in known and ref not in entered]
-            if missing and name not in entered:
-                entered.add(name)
-                path += missing
-                continue
-            path.pop()
-            value = max((count * known.get(ref, 1) for ref, count in counts.items()), default=1)
-            known[name] = min(value, MAX_NESTED_COUNT + 1)
-        return max(known.values(), default=1)
-
-
-def _number(digits: str) -> int:
-    """Also of thousands of digits, which Python refuses to read."""
-    return int(digits[:12])
-
-
-def _regex_states(text: str, param: str) -> float:
-    return _checked(_Scan(param).run(REGEX_TOKEN, text), param)
-
-
-def _ebnf_states(text: str, param: str) -> float:
-    return _checked(_Scan(param).run(_EBNF, text), param)
-
-
-def _checked(scan: _Scan, param: str) -> float:
-    circular = scan.circular()
-    if circular is not None:  # xgrammar would never return, and end the process with its stack
-        raise InvalidRequestError(
-            f"rule {circular[:100]!r} stands only for itself; give it a text to end with", param=param
-        )
-    if scan.nested_count() > MAX_NESTED_COUNT:
-        raise LimitExceededError(
-            f"repetition counts inside of each other multiply to more than {MAX_NESTED_COUNT:,}; lower them or remove "
-            "one of them",
-            param=param,
-        )
-    return scan.states

@@ -56,11 +56,12 @@ class GrammarState:
         stops: Sequence[int],
         banned: Iterable[int],
         *,
+        after: int | None = None,
         owner: str | None = None,
         slow: bool = False,
         cheap: bool = False,
     ) -> None:
-        """`slow`: opening the matcher may take long."""
+        """`slow`: opening the matcher may take long. `after`: the token behind which the constraint begins."""
         self._owner = owner
         self._open_matcher = open_matcher
         self._matcher: xgrammar.GrammarMatcher | None = None
@@ -79,13 +80,22 @@ class GrammarState:
         """Why there is no mask; no token is allowed then."""
         self._slow_seconds = 0.0
         self._closed = False
-        self._request(None)
+        self._after = after
+        self.ready = after is not None
+        if after is None:
+            self._request(None)
+        else:  # until then anything but an end
+            self._words[:] = ~_bits(self._stop_ids, vocab_size)
 
     def accept(self, token_id: int) -> bool:
         """Move on by a token that was sampled under `mask`; False if it does not allow it."""
         if not int(self._words[token_id >> 5]) >> (token_id & 31) & 1:
             return False
-        self._request(token_id)
+        if self._after is None:
+            self._request(token_id)
+        elif token_id == self._after:
+            self._after = None
+            self._request(None)
         return True
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from omnistage.core.params import SamplingParams
+from omnistage.engines.ar.sampling.selection import temperature_of
 from omnistage.engines.streams import upload
 
 if TYPE_CHECKING:
@@ -57,13 +58,16 @@ def uniforms(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> 
     return numbers
 
 
-def residual_numbers(states: Sequence[RowState], count: int) -> npt.NDArray[np.float64]:
+def residual_numbers(
+    states: Sequence[RowState], count: int, temperature: float | None = None
+) -> npt.NDArray[np.float64]:
     """What the residual codes of the tokens that are sampled next are chosen by, `[1 + count, S]`.
 
-    For each row its temperature (0: greedy), then a number in [0, 1) for each code, from a stream beside the tokens'.
+    For each row its temperature (0: greedy), or `temperature` where it is not, then a number in [0, 1) for each code,
+    from a stream beside the tokens'.
     """
     numbers = np.zeros((1 + count, len(states)), dtype=np.float64)
-    numbers[0] = [not state.params.greedy for state in states]
+    numbers[0] = [0.0 if s.params.greedy else temperature or temperature_of(s.params) for s in states]
     if numbers[0].any():
         streams = np.array([state.stream for state in states], dtype=np.uint64) ^ np.uint64(_RESIDUAL)
         steps = np.array([state.step for state in states], dtype=np.uint64) * np.uint64(count)

@@ -95,6 +95,8 @@ class Sampler:
             "suppress_token_ids": params.suppress_token_ids,
             "stop_token_ids": params.stop_token_ids,
         }
+        if params.structured is not None and params.structured.after_token is not None:
+            token_ids["structured.after_token"] = (params.structured.after_token,)
         for param, ids in token_ids.items():
             for token in ids:
                 if not 0 <= token < self._vocab_size:
@@ -215,9 +217,9 @@ class Sampler:
         plan.advance()
         return pending
 
-    def residual_numbers(self, keys: Sequence[str], count: int) -> np.ndarray:
+    def residual_numbers(self, keys: Sequence[str], count: int, temperature: float | None) -> np.ndarray:
         """What the residual codes of the tokens that `launch` samples next are chosen by (`CodePredictor.run`)."""
-        return residual_numbers([self._states[key] for key in keys], count)
+        return residual_numbers([self._states[key] for key in keys], count, temperature)
 
     def read(self, pending: PendingTokens) -> list[Sampled]:
         """The result of each row of a batch, once it is there. To be called once."""

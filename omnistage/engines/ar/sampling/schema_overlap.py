@@ -10,9 +10,11 @@ ANY_TYPE = frozenset(("string", "integer", "number", "boolean", "null", "array",
 """Of a schema that does not say; the same object then."""
 _OBJECT = ("properties", "additionalProperties", "unevaluatedProperties")
 _ARRAY = ("items", "prefixItems", "unevaluatedItems")
+FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""xgrammar follows the first of them that is there and nothing else."""
 _MAX_HOPS = 64
 _MAX_DEPTH = 8
-_MAX_WORK = 20_000
+_MAX_WORK = 8_000
 """Comparisons for all `oneOf` of a schema together."""
 
 
@@ -58,8 +60,8 @@ class Overlap:
 
     def _find_types(self, node: Json) -> frozenset[str]:
         if "$ref" in node:
-            followed = self._followed(node)
-            return self.types(followed) if followed is not node else ANY_TYPE
+            ref = node["$ref"]
+            return self.types(self.target(ref)) if isinstance(ref, str) else ANY_TYPE
         values = _values(node)
         if values is not None:
             return frozenset(map(_type_of, values))
@@ -98,11 +100,30 @@ class Overlap:
         """Whether no value fits two of them, as far as can be seen."""
         if not isinstance(branches, list):
             return True  # xgrammar refuses it
-        values = [_values(node) if isinstance(node := self._followed(branch), dict) else None for branch in branches]
-        listed = [{*map(_key, some)} for some in values if some is not None]
-        if len(listed) == len(branches):
-            return len(set[object]().union(*listed)) == sum(map(len, listed))
+        lists_differ = self._lists_differ(branches)
+        if lists_differ is not None:
+            return lists_differ
+        if self._have_discriminator(branches):  # without comparing each with each
+            return True
         return all(self._disjoint(one, other) for index, one in enumerate(branches) for other in branches[index + 1 :])
+
+    def _lists_differ(self, schemas: list[object]) -> bool | None:
+        """Whether no two schemas that list their values list the same one; None where one lists none."""
+        values = [_values(node) if isinstance(node := self._followed(schema), dict) else None for schema in schemas]
+        listed = [{*map(_key, some)} for some in values if some is not None]
+        if len(listed) < len(schemas):
+            return None
+        return len(set[object]().union(*listed)) == sum(map(len, listed))
+
+    def _have_discriminator(self, branches: list[object]) -> bool:
+        """Whether they are objects with a required property that has other values in each."""
+        nodes = [node for branch in branches if isinstance(node := self._followed(branch), dict)]
+        plain = all(node.get("type") == "object" and not any(form in node for form in FORMS) for node in nodes)
+        if not plain or len(nodes) < len(branches):
+            return False
+        named = [_required(node) & _properties(node).keys() for node in nodes]
+        common = sorted(set[str].intersection(*named)) if named else []
+        return any(self._lists_differ([_properties(node)[name] for node in nodes]) for name in common)
 
     def _disjoint(self, one: object, other: object, depth: int = 0) -> bool:
         one, other = self._followed(one), self._followed(other)

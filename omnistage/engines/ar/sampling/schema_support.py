@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from omnistage.core.errors import InvalidRequestError
-from omnistage.engines.ar.sampling.grammar_bounds import DATA_KEYWORDS, NAMING_KEYWORDS, REGEX_TOKEN
-from omnistage.engines.ar.sampling.schema_overlap import ANY_TYPE, Json, Overlap, covers
+from omnistage.engines.ar.sampling.expression_scan import REGEX_TOKEN
+from omnistage.engines.ar.sampling.grammar_bounds import DATA_KEYWORDS, NAMING_KEYWORDS
+from omnistage.engines.ar.sampling.schema_overlap import ANY_TYPE, FORMS, Json, Overlap, covers
 
 _UNTYPED = "without a type beside it, it would not be enforced; add the type"
 _CHECK_YOURSELF = "leave it out and check the answer"
@@ -46,8 +47,6 @@ _OF_TYPE = {
 }
 _SPECIFIC = frozenset[str]().union(*_OF_TYPE.values())
 _GENERAL = frozenset(("not", "if", "$dynamicRef", "$recursiveRef"))
-_FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""xgrammar follows the first of them that is there and nothing else."""
 _WITHOUT_EFFECT: tuple[tuple[str, object], ...] = (
     *(("uniqueItems", False), ("minItems", 0), ("minLength", 0), ("minProperties", 0), ("required", [])),
     ("additionalProperties", True),
@@ -102,6 +101,8 @@ class _Check:
     inner_id: str | None = None
     """Where a schema inside has an id: from there on, a `$ref` would mean something else."""
     has_ref: bool = False
+    patterns: set[str] = field(default_factory=set)
+    """Those that have been checked."""
 
     def __post_init__(self) -> None:
         self.overlap = Overlap(self.root)
@@ -126,7 +127,7 @@ class _Check:
 
     def _check(self, node: Json, path: str) -> Iterator[tuple[object, str]]:
         """Refuse what would not be enforced; the schemas inside, with their paths."""
-        form = next((keyword for keyword in _FORMS if keyword in node), None)
+        form = next((keyword for keyword in FORMS if keyword in node), None)
         types = self.overlap.types(node)
         declared = types if types is not ANY_TYPE else frozenset[str]()
         asserted = [keyword for keyword in node if self._asserts(node, keyword, types)]
@@ -161,7 +162,7 @@ class _Check:
         return not any(keyword == name and type(value) is type(no) and value == no for name, no in _WITHOUT_EFFECT)
 
     def _check_form(self, node: Json, form: str, asserted: list[str], path: str) -> None:
-        beside = [*asserted, *(keyword for keyword in _FORMS if keyword in node and keyword != form)]
+        beside = [*asserted, *(keyword for keyword in FORMS if keyword in node and keyword != form)]
         options, value = node.get("enum"), node.get("const")
         if form == "const" and beside == ["enum"] and isinstance(options, list) and value in options:
             beside = []
@@ -205,6 +206,9 @@ class _Check:
             self._refuse(path, "format", f"{node['format']} cannot be enforced; use a pattern")
 
     def _check_pattern(self, pattern: str, keyword: str, path: str) -> None:
+        if pattern in self.patterns:
+            return
+        self.patterns.add(pattern)
         reason = _regex_problem(pattern, in_json=True)
         if reason is not None:
             self._refuse(path, keyword, reason)
@@ -274,7 +278,7 @@ class _Check:
             elif keyword in ("properties", "patternProperties") and isinstance(value, dict):
                 yield from ((item, f"{path}/{keyword}/{name}") for name, item in value.items())
             elif keyword == "propertyNames" and isinstance(value, dict):
-                untyped = not any(form in value for form in ("type", *_FORMS))
+                untyped = not any(form in value for form in ("type", *FORMS))
                 yield {"type": "string", **value} if untyped else value, f"{path}/{keyword}"
             elif keyword in ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties"):
                 yield value, f"{path}/{keyword}"
