@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.component import ARComponent, ARSpec, KVShape
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.models.loading import freeze, kv_shape, positive, use_paged_attention
 
@@ -33,6 +33,8 @@ class DecoderComponent(ARComponent):
         emit_size: int = 0,
         side_input: bool = False,
         prompt_vocab_size: int = 0,
+        layer_shapes: tuple[KVShape, ...] = (),
+        plain_attention: bool = True,
     ) -> None:
         """`config` is the decoder's own; the rest is as in `ARSpec`, None for what the config says."""
         layers, kv_heads, head_dim = kv_shape(config)
@@ -47,6 +49,8 @@ class DecoderComponent(ARComponent):
             emit_size=emit_size,
             side_input=side_input,
             prompt_vocab_size=prompt_vocab_size,
+            layer_shapes=layer_shapes,
+            plain_attention=plain_attention,
         )
         self.model = freeze(model)
         self.decoder = decoder

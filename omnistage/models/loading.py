@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
-_REPEATS = re.compile(r"(^|_)(layers?|depth|scale|blocks)$")
+_REPEATS = re.compile(r"(^|_)(layers?|depth|blocks)$|^scale$")
 """Settings by which a config has modules repeated."""
 _MANY_REPEATS = 1024
 """More than any model has, and few enough to be built quickly without weights."""
@@ -322,13 +322,24 @@ def use_paged_attention(decoder: PreTrainedModel) -> None:
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(layers, kv heads, head dim) of a text config."""
     if not getattr(config, "num_attention_heads", None):
-        raise UnsupportedModelError(f"{type(config).__name__} names no attention heads; only transformers are served")
+        raise UnsupportedModelError(
+            f"{type(config).__name__} names no attention heads; recurrent and other models without attention are not "
+            "served yet"
+        )
     heads = positive(config, "num_attention_heads")
-    grouped = getattr(config, "num_key_value_heads", None) is not None
+    grouped = _is_stated(config, "num_key_value_heads")
     kv_heads = positive(config, "num_key_value_heads") if grouped else heads
-    stated = getattr(config, "head_dim", None) is not None
-    head_dim = positive(config, "head_dim") if stated else positive(config, "hidden_size") // heads
+    head_dim = (
+        positive(config, "head_dim") if _is_stated(config, "head_dim") else positive(config, "hidden_size") // heads
+    )
     return positive(config, "num_hidden_layers"), kv_heads, head_dim
+
+
+def _is_stated(config: PreTrainedConfig, name: str) -> bool:
+    try:
+        return getattr(config, name, None) is not None
+    except RuntimeError:  # it differs from layer to layer, and transformers lets nobody read one for all
+        return False
 
 
 def positive(config: PreTrainedConfig, name: str) -> int:
@@ -342,12 +353,16 @@ def positive(config: PreTrainedConfig, name: str) -> int:
 def max_sequence_length(config: PreTrainedConfig) -> int:
     """Positions that the model can serve without one request changing another's rotary embedding."""
     if not getattr(config, "max_position_embeddings", None):
-        raise UnsupportedModelError(f"{type(config).__name__} has no maximum sequence length")
+        raise UnsupportedModelError(
+            f"{type(config).__name__} names no maximum sequence length, as recurrent models and those with relative "
+            "positions (ALiBi) do; these are not served yet"
+        )
     max_length = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
-    # longrope changes all frequencies once any position of the batch passes the original length.
-    if rope.get("rope_type") == "longrope":
-        max_length = min(max_length, int(rope.get("original_max_position_embeddings") or max_length))
+    # longrope changes all frequencies once any position of the batch passes the original length, dynamic likewise.
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # by the kind of layer
+        if settings.get("rope_type") in ("longrope", "dynamic"):
+            max_length = min(max_length, int(settings.get("original_max_position_embeddings") or max_length))
     return max_length
 
 

@@ -22,6 +22,7 @@ from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny, verify
 from omnistage.models.causal_lm.component import CausalLM, load
+from omnistage.models.loading import max_sequence_length
 from omnistage.models.registry import REGISTRY
 
 SHAPE: dict[str, object] = {
@@ -52,6 +53,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3, window in some layers": ("Gemma3TextConfig", {"sliding_window": 5, "sliding_window_pattern": 2}),
     "mixtral, experts": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt2, learned positions": ("GPT2Config", {"num_key_value_heads": None, "head_dim": None}),
+    "gemma2, soft caps": ("Gemma2Config", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0}),
+    "granite, scaled logits": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "cohere, scaled logits": ("CohereConfig", {"logit_scale": 0.25}),
+    "gpt-oss, sinks": ("GptOssConfig", {"num_local_experts": 4, "sliding_window": 5}),
+    "phimoe, a window in the mask alone": (
+        "PhimoeConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
+    ),
+    "deepseek, values narrower than keys": (
+        "DeepseekV3Config",
+        {"num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        | {"moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    ),
 }
 
 PENALTIES: list[dict[str, object]] = [
@@ -139,10 +154,7 @@ def test_greedy_answers_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("Gemma2Config", {}),  # soft-capped attention and logits
-        ("GraniteConfig", {"logits_scaling": 4.0}),
-        ("CohereConfig", {"logit_scale": 0.25}),
-        ("GptOssConfig", {"num_local_experts": 4}),  # attention sinks
+        ("DogeConfig", {}),  # a mask of its own
         ("BloomConfig", {"n_head": 6, "num_key_value_heads": None}),  # attention of its own
         ("FalconConfig", {"num_kv_heads": 6, "num_key_value_heads": None, "head_dim": None}),
         ("MambaConfig", {}),  # no attention at all
@@ -160,17 +172,54 @@ def test_attention_that_goes_elsewhere_is_refused_even_where_no_logits_show_it()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    with pytest.raises(UnsupportedModelError, match="without paged attention"):
+    with pytest.raises(UnsupportedModelError, match="attention in its own code"):
         CausalLM(model)
 
 
-def test_a_layer_that_ignores_its_configured_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_those_of_the_models_masks_whatever_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Gemma3TextConfig", sliding_window=64, sliding_window_pattern=2)
     # As long as the text is shorter than the window, no logits could show it.
     for layer in model.model.layers:
         monkeypatch.setattr(layer.self_attn, "sliding_window", None)
-    with pytest.raises(UnsupportedModelError, match="window"):
+    assert [module.paged_window for module in CausalLM(model).attention_modules] == [64, None, 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_wrong_model_is_refused_in_every_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("LlamaConfig").to(dtype)
+    plain = CausalLM.logits
+    # Far less than the rounding of float16 leaves room for, and enough for other tokens.
+    monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: plain(self, hidden).mul(1.02))
+    with pytest.raises(UnsupportedModelError, match="other logits"):
         CausalLM(model)
+
+
+def test_the_probe_leaves_the_weights_as_they_are() -> None:
+    model = make_model("LlamaConfig").half()
+    before = dict(model.named_parameters())
+    CausalLM(model)
+    assert all(tensor is before[name] for name, tensor in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        (
+            "DeepseekV32Config",
+            {"num_key_value_heads": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+            "indexed_attention",
+        ),
+        ("DogeConfig", {}, "a mask of its own"),
+        (
+            "FalconConfig",
+            {"num_kv_heads": 6, "num_key_value_heads": None, "head_dim": None},
+            "attention in its own code",
+        ),
+    ],
+)
+def test_a_refusal_names_what_is_missing(kind: str, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        CausalLM(make_model(kind, **changes))
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_limit_the_length() -> None:
@@ -183,6 +232,16 @@ def test_rotary_embeddings_that_depend_on_the_batch_limit_the_length() -> None:
     }
     model = make_model("Phi3Config", num_attention_heads=6, rope_parameters=rope, original_max_position_embeddings=64)
     assert CausalLM(model).spec.max_length == 64
+    assert max_sequence_length(transformers.LlamaConfig(rope_parameters={"full_attention": rope})) == 64
+
+
+def test_attention_that_counts_positions_in_the_cache_of_transformers_is_refused() -> None:
+    # Llama 4 scales queries from position 8,192 on, by the row of the batch that a token is in.
+    model = make_model(
+        "Llama4TextConfig", num_local_experts=2, attention_chunk_size=None, layer_types=["full_attention"] * 3
+    )
+    with pytest.raises(UnsupportedModelError, match="counts positions"):
+        CausalLM(model)
 
 
 # ---------------------------------------------------------------------------------------------- loading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from omnistage.engines.ar.attention import (
     BatchLayout,
     PagedContext,
     _paged_attention,
+    attention_modules,
     bind_caches,
+    current,
     make_backend,
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
@@ -40,12 +43,14 @@ class Scene:
     counts: list[int]
     slots: list[np.ndarray]
 
-    def run(self, *, scale: float, window: int | None) -> torch.Tensor:
+    def run(self, *, scale: float, window: int | None, **extras: Any) -> torch.Tensor:
         return self.paged.backend.attend(
-            self.query, self.key, self.value, self.cache, self.paged, scale=scale, window=window
+            self.query, self.key, self.value, self.cache, self.paged, scale=scale, window=window, **extras
         )
 
-    def expected(self, *, scale: float, window: int | None) -> torch.Tensor:
+    def expected(
+        self, *, scale: float, window: int | None, softcap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Row by row in float64, without a mask, a batch or a pool."""
         rows, offset = [], 0
         for (keys, values), count in zip(self.histories, self.counts, strict=True):
@@ -57,7 +62,11 @@ class Scene:
                 k = keys[first : position + 1].double().repeat_interleave(group, dim=1)
                 v = values[first : position + 1].double().repeat_interleave(group, dim=1)
                 scores = torch.einsum("hd,khd->hk", self.query[offset + i].double(), k) * scale
-                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v))
             offset += count
         return torch.stack(rows)
 
@@ -241,13 +250,13 @@ class _Layer(torch.nn.Module):
 def test_every_attention_module_gets_its_own_layers_cache() -> None:
     caches = [(torch.zeros(1), torch.zeros(1)) for _ in range(3)]
     layers = torch.nn.ModuleList([_Layer(2), _Layer(0), _Layer(1)])
-    bind_caches(layers, caches)
+    bind_caches(attention_modules(layers), caches)
     assert [layer.self_attn.kv_cache is caches[i] for layer, i in zip(layers, (2, 0, 1), strict=True)] == [True] * 3
 
 
 def test_a_decoder_with_fewer_attention_modules_than_layers_is_refused() -> None:
     with pytest.raises(StageError, match="1 attention modules for 2 layers"):
-        bind_caches(torch.nn.ModuleList([_Layer(0)]), [(torch.zeros(1), torch.zeros(1))] * 2)
+        bind_caches(attention_modules(torch.nn.ModuleList([_Layer(0)])), [(torch.zeros(1), torch.zeros(1))] * 2)
 
 
 def _call(**options: object) -> None:
@@ -265,12 +274,26 @@ def test_the_default_scale_is_that_of_the_head_dimension() -> None:
     _call()
 
 
-def test_a_module_that_drops_keyword_arguments_is_found_out() -> None:
-    with pytest.raises(StageError, match="keyword arguments"):
-        _call(paged=None)
+def test_a_module_that_drops_keyword_arguments_attends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = make_scene([(0, 2)])  # as `_call` makes it
+    monkeypatch.setattr(current, "paged", scene.paged, raising=False)
+    _call(paged=None)
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux"])
-def test_attention_that_is_not_served_is_refused(option: str) -> None:
-    with pytest.raises(StageError, match="not served"):
-        _call(**{option: 30.0})
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sequences", [[(0, 2)], [(9, 1)], [(3, 4), (9, 1), (0, 7), (2, 1)]], ids=str)
+@pytest.mark.parametrize("extras", ["softcap", "sinks", "both"])
+def test_soft_caps_and_sinks(extras: str, sequences: list[tuple[int, int]], window: int | None) -> None:
+    scene = make_scene(sequences, in_order=True)
+    options: dict[str, Any] = {"softcap": 0.7, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
+    if extras != "both":
+        options = {extras: options[extras]}
+    got = scene.run(scale=0.3, window=window, **options)
+    expected = scene.expected(scale=0.3, window=window, **options)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_that_is_not_plain_takes_the_reference_backend() -> None:
+    assert make_backend("auto", torch.device("cuda"), plain=False).name == "sdpa"
+    with pytest.raises(ConfigError, match="attention: sdpa"):
+        make_backend("triton", torch.device("cuda"), plain=False)

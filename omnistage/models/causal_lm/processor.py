@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
+from omnistage.core.family import ThinkBlock
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
@@ -29,7 +30,7 @@ class CausalLMProcessor:
         self._prompts = PromptTokenizer(tokenizer, max_tokens)
         self._vocab_size = vocab_size
         self._embed_size = embed_size
-        self._template = ChatTemplate(self._render)
+        self._template = ChatTemplate(self._render, tokenizer)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @classmethod
@@ -38,7 +39,9 @@ class CausalLMProcessor:
         vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
         return cls(load_tokenizer(folder), vocab_size, embed_size, max_sequence_length(config))
 
-    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+    ) -> ARInput:
         guarded = self._prompts.guarded()
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
         if not self._prompts.tokenizer.chat_template:
@@ -51,11 +54,14 @@ class CausalLMProcessor:
             # Joined before it is guarded: a special token may be spelled over two parts.
             content = guarded.guard("".join(part.text for part in message.parts if isinstance(part, TextPart)))
             turns.append(turn_of(message, content))
-        return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded), guarded))
+        return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded, thinking), guarded))
 
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None) -> str:
-        tokenizer = self._prompts.tokenizer
-        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True))
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        return self._template.think_block(thinking)
+
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+        fixed = {"tokenize": False, "add_generation_prompt": True}
+        return str(self._prompts.tokenizer.apply_chat_template(turns, tools=tools, **fixed, **options))
 
     def text(self, prompt: str) -> ARInput:
         return self._prompts.text_input(prompt)

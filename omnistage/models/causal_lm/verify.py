@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import ConfigError
@@ -84,6 +85,10 @@ class _Tap(ARComponent):
         self.device, self.dtype = inner.device, inner.dtype
         self.eos_token_ids, self.suppress_token_ids = inner.eos_token_ids, inner.suppress_token_ids
         self.steps: list[torch.Tensor] = []
+
+    @property
+    def attention_modules(self) -> Sequence[nn.Module]:
+        return self._inner.attention_modules
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._inner.embed(token_ids)

@@ -45,6 +45,8 @@ class PagedContext:
     slot_mapping: torch.Tensor
     """int64 [T]: where this step's keys and values go; -1 for padding."""
     plan: AttentionPlan
+    layout: BatchLayout | None = None
+    """What the plan was made of; not in captured steps."""
 
 
 current = threading.local()
@@ -55,22 +57,29 @@ sequences, other widths of tables, other offsets.
 """
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, each `[num_blocks, block_size, kv_heads, head_dim]`."""
+"""K and V of one layer, each `[num_blocks, block_size, kv_heads, head_dim]`; V may have a `head_dim` of its own."""
 
 
-def bind_caches(decoder: nn.Module, caches: Sequence[KVCache]) -> None:
-    """Give every attention module of `decoder` its layer's cache.
+def attention_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder whose layers are numbered, in that order."""
+    found = [
+        module
+        for name, module in decoder.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and name.endswith(("attn", "attention"))
+    ]
+    return sorted(found, key=lambda module: int(module.layer_idx))
+
+
+def bind_caches(modules: Sequence[nn.Module], caches: Sequence[KVCache]) -> None:
+    """Give every attention module its cache.
 
     Held by the module rather than looked up by its number: a number would make `torch.compile` compile each layer
     again, a tensor does not.
     """
-    bound = 0
-    for name, module in decoder.named_modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and name.endswith(("attn", "attention")):
-            module.kv_cache = caches[module.layer_idx]
-            bound += 1
-    if bound != len(caches):
-        raise StageError(f"{type(decoder).__name__} has {bound} attention modules for {len(caches)} layers")
+    if len(modules) != len(caches):
+        raise StageError(f"the decoder has {len(modules)} attention modules for {len(caches)} layers")
+    for module, cache in zip(modules, caches, strict=True):
+        setattr(module, "kv_cache", cache)  # noqa: B010  (torch types attributes as tensors and modules)
 
 
 class AttentionPlan:
@@ -131,8 +140,18 @@ class AttentionBackend(ABC):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[T, heads, d]`, `[T, kv_heads, d]` twice → `[T, heads, d]`. Causal within each sequence."""
+        """`[T, heads, d]`, `[T, kv_heads, d]` twice → `[T, heads, d]`. Causal within each sequence.
+
+        `softcap` bounds the scores by its `tanh`; `sinks` `[heads]` are scores of a key without a value. Only a
+        backend that `make_backend` gives for attention that is not plain has to take them.
+        """
+
+
+_EXTRAS = (("softcap", "softcap"), ("s_aux", "sinks"))
+"""Arguments of `transformers` that only some models pass, and ours."""
 
 
 def _paged_attention(
@@ -148,12 +167,7 @@ def _paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`transformers`' attention signature: query `[1, heads, T, d]` in, `[1, T, heads, d]` out."""
-    if paged is None:
-        raise StageError(
-            f"{type(module).__name__} passes no keyword arguments to its attention; it needs another family"
-        )
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise StageError("attention with soft-capping or sinks is not served yet")
+    paged = current.paged if paged is None else paged  # a module may pass no keyword arguments on
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = paged.backend.attend(
         query[0].transpose(0, 1),
@@ -162,7 +176,9 @@ def _paged_attention(
         module.kv_cache,  # type: ignore[arg-type]
         paged,
         scale=scale,
-        window=sliding_window,
+        # As the model's own mask has it, where that was recorded; a module's argument may say something else.
+        window=getattr(module, "paged_window", sliding_window),
+        **{ours: kwargs[theirs] for theirs, ours in _EXTRAS if kwargs.get(theirs) is not None},
     )
     return out.unsqueeze(0), None
 
@@ -170,16 +186,24 @@ def _paged_attention(
 transformers.AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the fastest that the device has."""
+def make_backend(name: str, device: torch.device, plain: bool = True) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the fastest that the device has and that computes this attention.
+
+    Attention is not `plain` with soft caps, sinks, or values of another width than keys.
+    """
     from omnistage.engines.ar.attention.sdpa import SdpaBackend
     from omnistage.engines.ar.attention.triton_backend import TritonBackend, triton_available
 
     if name == "auto":
-        name = "triton" if device.type == "cuda" and triton_available() else "sdpa"
+        name = "triton" if plain and device.type == "cuda" and triton_available() else "sdpa"
     if name == "sdpa":
         return SdpaBackend()
     if name == "triton":
+        if not plain:
+            raise ConfigError(
+                "the triton attention backend has no soft caps, sinks or values narrower than keys, which this model "
+                "needs; set attention: sdpa"
+            )
         if not triton_available():
             raise ConfigError("the triton attention backend needs a CUDA device and the triton package; use sdpa")
         return TritonBackend()

@@ -72,6 +72,32 @@ class SdpaPlan(AttentionPlan):
         return self.masks[window]
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How scores become weights; see `AttentionBackend.attend`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """`[B, kv_heads, rows, d]`, the rows of a KV group's heads one head after the other."""
+        if self.softcap is None and self.sinks is None:
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        scores = torch.matmul(q, k.transpose(2, 3)).float() * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        if self.sinks is not None:
+            heads = self.sinks.float().view(k.shape[1], -1, 1)
+            sinks = heads.expand(-1, -1, q.shape[2] // heads.shape[1]).reshape(1, k.shape[1], q.shape[2], 1)
+            scores = torch.cat((scores, sinks.expand(len(q), -1, -1, -1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+        return torch.matmul(weights.to(v.dtype), v)
+
+
 class SdpaBackend(AttentionBackend):
     name = "sdpa"
 
@@ -117,27 +143,30 @@ class SdpaBackend(AttentionBackend):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = paged.plan
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        how = _Scores(scale, window, softcap, sinks)
         if plan.first_slot is not None and plan.all_single:
-            return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, scale, window)
+            return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, how)
         keys, values = (c.view(-1, *c.shape[2:]) for c in cache)
         keys.index_copy_(0, paged.slot_mapping, key)
         values.index_copy_(0, paged.slot_mapping, value)
         if plan.all_single:
-            return _attend_single(query, keys, values, plan, scale, window)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            return _attend_single(query, keys, values, plan, how)
+        out = torch.empty(*query.shape[:2], values.shape[2], dtype=query.dtype, device=query.device)
         if plan.single_rows is not None:
-            out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, scale, window)
+            out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, how)
         for chunk in plan.chunks:
-            out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, scale, window)
+            out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, how)
         return out
 
 
 def _attend_single(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, scale: float, window: int | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, how: _Scores
 ) -> torch.Tensor:
     """One query a sequence: the heads of a KV group become the queries, so that nothing is repeated."""
     if plan.single_slots is None:
@@ -148,7 +177,7 @@ def _attend_single(
     k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
     v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
     q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
+    out = how.attend(q, k, v, plan.single_mask(how.window))
     return out.reshape(batch, heads, values.shape[2])
 
 
@@ -159,8 +188,7 @@ def _attend_adjacent(
     cache: KVCache,
     first: int,
     plan: SdpaPlan,
-    scale: float,
-    window: int | None,
+    how: _Scores,
 ) -> torch.Tensor:
     """A single sequence with adjacent slots from `first` on: its keys and values are read in place.
 
@@ -172,7 +200,7 @@ def _attend_adjacent(
     v.select(2, length - 1).copy_(value)
     heads, kv_heads = query.shape[1], k.shape[1]
     q = query.reshape(1, kv_heads, heads // kv_heads, k.shape[3])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=plan.single_mask(window), scale=scale)
+    out = how.attend(q, k, v, plan.single_mask(how.window))
     return out.reshape(1, heads, v.shape[3])
 
 
@@ -184,13 +212,20 @@ def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor
 
 
 def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: _Chunk, scale: float, window: int | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: _Chunk, how: _Scores
 ) -> torch.Tensor:
     q = query[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
     k = keys.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
     v = values.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
-    mask = chunk.mask(window)
+    mask = chunk.mask(how.window)
+    if how.softcap is not None or how.sinks is not None:
+        # The heads of a KV group one after the other, as the queries of one head.
+        group = q.shape[1] // k.shape[1]
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        rows = q.reshape(1, k.shape[1], group * q.shape[2], q.shape[3])
+        out = how.attend(rows, k, v, seen.repeat(group, 1)).reshape(1, q.shape[1], q.shape[2], v.shape[3])
+        return out[0].transpose(0, 1)
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[0].transpose(0, 1)

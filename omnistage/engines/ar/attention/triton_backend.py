@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from omnistage.core.errors import StageError
 from omnistage.engines.ar.attention import (
     AttentionBackend,
     AttentionPlan,
@@ -139,8 +140,12 @@ class TritonBackend(AttentionBackend):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del paged  # the operator takes it from `current`
+        if softcap is not None or sinks is not None:
+            raise StageError("the triton attention backend has no soft caps and no sinks; set attention: sdpa")
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         _attend_op(query, key, value, cache[0], cache[1], out, scale, 0 if window is None else window)
         return out

@@ -1,0 +1,167 @@
+"""What each attention module of a `transformers` model asks of its attention, from one pass of the model itself.
+
+A sliding window may be in the model's mask alone, keys and values may differ in width from layer to layer, and a module
+may pass soft caps or sinks. Configs name these in many ways or not at all; the calls themselves do not lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.hf import transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RECORDING_NAME = "omnistage_recording"
+"""Name under which `transformers` finds the attention and the masks that record instead of computing."""
+
+_IGNORED = frozenset(
+    {
+        "scaling",
+        "dropout",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+    }
+    | {
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "past_key_values",
+        "logits_to_keep",
+    }
+)
+"""Arguments of an attention call that are read here or change nothing."""
+
+_OTHER, _BOTH_WAYS = -1, -2
+"""Windows of masks that are none."""
+
+_current = local()
+"""`calls`: those of the recording that this thread runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One attention module's call: what its cache has to hold and over which keys it attends."""
+
+    module: nn.Module
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    plain: bool
+    """Neither soft caps nor sinks, and values as wide as keys: what every backend computes."""
+
+
+def record_attention(model: PreTrainedModel, vocab_size: int) -> list[AttentionCall]:
+    """The attention calls of a forward of `model`, in order. Its attention implementation is changed by it.
+
+    Raises `UnsupportedModelError` for attention that a paged cache cannot serve. On the `meta` device it works as far
+    as the model does not look at its data; what it raises there is left to the caller.
+    """
+    name = type(model).__name__
+    calls: list[AttentionCall] = []
+    model.set_attn_implementation(RECORDING_NAME)
+    _current.calls = calls
+    try:
+        ids = torch.arange(4, device=model.device)[None] % vocab_size
+        with torch.inference_mode():
+            # With a mask given, positions are not searched for packed sequences, which the `meta` device cannot do.
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        _current.calls = None
+    if not calls:
+        raise UnsupportedModelError(
+            f"{name} computes attention in its own code instead of transformers' AttentionInterface, so it cannot use "
+            "the paged cache; serve it from a family of its own"
+        )
+    if len({id(call.module) for call in calls}) < len(calls):
+        raise UnsupportedModelError(
+            f"{name} runs the same attention module several times in a forward, which needs several caches for one "
+            "module; serve it from a family of its own"
+        )
+    return calls
+
+
+def _record(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`transformers`' attention signature; gives zeros."""
+    where = type(module).__name__
+    if (query.shape[0], key.shape[2]) != (1, query.shape[2]):
+        raise UnsupportedModelError(
+            f"{where} attends over {key.shape[2]} keys for {query.shape[2]} tokens; only self-attention is served"
+        )
+    unknown = [name for name, item in kwargs.items() if name not in _IGNORED and _matters(item)]
+    if unknown:
+        raise UnsupportedModelError(f"{where} passes {', '.join(unknown)} to its attention, which is not served yet")
+    plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
+    window = _window_of(attention_mask, module, where)
+    _current.calls.append(AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain))
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[3]), None
+
+
+def _matters(item: object) -> bool:
+    return isinstance(item, torch.Tensor) or (item is not None and item is not False)
+
+
+def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int | None:
+    if mask is None and getattr(module, "is_causal", True):
+        return None
+    window = _BOTH_WAYS if mask is None else getattr(mask, "window", _OTHER)  # set by `_describe`
+    if window == _BOTH_WAYS:
+        raise UnsupportedModelError(f"{where} attends to later tokens too (an encoder); only causal models are served")
+    if window == _OTHER:
+        raise UnsupportedModelError(
+            f"{where} attends through a mask of its own, neither causal nor a sliding window; only these are served"
+        )
+    return None if window is None else int(window)
+
+
+def _describe(mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+    """`transformers`' mask signature: a mask that carries its `window`.
+
+    The mask function is asked about places around the window's edges, so that a window of any length shows.
+    """
+    del kwargs
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    around = [local_size * times for times in (1, 2)] if local_size else [64, 1024, 1 << 20]
+    places = torch.tensor(sorted({0, 1, 2, *(edge + step for edge in around for step in range(-2, 3))}))
+    places = places[places >= 0]
+    rows, columns = places[:, None], places[None, :]
+    try:
+        seen = mask_function(torch.tensor(0), torch.tensor(0), rows, columns).expand(len(places), len(places))
+    except (IndexError, RuntimeError):  # it looks at more than places, such as the kinds of tokens
+        seen = torch.zeros(len(places), len(places), dtype=torch.bool)
+    causal = columns <= rows
+    window: int | None = _BOTH_WAYS if bool(seen.all()) else _OTHER
+    if torch.equal(seen, causal):
+        window = None
+    elif local_size and torch.equal(seen, causal & (columns > rows - local_size)):
+        window = local_size
+    mask.window = window  # type: ignore[attr-defined]
+    return mask
+
+
+transformers.AttentionInterface.register(RECORDING_NAME, _record)
+transformers.masking_utils.AttentionMaskInterface.register(RECORDING_NAME, _describe)

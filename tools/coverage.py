@@ -1,0 +1,408 @@
+"""Which causal LMs of the installed transformers are served exactly, by small random checkpoints of each type.
+
+Each type gets a checkpoint of a few narrow layers, is loaded and served as a user's would be (`Omni`), and is compared
+with transformers' own `generate`, one prompt at a time: six prompts at once, greedy, longer than the sliding window,
+prefill in chunks, and the same prompts again from the prefix cache. Tokens must be equal and log probabilities within
+the tolerance of the dtype.
+
+    exact      the same tokens and log probabilities
+    refused    not loaded, with the reason
+    wrong      loaded, and answers differ: never acceptable
+    crashed    an error that is not one of ours, or one while it generates
+    unbuilt    no small checkpoint could be made, or transformers itself cannot run it
+
+python tools/coverage.py llama gemma2                  these types
+python tools/coverage.py --sample                      the fixed sample of the tests
+python tools/coverage.py --all --json out/coverage.json --markdown out/coverage.md
+python tools/coverage.py --all --part 1/4              a quarter of them
+python tools/coverage.py --sample --dtype float16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import OmniError
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import OmniTokensPrompt
+from omnistage.hf import transformers
+from omnistage.models import _tiny_common as common
+from omnistage.models.causal_lm import tiny
+from omnistage.omni import Omni
+
+SAMPLE = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "phimoe",  # its window is in the mask alone
+    "gemma2",  # soft caps in attention and on logits
+    "gpt_oss",  # attention sinks
+    "granite",  # scaled logits
+    "deepseek_v3",  # values narrower than keys
+    "gptj",
+    "gpt2",
+    "doge",  # a mask of its own
+    "bloom",
+    "mamba",
+    "qwen3_next",
+    "moshi",  # its cache and its mask disagree
+    "deepseek_v32",  # sparse attention
+    "bart",
+    "bert",  # layers before its output embedding
+)
+"""Types that differ in what the engine has to get right, or has to refuse."""
+
+STATES = ("exact", "refused", "wrong", "crashed", "unbuilt")
+VOCAB = 1024
+MAX_LENGTH = 256
+WINDOW = 18
+NEW_TOKENS = 16
+LAYERS = (4, 8)
+"""The second where a type has no full attention among the first four."""
+PROMPT_LENGTHS = (3, 11, 25, 37, 52, 70)
+TOLERANCES = {"float32": 2e-4, "float16": 0.05, "bfloat16": 0.4}
+"""Of a log probability; outside float32 at least four times what transformers itself is off there, and the tokens after
+the first that differs are not compared."""
+OVERRIDES = (
+    "thinker.budget.prefill_chunk=16",
+    "thinker.budget.max_batch_tokens=48",
+    "thinker.budget.block_size=8",
+    "thinker.budget.kv_blocks=96",
+)
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+_SMALL: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("shared_expert_intermediate_size", "decoder_ffn_dim", "shared_intermediate_size"), 64),
+    **dict.fromkeys(
+        ("intermediate_size_mlp", "attention_dim", "dense_intermediate_size", "expert_ffn_hidden_size"), 64
+    ),
+    **dict.fromkeys(_LAYERS, LAYERS[0]),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    "encoder_attention_heads": 4,
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "attention_head_dim", "swa_head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "index_head_dim", "qk_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), MAX_LENGTH),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers", "index_topk"), 1),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads", "lightning_nkv", "num_global_key_value_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_dt_rank", "time_step_rank"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "num_kv_shared_layers"), 1),
+    "mamba_d_ssm": 128,
+    "index_n_heads": 4,
+    "image_size": 32,
+}
+"""Sizes by the setting's name, where a config has it and does not leave it unset."""
+_SWITCHED_ON: dict[str, object] = {
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.5,
+    "final_logit_softcapping": 3.0,
+    "attn_logit_softcapping": 5.0,
+    "is_decoder": True,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What many types leave unset or without effect by default, and published checkpoints use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One type. `tokens` of `compared` differ; `logprob` is the largest difference of a log probability."""
+
+    model_type: str
+    state: str
+    reason: str = ""
+    tokens: int = 0
+    compared: int = 0
+    logprob: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def all_types() -> list[str]:
+    """Every type that `AutoModelForCausalLM` knows, in the installed transformers."""
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return sorted(mapping)
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def small_settings(config: transformers.PreTrainedConfig, layers: int) -> dict[str, object]:
+    """Settings that make a type's default config small, those of the configs inside it included."""
+    settings: dict[str, object] = {}
+    values = vars(config)
+    for name in config.sub_configs:
+        if isinstance(values.get(name), transformers.PreTrainedConfig):
+            settings[name] = small_settings(values[name], layers)
+    for name, value in values.items():
+        if name in _SWITCHED_ON:
+            settings[name] = _SWITCHED_ON[name]
+        elif name in _SMALL and isinstance(value, int):
+            settings[name] = layers if name in _LAYERS else _SMALL[name]
+    _group_heads(values, settings)
+    if "qk_rope_head_dim" in values and "head_dim" in settings:
+        settings["head_dim"] = _SMALL["qk_rope_head_dim"]  # what latent attention rotates
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        settings["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3]}
+    return settings
+
+
+def _group_heads(values: dict[str, object], settings: dict[str, object]) -> None:
+    """Half as many key heads as query heads, where the default has fewer."""
+    heads = next((values[n] for n in ("num_attention_heads", "n_head", "num_heads") if n in values), None)
+    for name in ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads"):
+        if name in values:
+            settings[name] = 4 if values[name] in (None, heads) else 2
+
+
+def build(model_type: str, seed: int, layers: int = LAYERS[0]) -> transformers.PreTrainedModel:
+    """A small model of this type with random weights that make answers depend on every token before."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    settings = small_settings(kind(), layers)
+    config = kind(**settings, **({"attention_types": [[["global", "local"], 2]]} if model_type == "gpt_neo" else {}))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim < 2:
+                parameter.add_(noise * (0.5 if "sink" in name else 0.05))
+            elif "emb" in name or "wte" in name:
+                parameter.copy_(noise * 0.5)
+            else:
+                parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def write(model: transformers.PreTrainedModel, folder: Path) -> None:
+    """The checkpoint with a tokenizer, as a published one lies in its folder."""
+    settings = common.tokenizer_settings("PreTrainedTokenizerFast", MAX_LENGTH, qwen=False)
+    common.write_tokenizer(folder, tiny.special_ids(), settings)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(folder)
+
+
+def prompts(seed: int) -> list[tuple[int, ...]]:
+    """Six of different lengths; the longer ones begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = torch.randint(3, VOCAB, (max(PROMPT_LENGTHS),), generator=generator).tolist()
+    own = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [
+        tuple(longest[: n - 8] + ids[-8:]) if n > 30 else tuple(ids) for n, ids in zip(PROMPT_LENGTHS, own, strict=True)
+    ]
+
+
+# -------------------------------------------------------------------------------------------- comparison
+
+
+@torch.inference_mode()
+def reference(folder: Path, dtype: str, asked: Sequence[tuple[int, ...]]) -> list[Answer]:
+    """Greedy answers of transformers, one prompt at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    answers = []
+    for prompt in asked:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, len(prompt) :]
+        logprobs = torch.stack(out.logits)[:, 0].double().log_softmax(-1)
+        answers.append(Answer(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()))
+    return answers
+
+
+def served(folder: Path, dtype: str, asked: Sequence[tuple[int, ...]]) -> list[Answer]:
+    """Ours, all at once; then all again, with the prefix cache filled."""
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0)
+    answers = []
+    with Omni(folder, device="cpu", dtype=dtype, overrides=OVERRIDES, progress=False) as omni:
+        for _ in range(2):
+            outputs = omni.generate([OmniTokensPrompt(p) for p in asked], params, progress=False)
+            for output in outputs:
+                if output.error is not None:
+                    raise RuntimeError(f"while generating: {output.error}") from output.error
+                logprobs = output.outputs[0].logprobs or []
+                answers.append(Answer(output.token_ids, [item.chosen.logprob for item in logprobs]))
+    return answers
+
+
+def judge(
+    model_type: str, expected: Sequence[Answer], got: Sequence[Answer], dtype: str, rounding: float = 0.0
+) -> Outcome:
+    """Compare both rounds of ours with the reference, whose own log probabilities are off by `rounding`."""
+    different, compared, gaps = differences([*expected, *expected], got)
+    worst, tolerance = max(gaps), max(TOLERANCES[dtype], 4 * rounding)
+    # Outside float32 rounding may choose another expert, and so another answer to one of the prompts.
+    allowed = 0 if dtype == "float32" else 2
+    exact = sum(gap > tolerance for gap in gaps) <= allowed and (different == 0 or dtype != "float32")
+    reason = "" if exact else f"{different} of {compared} tokens differ, log probabilities by up to {worst:.2g}"
+    return Outcome(model_type, "exact" if exact else "wrong", reason, different, compared, worst)
+
+
+def differences(expected: Sequence[Answer], got: Sequence[Answer]) -> tuple[int, int, list[float]]:
+    """Tokens that differ, tokens in all, and for each prompt the largest difference of a log probability before."""
+    different, compared, worst = 0, 0, []
+    for mine, theirs in zip(got, expected, strict=True):
+        same = 0
+        while same < min(len(mine.tokens), len(theirs.tokens)) and mine.tokens[same] == theirs.tokens[same]:
+            same += 1
+        # The first token that differs is compared by its log probability: two may be equally likely.
+        end = min(same + 1, len(mine.tokens), len(theirs.tokens))
+        gaps = [abs(a - b) for a, b in zip(mine.logprobs[:end], theirs.logprobs[:end], strict=True)]
+        worst.append(max(gaps, default=0.0))
+        compared += len(theirs.tokens)
+        different += max(len(mine.tokens), len(theirs.tokens)) - same
+    return different, compared, worst
+
+
+def cover(model_type: str, *, dtype: str = "float32", seed: int = 0) -> Outcome:
+    """Build, serve and compare one type."""
+    asked = prompts(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        expected: list[Answer] = []
+        for layers in LAYERS:
+            try:
+                write(build(model_type, seed, layers), folder)
+                expected = reference(folder, dtype, asked)
+                break
+            except Exception as error:  # whatever a type's own code may raise
+                unbuilt = Outcome(model_type, "unbuilt", _message(error))
+        if not expected:
+            return unbuilt
+        rounding = 0.0 if dtype == "float32" else max(differences(reference(folder, "float32", asked), expected)[2])
+        try:
+            got = served(folder, dtype, asked)
+        except OmniError as error:
+            return Outcome(model_type, "refused", _message(error))
+        except Exception as error:  # this is what the tool looks for
+            return Outcome(model_type, "crashed", _message(error))
+    return judge(model_type, expected, got, dtype, rounding)
+
+
+def _message(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    text = text if isinstance(error, OmniError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def as_markdown(outcomes: Sequence[Outcome], dtype: str) -> str:
+    """The page of the documentation: counts, what is served, and why the rest is not."""
+    counts = Counter(outcome.state for outcome in outcomes)
+    lines = [
+        "# Causal LMs of transformers",
+        "",
+        "Any checkpoint that `AutoModelForCausalLM` loads is tried, and served exactly or refused when it is loaded.",
+        "This page comes from `python tools/coverage.py --all --markdown docs/models.md`: small random checkpoints,",
+        "six prompts at once, greedy, beyond the sliding window, prefill in chunks, prefix cache. Tokens and their log",
+        "probabilities are compared with those of `generate`, one prompt at a time.",
+        "",
+        f"transformers {transformers.__version__}, {dtype}: {summary(counts)}.",
+        "",
+        "Exact: " + ", ".join(f"`{o.model_type}`" for o in outcomes if o.state == "exact") + ".",
+        "",
+        "| model_type | state | reason |",
+        "| --- | --- | --- |",
+    ]
+    for outcome in outcomes:
+        if outcome.state != "exact":
+            reason = outcome.reason.replace("|", "\\|").replace("<", "&lt;")
+            lines.append(f"| {outcome.model_type} | {outcome.state} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[state]} {state}" for state in STATES)
+
+
+def quiet() -> None:
+    """Keep what transformers logs about random weights out of the table."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; none: --sample or --all")
+    parser.add_argument("--sample", action="store_true", help="the fixed sample of the tests")
+    parser.add_argument("--all", action="store_true", help="every type of the installed transformers")
+    parser.add_argument("--part", default="1/1", help="which part of the list, such as 2/4")
+    parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args(argv)
+    types = args.types or (all_types() if args.all else list(SAMPLE) if args.sample else [])
+    unknown = sorted(set(types) - set(all_types()))
+    if unknown or not types:
+        parser.error(f"unknown types: {', '.join(unknown)}" if unknown else "name types, or give --sample or --all")
+    part, parts = (int(number) for number in args.part.split("/"))
+    prepare_torchvision(required=False)
+    quiet()
+    outcomes = []
+    for model_type in types[part - 1 :: parts]:
+        start = time.monotonic()
+        outcome = cover(model_type, dtype=args.dtype, seed=args.seed)
+        outcomes.append(outcome)
+        print(f"{model_type:28} {outcome.state:8} {time.monotonic() - start:5.1f} s  {outcome.reason}", flush=True)
+    print(summary(Counter(outcome.state for outcome in outcomes)))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(outcome) for outcome in outcomes]
+        args.json.write_text(json.dumps({"transformers": transformers.__version__, "types": rows}, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(as_markdown(outcomes, args.dtype))
+    return int(any(outcome.state in ("wrong", "crashed") for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    sys.exit(main())
