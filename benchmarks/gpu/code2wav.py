@@ -115,13 +115,13 @@ def main() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        component = Code2Wav(model, tf32=name == "tf32")
+        with torch.device("meta"):
+            meta = Qwen3OmniMoeCode2Wav(model.config).to(model.dtype)
+        plan = Code2Wav(meta, target=torch.device("cuda")).memory(max(1, 128 // sizes[-1]), sizes[-1], sizes[0])
+        component = Code2Wav(model)
         start = time.perf_counter()
         component.warm_up(sizes, 0, 128)
         seconds, taken = time.perf_counter() - start, torch.cuda.memory_reserved() - before
-        with torch.device("meta"):
-            meta = Qwen3OmniMoeCode2Wav(model.config).to(model.dtype)
-        plan = Code2Wav(meta, target=torch.device("cuda")).memory(max(1, 128 // sizes[-1]), sizes[-1])
         print(
             f"\n{name}: {component._graphs.captures} graphs in {seconds:.1f} s and {taken / 2**20:.0f} MiB (planned "
             f"{(plan.graphs + plan.activations) / 2**20:.0f}), {component.request_bytes / 2**20:.1f} MiB a request, "
@@ -135,9 +135,9 @@ def main() -> None:
                 cells += f"{ms:>12.2f}{count * size * FRAME_SECONDS / ms * 1e3:>7.0f}"
             print(f"{count:>10}{cells}{milliseconds(component, count, sizes[0], first=True):>12.2f}")
         component.close()
-        plain = Code2Wav(model, tf32=name == "tf32", kernels="torch")
+        plain = Code2Wav(model, kernels="torch")
         plain.warm_up(sizes, 0, 128)
-        eager = Code2Wav(model, tf32=name == "tf32", cuda_graphs=False)
+        eager = Code2Wav(model, cuda_graphs=False)
         size, count = sizes[-1], requests[len(requests) // 2]
         times = [milliseconds(each, count, size, first=False) for each in (plain, eager)]
         print(f"{count} x {size}: modules' activations {times[0]:.2f} ms, without graphs {times[1]:.2f} ms")

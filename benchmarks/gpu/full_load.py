@@ -31,8 +31,8 @@ import torch
 from full_load_requests import LoadRequest, build_requests
 from serve import PORT, URL, ready_after, service, write_checkpoint
 
-from omnistage.bench.client import Address, BrokenResponseError, Client
 from omnistage.config import parse_size
+from omnistage.core.http_client import Address, BrokenResponseError, Client
 
 GIB = 2**30
 PATH = "/v1/chat/completions"

@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--profile", type=Path, default=None, help="a folder for py-spy's stacks of each load")
     parser.add_argument("--ready-limit", type=float, default=150.0, help="seconds after which starting is given up")
+    parser.add_argument("--log", type=Path, default=None, help="keep what the service writes")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     if not (options.folder / "config.json").exists():
@@ -183,7 +184,7 @@ def main() -> None:
             options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
     with tempfile.NamedTemporaryFile() as file, contextlib.ExitStack() as stack:
-        log = Path(file.name)
+        log = options.log or Path(file.name)
         stack.callback(lambda: print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True))
         process = stack.enter_context(service(options.folder, PORT, log, *flags))
         with profiled(process.pid, options.profile and options.profile / "start.txt", gil=False):

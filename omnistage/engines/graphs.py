@@ -88,7 +88,7 @@ class CudaCapture:  # pragma: no cover  (needs a CUDA device)
         self._renew()
 
     def _renew(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.MemPool()
         # All are captured on one stream: the allocator gives memory of one stream to no other. Kernels keep the
         # priority of the stream that they were captured on.
         self._stream = torch.cuda.Stream(priority=self._priority)  # type: ignore[no-untyped-call]
@@ -99,10 +99,13 @@ class CudaCapture:  # pragma: no cover  (needs a CUDA device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                run()  # libraries set themselves up on first use, which cannot be captured
+                # Libraries set themselves up on first use, which cannot be captured. From the same pool: what this
+                # takes, the graph takes over, and is not held twice.
+                with torch.cuda.use_mem_pool(self._pool):
+                    run()
                 # Not torch.cuda.graph(): it synchronises the device and empties the allocator's cache under the other
                 # stages. Thread-local: other stages go on allocating and launching while this thread captures.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
                 try:
                     run()
                 finally:
@@ -113,7 +116,7 @@ class CudaCapture:  # pragma: no cover  (needs a CUDA device)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
-            end_capture(graph, self._pool)
+            end_capture(graph, self._pool.id)
         except RuntimeError:
             self._renew()
             raise
@@ -229,11 +232,22 @@ class _Graph:
 class GraphCache:
     """Calls functions of tensors through CUDA graphs. Not thread-safe: one per engine loop, all on one stream.
 
-    `capture` is for tests; without it graphs are CUDA's, and inputs on other devices are for plain calls.
+    `capture` is for tests; without it graphs are CUDA's, and inputs on other devices are for plain calls. `tf32` allows
+    TF32 in what is called or captured. Replays leave the process's switch alone: where it changes, layers that are
+    compiled elsewhere are compiled again.
     """
 
-    def __init__(self, *, enabled: bool, capacity: int = 96, priority: int = 0, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        capacity: int = 96,
+        priority: int = 0,
+        tf32: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
         self.enabled = enabled
+        self._tf32 = tf32
         self.capacity = capacity
         self._priority = priority
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
@@ -254,7 +268,7 @@ class GraphCache:
         had in this place is not read again: it must not have changed. A key that cannot be captured is called plainly.
         """
         if not self.enabled or key in self._plain or not (self._anywhere or inputs[0].is_cuda):
-            return function(*inputs, *constants)
+            return self._plainly(function, *inputs, *constants)
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -262,9 +276,13 @@ class GraphCache:
             return graph(inputs, constants)
         graph = self._add(key, function, inputs, constants)
         if graph is None:
-            return function(*inputs, *constants)
+            return self._plainly(function, *inputs, *constants)
         self.replays += 1
         return graph.replay()  # its inputs are there; what they were copied from may have been overwritten
+
+    def _plainly(self, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with allow_tf32(self._tf32):
+            return function(*inputs)
 
     def _add(
         self, key: Hashable, function: Function, inputs: tuple[Tensor, ...], constants: tuple[Tensor, ...]
@@ -272,7 +290,8 @@ class GraphCache:
         try:
             if self._capture is None:
                 self._capture = CudaCapture(self._priority)
-            graph = _Graph(function, inputs, constants, self._buffers, self._capture)
+            with allow_tf32(self._tf32):
+                graph = _Graph(function, inputs, constants, self._buffers, self._capture)
         except RuntimeError as error:  # there may be no memory for it
             if loses_device(error):
                 raise

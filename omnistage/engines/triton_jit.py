@@ -15,6 +15,18 @@ logger = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+def _launch_errors() -> tuple[type[Exception], ...]:
+    if not HAS_TRITON:
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return (OutOfResources,)
+
+
+LAUNCH_ERRORS = _launch_errors()
+"""Of a kernel that needs more shared memory or registers than the device has."""
+
+
 @lru_cache
 def has_c_compiler() -> bool:
     """Whether Triton, and with it torch.compile on CUDA, finds what it builds launchers with."""

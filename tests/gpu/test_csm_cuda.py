@@ -38,12 +38,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize(
+    ("graphs", "chunk"),
+    [(True, 512), (False, 512), (True, 1)],
+    ids=["graphs", "no graphs", "prompts token by token"],
+)
 def test_codes_and_sound_are_those_of_transformers(
-    folder: Path, graphs: bool, caplog: pytest.LogCaptureFixture
+    folder: Path, graphs: bool, chunk: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cases, reference = make_cases(6, seed=5), Reference(folder)
     overrides = (*SMALL, f"backbone.cuda_graphs={str(graphs).lower()}", f"codec.cuda_graphs={str(graphs).lower()}")
+    overrides += (f"backbone.prefill_chunk={chunk}",)
     with Omni(folder, device="cuda", dtype="float32", overrides=overrides, progress=False) as omni:
         codec = omni.orchestrator.stages["codec"]
         assert isinstance(codec, CodecStage)

@@ -12,7 +12,7 @@ import torch
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.config import ARBudget
 from omnistage.core.clips import AudioClip
-from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from omnistage.core.messages import AudioPart, ChatMessage, TextPart
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import (
@@ -235,9 +235,24 @@ def generated(reference: Reference, ids: tuple[int, ...], count: int) -> list[li
     return frames
 
 
-def test_the_prefix_cache_cannot_be_turned_on(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="must be false"):
-        OmniRunner(folder, ("backbone.prefix_caching=true",)).load_component("backbone")
+def test_a_conversation_that_goes_on_is_found_in_the_prefix_cache(folder: Path, processor: CsmProcessor) -> None:
+    backbone = OmniRunner(folder).load_component("backbone")
+    assert isinstance(backbone, Backbone)
+    clip = AudioClip(np.sin(np.arange(24_000, dtype=np.float32) / 20), 24_000)
+    before = ChatMessage("user", (TextPart("What was said before."), AudioPart(clip)))
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    found: list[list[Frames]] = []
+    for caching in (False, True):
+        stage = ARStage("backbone", backbone, ARBudget(kv_blocks=64, block_size=8, prefix_caching=caching))
+        found.append([])
+        for text in ("One.", "Two of them."):
+            payload = processor.chat([before, ChatMessage("user", (TextPart(text),))])
+            stage.submit(StageInput(RequestInfo(text), params, payload))
+            chunks = [chunk for _ in range(20) for chunk in stage.step()]
+            frames = (c.payload.frames for c in chunks if isinstance(c.payload, TokenChunk))
+            found[-1].append(tuple(frame for some in frames for frame in some))
+    assert found[0] == found[1]
+    assert stage.scheduler.pool.hits >= 3
 
 
 # ------------------------------------------------------------------------------------------------- the codec

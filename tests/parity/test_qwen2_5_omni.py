@@ -148,8 +148,8 @@ def unusual_cases() -> list[Case]:
     """Sound that is longer or shorter than its video, several videos, media in every order, odd frames and rates."""
     rng = np.random.default_rng(5)
 
-    def video(frames: int, sound: float | None = None, fps: float = 2.0) -> VideoPart:
-        pixels = rng.integers(0, 256, (frames, 56, 84, 3), dtype=np.uint8)
+    def video(frames: int, sound: float | None = None, fps: float = 2.0, width: int = 84) -> VideoPart:
+        pixels = rng.integers(0, 256, (frames, 56, width, 3), dtype=np.uint8)
         audio = None if sound is None else omni_cases._clip(rng, sound)
         return VideoPart(VideoClip(pixels, fps, frames / fps, audio), use_audio=audio is not None)
 
@@ -163,6 +163,7 @@ def unusual_cases() -> list[Case]:
         "two videos with sound": [video(8, 4.0), video(4, 2.5)],
         "sound, video with sound, image": [audio(1.2), video(8, 4.0), omni_cases._image(rng)],
         "text between all": [text, omni_cases._image(rng), text, audio(1.0), text, video(4)],
+        "a picture that is wider than its sound is long": [video(2, 0.05, width=224)],
         "one frame": [video(1)],
         "three frames": [video(3)],
         "slow frames": [video(8, None, 0.5)],

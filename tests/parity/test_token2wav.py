@@ -528,6 +528,29 @@ def test_graphs_are_plain_calls_off_cuda_and_tf32_is_restored() -> None:
         assert matmul.allow_tf32 == before
 
 
+def test_a_replay_leaves_the_switch_for_tf32_alone() -> None:
+    """Layers that another stage has compiled are compiled again, for seconds, when they see it changed."""
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        return (-x,)
+
+    captured = GraphCache(enabled=True, tf32=True, capture=FakeCapture())
+    for _ in range(2):
+        captured("key", function, torch.ones(2))
+    assert seen == [True, True, False, False]  # a run, its capture, and two replays, which call it here
+    seen.clear()
+    plain = GraphCache(enabled=False, tf32=True)
+    plain("key", function, torch.ones(2))
+    assert seen == [True]
+    assert not torch.backends.cuda.matmul.allow_tf32
+    switch = torch.backends.cuda.matmul
+    with mock.patch.object(type(switch), "__setattr__", side_effect=AssertionError("the switch was changed")):
+        cache = GraphCache(enabled=True, capture=FakeCapture())
+        cache("key", function, torch.ones(2))
+
+
 def test_what_a_window_keeps_takes_no_more_than_its_share() -> None:
     """A request that waits for its codes must not hold what all of its batch kept."""
     one = torch.zeros(1, 1)

@@ -172,6 +172,48 @@ def test_a_captured_step_gives_the_row_that_codes_are_predicted_from(framed: Fra
     assert {name: answer.frames for name, answer in run(stage, list(JOBS)).items()} == expected
 
 
+def plain(stage: ARStage, *jobs: tuple[tuple[int, ...], SamplingParams]) -> list[list[tuple[int, ...]]]:
+    """Frames of prompts without side rows, in one batch."""
+    for i, (ids, params) in enumerate(jobs):
+        stage.submit(StageInput(RequestInfo(str(i)), params, ARInput(ids)))
+    frames: list[list[tuple[int, ...]]] = [[] for _ in jobs]
+    while stage.has_work():
+        for chunk in stage.step():
+            if isinstance(chunk.payload, TokenChunk):
+                frames[int(chunk.request_id)].extend(chunk.payload.frames)
+    stage.check_integrity()
+    return frames
+
+
+def test_the_prefix_cache_has_prompts_and_no_frames(framed: Framed) -> None:
+    """A frame is more than its first code: a prompt that spells those of another request is something else."""
+    prompt = (*PROMPT, *PROMPT[::-1])
+    uncached = stage_of(framed, prefix_caching=False)
+    (frames,) = plain(uncached, (prompt, GREEDY))
+    spelled = (*prompt, *(frame[0] for frame in frames))
+    (expected,) = plain(uncached, (spelled, GREEDY))
+    stage = stage_of(framed)
+    assert plain(stage, (prompt, GREEDY)) == [frames]
+    assert plain(stage, (spelled, GREEDY)) == [expected]
+    assert stage.scheduler.pool.hits == len(prompt) // 8
+    # As it is after a preemption: the frames are computed again, from all of their codes.
+    jobs = [(prompt, GREEDY), (spelled, GREEDY), (prompt, GREEDY)]
+    crowded = stage_of(framed, kv_blocks=8)
+    assert plain(crowded, *jobs) == [frames, expected, frames]
+    assert crowded.stats().preemptions > 0
+
+
+def test_codes_are_sampled_at_the_temperature_of_the_first_unless_they_have_their_own(framed: Framed) -> None:
+    for own, expected in ((None, 0.4), (1.0, 1.0)):
+        framed.spec = replace(framed.spec, residual=ResidualCodes(COUNT, CODES, 1, temperature=own))
+        stage = stage_of(framed)
+        for key, temperature in (("greedy", 0.0), ("cool", 0.4)):
+            stage.runner.sampler.add(key, SamplingParams(temperature=temperature), ())
+        numbers = stage.runner._residual_numbers(["greedy", "cool"])
+        assert numbers is not None
+        assert numbers[0].tolist() == [0.0, expected]
+
+
 def test_sampled_codes_follow_their_seed_and_vary(framed: Framed) -> None:
     first, again = (run(stage_of(framed), ["b"])["b"].frames for _ in range(2))
     assert first == again

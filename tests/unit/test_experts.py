@@ -47,9 +47,8 @@ def test_every_implementation_gives_what_the_loop_over_experts_gives(decoder: to
 
 def test_steps_that_are_captured_wait_for_nothing() -> None:
     cuda = torch.device("cuda")
-    assert experts_for(CPU, torch.float32) == "eager"
-    assert experts_for(cuda, torch.bfloat16) == "grouped_mm"
-    assert experts_for(cuda, torch.float32) == EXPERTS_NAME
+    assert experts_for(CPU) == "eager"
+    assert experts_for(cuda) == EXPERTS_NAME
 
 
 def test_a_small_batch_is_computed_without_looking_at_its_data(decoder: torch.nn.Module) -> None:

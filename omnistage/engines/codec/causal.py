@@ -6,8 +6,7 @@ An utterance gives the samples of one forward over all of it, however it is cut,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +17,7 @@ from omnistage.core.params import CodecParams
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.codec.causal_layers import Contexts
 from omnistage.engines.codec.component import CodecComponent, CodecLayout, Window
-from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
+from omnistage.engines.graphs import GraphCache, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.streams import CODEC_PRIORITY, DeviceStream, upload
 
@@ -72,7 +71,6 @@ class CausalDecoder(CodecComponent):
         device: torch.device,
         voices: tuple[str, ...] = (),
         cuda_graphs: bool = True,
-        tf32: bool = False,
         target: torch.device | None = None,
     ) -> None:
         self.network = network.eval()
@@ -88,7 +86,6 @@ class CausalDecoder(CodecComponent):
         self._plans_graphs = cuda_graphs and device.type == "meta" and target is not None and target.type == "cuda"
         self._sizes: tuple[int, ...] = ()
         """Frames of windows, ascending, for which there are graphs: of first ones the smallest only."""
-        self._tf32 = tf32 and device.type == "cuda"
         self._stream = DeviceStream(device, priority=CODEC_PRIORITY)
         self._stream.follow()
 
@@ -112,7 +109,7 @@ class CausalDecoder(CodecComponent):
 
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         jobs = [self._job(window) for window in windows]
-        with self._computing():
+        with self._stream.use():
             while ready := [job for job in jobs if job.codes.shape[1]]:
                 for (first, length), members in self._by_shape(ready).items():
                     rows = _rows(length)
@@ -184,11 +181,6 @@ class CausalDecoder(CodecComponent):
 
         return run
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with self._stream.use(), allow_tf32(self._tf32):
-            yield
-
     # ------------------------------------------------------------------------------------------------- set-up
 
     def warm_up(self, chunk_blocks: Sequence[int], lookahead: int, max_blocks: int) -> None:
@@ -200,23 +192,25 @@ class CausalDecoder(CodecComponent):
         shapes = [(False, size) for size in self._sizes] + [(True, self._sizes[0])]
         calls = [(rows, *shape) for shape in shapes for rows in _batches(_rows(shape[1]))]
         books = self.layout.num_codebooks
-        with self._computing():
+        with self._stream.use():
             for rows, first, size in sorted(calls, key=lambda call: -call[0] * call[2]):  # others use its memory
                 codes, positions = (np.zeros(shape, dtype=np.int64) for shape in ((rows, books, size), (rows,)))
                 inputs = upload(codes, self.device), self._zeros(rows), upload(positions, self.device)
                 self._graphs((first, rows, size), self._function(first), *inputs)
 
-    def memory(self, rows: int, codes: int) -> StageMemory:
+    def memory(self, rows: int, codes: int, least: int = 1) -> StageMemory:
         """Asked for a network on the meta device."""
         codes = min(codes, MAX_FRAMES)
         rows = min(rows, _rows(codes))
         activations = 3 * rows * self.request_bytes  # the stacked rows, the new ones, and the copy of each
         graphs = 0
-        if self._plans_graphs:  # they share one pool and their buffers: those of the largest
-            most = _rows(codes)
-            buffers = 2 * most * (self.request_bytes + 4 * codes * self.frame_samples)
-            driver = _PLANNED_SIZES * len(_batches(MAX_FRAMES)) * _GRAPH_BYTES
-            graphs = self._forward_bytes(most, codes) + buffers + driver
+        if self._plans_graphs:
+            # They share one pool and their buffers, those of the largest. Small windows come in larger batches, and
+            # each row has its past beside it, which is more than its frames.
+            sizes = {min(least << power, codes) for power in range(_PLANNED_SIZES)}
+            forward = max(self._forward_bytes(_rows(size), size) for size in sizes)
+            buffers = max(_rows(size) * (self.request_bytes + 4 * size * self.frame_samples) for size in sizes)
+            graphs = forward + 2 * buffers + _PLANNED_SIZES * len(_batches(MAX_FRAMES)) * _GRAPH_BYTES
         else:
             activations += self._forward_bytes(rows, codes)
         return StageMemory(weight_bytes((self.network,)), activations=activations, graphs=graphs)

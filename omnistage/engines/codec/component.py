@@ -97,8 +97,8 @@ class CodecComponent(ABC):
         state = self.open("warm-up", CodecParams(), None)
         self.decode([Window(state, (frame,) * length, 0, length, True)])
 
-    def memory(self, rows: int, codes: int) -> StageMemory | None:
-        """What it needs to decode `rows` windows of `codes` codes; asked on the meta device. None: unknown."""
+    def memory(self, rows: int, codes: int, least: int = 1) -> StageMemory | None:
+        """What it needs to decode `rows` windows of `least` to `codes` codes; on the meta device. None: unknown."""
         return None
 
     @property

@@ -150,6 +150,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
             starved=self._scheduler.starved,
             steps=self._steps,
             tokens=self._codes,
+            capacity=self._budget.max_running,
             extra={"windows": self._windows, "audio_seconds": self._samples / self.component.sample_rate},
         )
 

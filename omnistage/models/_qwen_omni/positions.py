@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 
 def with_positions(
-    model: PreTrainedModel, payload: ARInput, text_ids: tuple[int, ...], *, use_audio_in_video: bool | None = None
+    model: PreTrainedModel,
+    payload: ARInput,
+    text_ids: tuple[int, ...],
+    *,
+    use_audio_in_video: bool | None = None,
+    after_largest: bool = False,
 ) -> ARInput:
     """m-RoPE positions of `text_ids`. Without pictures they are 0, 1, 2, ... and need no work.
 
-    `use_audio_in_video` None: as the processor says.
+    `use_audio_in_video` None: as the processor says. What is generated goes on after the last position, as in
+    `generate`, or after the largest, where the model's `forward` counts on: those of a picture may be larger than those
+    of the sound and text that follow it.
     """
     context = payload.context
     if "image_grid_thw" not in context and "video_grid_thw" not in context:
@@ -35,6 +42,8 @@ def with_positions(
         audio_seqlens=context.get("audio_seqlens"),
         second_per_grids=context.get("video_second_per_grid"),
     )
+    if not after_largest:
+        delta = positions[0, 0, -1] + 1 - len(text_ids)
     return replace(payload, positions=positions[:, 0], position_delta=delta.item())
 
 

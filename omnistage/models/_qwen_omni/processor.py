@@ -15,6 +15,7 @@ import torch
 from omnistage.compat import prepare_torchvision
 from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
+from omnistage.core.family import ThinkBlock
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
@@ -76,7 +77,7 @@ class QwenOmniProcessor(ABC):
         self._prompts = PromptTokenizer(processor.tokenizer, self.max_tokens)
         self._voices = tuple(voices)
         self._lock = threading.Lock()
-        self._template = ChatTemplate(self._render, parts=True)
+        self._template = ChatTemplate(self._render, processor.tokenizer, parts=True)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @abstractmethod
@@ -100,7 +101,9 @@ class QwenOmniProcessor(ABC):
 
     # --------------------------------------------------------------------------------------------- inputs
 
-    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ARInput:
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+    ) -> ARInput:
         if not self._processor.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
@@ -110,14 +113,17 @@ class QwenOmniProcessor(ABC):
             raise InvalidRequestError(
                 "use_audio_in_video needs an audio track in every video of the chat, or in none", param="messages"
             )
-        rendered = self._template.text(turns, tools, guarded)
+        rendered = self._template.text(turns, tools, guarded, thinking)
         if not (media.images or media.audios or media.videos):
             return ARInput(self._prompts.encode(rendered, guarded))
         return self._with_media(rendered, media, guarded)
 
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True}
-        text = self._processor.apply_chat_template(turns, tools=tools, **options)
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        return self._template.think_block(thinking)
+
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+        fixed = {"tokenize": False, "add_generation_prompt": True}
+        text = self._processor.apply_chat_template(turns, tools=tools, **fixed, **options)
         return str(text[0] if isinstance(text, list) else text)
 
     def text(self, prompt: str) -> ARInput:
@@ -204,6 +210,8 @@ class QwenOmniProcessor(ABC):
                     f"a clip may last at most {longest} with this model; split it into several",
                     param="messages",
                 )
+            if max(map(len, media.audios)) <= self._processor.feature_extractor.n_fft // 2:
+                raise _too_short()  # spectra take more; a clip beside a longer one is padded
             options["audio"] = media.audios
         if media.images:
             options["images"] = media.images
@@ -221,8 +229,7 @@ class QwenOmniProcessor(ABC):
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
             raise _refused(reason) from error
         if media.audios and int(self._audio_lengths(features).min()) < 1:
-            shortest = f"{_MIN_SECONDS * 1000:g} ms"
-            raise MediaError(f"an audio clip is shorter than {shortest}; send a longer one", param="messages")
+            raise _too_short()
         return features
 
     def _expand(self, rendered: str, media: _Media, features: BatchFeature) -> str:
@@ -306,6 +313,10 @@ def load_processor(name: str, folder: Path) -> ProcessorMixin:
             f"no usable processor in {folder}; it needs tokenizer.json, tokenizer_config.json and "
             f"preprocessor_config.json as the model came with them: {error}"
         ) from error
+
+
+def _too_short() -> MediaError:
+    return MediaError(f"an audio clip is shorter than {_MIN_SECONDS * 1000:g} ms; send a longer one", param="messages")
 
 
 def _refused(reason: str) -> MediaError:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from omnistage.models import _tiny_common as common
 
+_THINK = (
+    "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}"
+    "{%- else -%}{{- '<think>\\n' -}}{%- endif -%}"
+)
 
-def chat_template(tokens: Mapping[str, str], system: str | None = None) -> str:
-    """ChatML with media by the token names of a processor; `system` is said where a chat begins without one."""
+
+def chat_template(tokens: Mapping[str, str], system: str | None = None, *, thinks: bool = False) -> str:
+    """ChatML with media by the token names of a processor; `system` is said where a chat begins without one.
+
+    `thinks`: answers begin inside a think block, unless a request turns that off.
+    """
 
     def media(kind: str, span: str) -> str:
         return tokens[f"{span}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{span}_eos_token"]
@@ -35,7 +43,9 @@ def chat_template(tokens: Mapping[str, str], system: str | None = None) -> str:
         "{%- endif -%}{%- endfor -%}{%- endif -%}"
         "{{- '<|im_end|>\\n' -}}"
         "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}"
+        + (_THINK if thinks else "")
+        + "{%- endif -%}"
     )
 
 
@@ -48,11 +58,15 @@ def write_processor(
     images: Mapping[str, object],
     *,
     seconds: int,
+    visible: Collection[str] = (),
 ) -> None:
-    """Tokenizer, chat template and media settings of `transformers`' processor class `name`."""
+    """Tokenizer, chat template and media settings of `transformers`' processor class `name`.
+
+    `visible`: tokens that are part of an answer's text.
+    """
     more = {"extra_special_tokens": dict(tokens), "chat_template": template, **tokens}
     settings = common.tokenizer_settings("Qwen2Tokenizer", 32768, more, processor=name)
-    common.write_tokenizer(folder, ids, settings)
+    common.write_tokenizer(folder, ids, settings, visible)
     common.write_json(folder / "chat_template.json", {"chat_template": template})
     common.write_json(
         folder / "preprocessor_config.json",

@@ -18,6 +18,7 @@ from omnistage.core.types import MediaSpan
 from omnistage.engines.ar.attention import ATTENTION_NAME, PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec, Choose, ResidualCodes
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
+from omnistage.engines.ar.depth_decoder import DepthDecoder, predict_codes
 from omnistage.models.loading import freeze, kv_shape, positive
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Backbone(ARComponent):
             raise CheckpointError(f"config.json has {text} text tokens and {self._codes} codes; it must have more text")
         self.model, self._codec = freeze(model), codec
         self.decoder, self._depth = model.backbone_model, model.depth_decoder
+        self._kernels: DepthDecoder | None = None
         self.device, self.dtype = model.device, model.dtype
         self.spec = ARSpec(
             num_layers=layers,
@@ -96,9 +98,20 @@ class Backbone(ARComponent):
         ended = hidden[:, self._width :] > 0
         return torch.cat((logits.masked_fill(ended, _NEVER), (~ended).to(logits.dtype) * _NEVER), dim=1)
 
+    def use_kernels(self) -> None:
+        self._kernels = DepthDecoder.of(self._depth.model, self._books)
+
     def predict(self, hidden: Tensor, token_ids: Tensor, choose: Choose) -> Tensor:
         depth, heads = self._depth.model, self._depth.codebooks_head.weight
         first = depth.embed_tokens(token_ids.clamp(max=self._codes - 1))
+        if self._kernels is not None:
+            project, offset = depth.inputs_embeds_projector, self._codes
+            begin = project(hidden[:, : self._width]), project(first)
+
+            def embed(index: int, code: Tensor) -> Tensor:
+                return project(depth.embed_tokens(code + (index + 1) * offset))  # type: ignore[no-any-return]
+
+            return predict_codes(self._kernels, begin, [head.T for head in heads], embed, choose)
         rows = torch.stack((hidden[:, : self._width], first), dim=1)
         cache, codes = _Cache(), list[Tensor]()
         # Ready-made masks: transformers would look at numbers on the device to leave one out.

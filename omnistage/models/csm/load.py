@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from omnistage.config import ARStageConfig, CodecBudget, CodecStageConfig
+from omnistage.config import CodecBudget, CodecStageConfig
 from omnistage.core.checkpoint import read_json
-from omnistage.core.errors import CheckpointError, ConfigError
+from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.csm.backbone import Backbone
@@ -40,12 +40,6 @@ def read_config(folder: Path) -> CsmConfig:
 
 
 def load_backbone(context: LoadContext) -> Backbone:
-    if isinstance(context.stage, ARStageConfig) and context.stage.budget.prefix_caching:
-        raise ConfigError(
-            "prefix_caching of this stage must be false: cached blocks are found by tokens, which are text in a prompt "
-            "and the first of several codes in speech",
-            param=f"{context.stage_name}.prefix_caching",
-        )
     config = read_config(context.model.folder)
     weights = read_weights(context)
     for one, other in (TIED, TIED[::-1]) if config.tie_codebooks_embeddings else ():

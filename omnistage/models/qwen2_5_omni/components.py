@@ -99,7 +99,7 @@ class Talker(DecoderComponent):
             embeds = torch.cat((rows[:-1], (self._rows[begin] + pad)[None], (rows[-1] + bos)[None]))
         text_ids = (*payload.token_ids[:-1], begin, payload.token_ids[-1])
         ids = (model.codec_mask_token,) * (len(text_ids) - 2) + (model.codec_pad_token, model.codec_bos_token)
-        prepared = with_positions(model, payload, text_ids)
+        prepared = with_positions(model, payload, text_ids, after_largest=True)
         return replace(prepared, token_ids=ids, embeds=embeds)
 
     @cached_property

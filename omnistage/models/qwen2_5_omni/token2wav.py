@@ -135,7 +135,9 @@ class Token2Wav(CodecComponent):
         self._params = params or CodecParams()
         # TF32 is a way of CUDA's; half precision works anywhere, if seldom faster.
         self._precision: Precision = "float32" if precision == "tf32" and self.device.type != "cuda" else precision
-        self._graphs = GraphCache(enabled=cuda_graphs and self.device.type == "cuda", priority=CODEC_PRIORITY)
+        tf32 = self._precision == "tf32"
+        enabled = cuda_graphs and self.device.type == "cuda"
+        self._graphs = GraphCache(enabled=enabled, priority=CODEC_PRIORITY, tf32=tf32)
         self._default_voice = default_voice or first_voice(speakers)
         self._voices = self._encode_voices(dit, speakers)
         if self._default_voice not in self._voices:
@@ -216,7 +218,7 @@ class Token2Wav(CodecComponent):
                 codes = (0,) * (blocks * block + lookahead)
                 self.decode([Window(state, codes, 0, blocks * block, False) for state in states])
 
-    def memory(self, rows: int, codes: int) -> StageMemory:
+    def memory(self, rows: int, codes: int, least: int = 1) -> StageMemory:
         """The solver or BigVGAN, whichever takes more, and the graphs where the target has them."""
         frames, blocks = codes * self._repeats, -(-codes // self.layout.block_codes)
         solver = 2 * rows * self.request_bytes  # what all windows keep, and the copy of each
@@ -263,9 +265,13 @@ class Token2Wav(CodecComponent):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        # Not for float16: the switch is one for the process, and layers that are compiled elsewhere are compiled again
-        # whenever it changes. What is left in float32 there is small.
-        with self._on_stream(), torch.inference_mode(), allow_tf32(self._precision == "tf32"):
+        with self._on_stream(), torch.inference_mode():
+            yield
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Without a graph. Not for float16, where what is left in float32 is small: see `GraphCache`."""
+        with allow_tf32(self._precision == "tf32"):
             yield
 
     # ------------------------------------------------------------------------------------------------ solver
@@ -289,7 +295,10 @@ class Token2Wav(CodecComponent):
         graphed = self._graphs.enabled and sum(map(self._blocks, windows)) <= MAX_GRAPH_BLOCKS
         rows = [self._rows(stream, window) for stream, window in zip(streams, windows, strict=True)]
         batch = BlockBatch(rows, self.layout.block_codes, self._repeats, self.device, padded=graphed)
-        return self._flow.solve(batch, streams[0].params, half=half, graphs=self._graphs if graphed else None)
+        if graphed:
+            return self._flow.solve(batch, streams[0].params, half=half, graphs=self._graphs)
+        with self._plainly():
+            return self._flow.solve(batch, streams[0].params, half=half, graphs=None)
 
     def _blocks(self, window: Window) -> int:
         return -(-(len(window.codes) - window.history) // self.layout.block_codes)
@@ -374,7 +383,8 @@ class Token2Wav(CodecComponent):
         # The scaling of the spectrogram makes a tensor from a number, which cannot be captured either.
         spectrogram = self._vocoder.process_mel_spectrogram(mel.transpose(1, 2))
         if not graphed:
-            return bigvgan(self._vocoder, spectrogram)[:count]
+            with self._plainly():
+                return bigvgan(self._vocoder, spectrogram)[:count]
         key = ("bigvgan", *mel.shape[:2])
         return self._graphs(key, lambda s: (bigvgan(self._vocoder, s),), spectrogram)[0][:count]
 

@@ -37,7 +37,7 @@ SAMPLE_RATE = 24_000  # not in the checkpoint's config
 class Code2Wav(CausalDecoder):
     """Code2wav behind the codec engine. The given model's modules stay as they are; their tensors are shared.
 
-    It computes in the model's dtype; with `tf32` float32 products may be TF32 on CUDA. `kernels` of its activations:
+    It computes in the model's dtype, its convolutions as torch's setting for cuDNN says. `kernels` of its activations:
     `auto` is `triton` on CUDA, `torch` elsewhere. `voices` are the talker's, which this stage has no use for and must
     not refuse. `target` is where a model on the meta device will run, for `memory`.
     """
@@ -49,7 +49,6 @@ class Code2Wav(CausalDecoder):
         *,
         voices: tuple[str, ...] = (),
         cuda_graphs: bool = True,
-        tf32: bool = False,
         kernels: Kernels = "auto",
         target: torch.device | None = None,
     ) -> None:
@@ -82,7 +81,6 @@ class Code2Wav(CausalDecoder):
             device=at,
             voices=voices,
             cuda_graphs=cuda_graphs,
-            tf32=tf32,
             target=target,
         )
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.core.errors import InvalidRequestError, StageError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, StageError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import Choose, ResidualCodes
+from omnistage.engines.ar.depth_decoder import DepthDecoder, PlainDecoder, predict_codes
 from omnistage.engines.streams import upload
 from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
 from omnistage.models.decoder import DecoderComponent
@@ -34,7 +35,8 @@ _HEADER = 3
 """Rows of `<|im_start|>assistant\\n`, before the reply's own."""
 _PIECE_WINDOWS = 8
 """Of the audio encoder's windows, 8 s each, that are encoded at once."""
-_RESIDUAL_TOP_K, _RESIDUAL_TOP_P = 50, 0.8  # the reference has them in its code
+# The reference has them in its code.
+_RESIDUAL_TOP_K, _RESIDUAL_TOP_P, _RESIDUAL_TEMPERATURE = 50, 0.8, 1.0
 
 
 class Thinker(DecoderComponent):
@@ -158,6 +160,9 @@ class Talker(DecoderComponent):
         text_rows: Mapping[int, torch.Tensor],
     ) -> None:
         config, text, predictor = model.config, model.config.text_config, model.config.code_predictor_config
+        kinds = sorted(set(predictor.layer_types))
+        if kinds != ["full_attention"]:
+            raise CheckpointError(f"code_predictor_config has layers of {', '.join(kinds)}; all must be full_attention")
         super().__init__(model, model.model, model.codec_head, text, position_dims=3, side_input=True)
         residual = ResidualCodes(
             count=int(config.num_code_groups) - 1,
@@ -165,12 +170,14 @@ class Talker(DecoderComponent):
             hidden_size=int(text.hidden_size),
             top_k=_RESIDUAL_TOP_K,
             top_p=_RESIDUAL_TOP_P,
+            temperature=_RESIDUAL_TEMPERATURE,
         )
         self.spec = replace(
             self.spec, fractional_positions=True, side_size=int(config.thinker_hidden_size), residual=residual
         )
         self._whole = whole
         self._voices = voices
+        self._depth: DepthDecoder | None = None
         self._rows = {token: row.to(self.device, self.dtype) for token, row in text_rows.items()}
         self.eos_token_ids = (config.codec_eos_token_id,)
         # What is neither a code nor an end cannot be spoken.
@@ -248,7 +255,10 @@ class Talker(DecoderComponent):
 
     @property
     def decoders(self) -> tuple[nn.Module, ...]:
-        return self.decoder, self.model.code_predictor.model
+        return (self.decoder,) if self._depth is not None else (self.decoder, self.model.code_predictor.model)
+
+    def use_kernels(self) -> None:
+        self._depth = DepthDecoder.of(self.model.code_predictor.model, int(self.model.config.num_code_groups))
 
     def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return embeds + self.model.text_projection(rows)  # type: ignore[no-any-return]
@@ -257,21 +267,11 @@ class Talker(DecoderComponent):
         return torch.stack((self._rows[self._whole.tts_eos_token_id], self._rows[self._whole.tts_pad_token_id]))
 
     def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
-        # Without a cache: a few rows more a step cost less than the kernels that would keep keys and values, and layers
-        # that know no cache are compiled once for all. Its model's own forward would compute the same rotary embedding
-        # for each code, and look at numbers on the device to make a mask; without one, attention is causal.
-        predictor, model = self.model.code_predictor, self.model.code_predictor.model
-        tables = predictor.get_input_embeddings()
-        rows = torch.stack((hidden, self.embed(token_ids)), dim=1)
-        cos, sin = model.rotary_emb(rows, torch.arange(len(tables) + 1, device=rows.device)[None])
-        codes: list[torch.Tensor] = []
-        for index, head in enumerate(predictor.lm_head):
-            states, length = rows, rows.shape[1]
-            for layer in model.layers:
-                states = layer(states, attention_mask=None, position_embeddings=(cos[:, :length], sin[:, :length]))
-            codes.append(choose(head(model.norm(states[:, -1])), index))
-            rows = torch.cat((rows, tables[index](codes[-1])[:, None]), dim=1)
-        return torch.stack(codes, dim=1)
+        predictor = self.model.code_predictor
+        tables, first = predictor.get_input_embeddings(), (hidden, self.embed(token_ids))
+        heads = [head.weight for head in predictor.lm_head]
+        decoder = PlainDecoder(predictor.model) if self._depth is None else self._depth
+        return predict_codes(decoder, first, heads, lambda index, code: tables[index](code), choose)
 
     def embed_frames(self, frames: torch.Tensor) -> torch.Tensor:
         tables = self.model.code_predictor.get_input_embeddings()

@@ -86,7 +86,6 @@ def load_code2wav(context: LoadContext) -> Code2Wav:
         context.device,
         voices=tuple(voices_of(whole)),
         cuda_graphs=budget.cuda_graphs,
-        tf32=context.requested_dtype != "float32" and budget.precision in ("auto", "tf32"),
         kernels=budget.kernels,
         target=context.target,
     )

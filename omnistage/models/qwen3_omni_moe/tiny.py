@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.core.family import THINK_END, THINK_START
 from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
 from omnistage.models._qwen_omni.tiny import chat_template, write_processor
@@ -46,7 +47,6 @@ TOKEN_ATTRIBUTES = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-CHAT_TEMPLATE = chat_template(TOKEN_ATTRIBUTES)
 
 
 def special_ids(vocab_size: int) -> dict[str, int]:
@@ -293,7 +293,11 @@ def write(
     # A small model must not need minutes for a photograph.
     max_pixels = 12845056 if scale == 1.0 else 64 * 32 * 32
     images = common.qwen_image_processor("Qwen3OmniMoeProcessor", max_pixels, patch_size=16)
-    write_processor(folder, "Qwen3OmniMoeProcessor", ids, TOKEN_ATTRIBUTES, CHAT_TEMPLATE, images, seconds=300)
+    template = chat_template(TOKEN_ATTRIBUTES, thinks=variant == "thinking")
+    visible = (THINK_START, THINK_END)
+    write_processor(
+        folder, "Qwen3OmniMoeProcessor", ids, TOKEN_ATTRIBUTES, template, images, seconds=300, visible=visible
+    )
     with torch.device("meta"):
         tensors = Qwen3OmniMoeForConditionalGeneration(config).state_dict()
     stored = common.stored_dtype(scale)

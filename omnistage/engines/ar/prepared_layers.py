@@ -1,0 +1,25 @@
+"""What makes a component's layers fast before they run: experts, kernels, merged products, compilation."""
+
+from __future__ import annotations
+
+from omnistage.config.schema import ARBudget
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.experts import set_experts
+from omnistage.engines.ar.merged import merge_linears
+from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compiling
+
+
+def prepare_layers(component: ARComponent, budget: ARBudget, *, kernels: bool) -> tuple[int, ...]:
+    """Do what the budget says; the batch sizes to capture. `kernels`: the stage may run Triton kernels."""
+    set_experts(component.decoder, budget.experts, component.device, component.dtype)
+    if kernels:
+        component.use_kernels()
+    if component.device.type == "cuda" if budget.merge_linears == "auto" else budget.merge_linears:
+        for decoder in component.decoders:
+            merge_linears(decoder)
+    sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
+    if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
+        for decoder in component.decoders:
+            compile_layers(decoder.layers)  # type: ignore[arg-type]
+        sizes = tuple(sorted({max(size, MIN_SIZE) for size in sizes}))
+    return sizes
