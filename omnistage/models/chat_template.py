@@ -12,13 +12,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from omnistage.core.errors import InvalidRequestError, OmniError
+from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
 from omnistage.core.messages import ChatMessage
 from omnistage.models.prompts import GuardedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Turn = dict[str, Any]
 """A message as templates take it."""
@@ -41,7 +45,12 @@ def turn_of(message: ChatMessage, content: Any) -> Turn:
         }
         for call in message.tool_calls
     ]
-    more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    more = {
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
     return {"role": message.role, "content": content, **{key: value for key, value in more.items() if value}}
 
 
@@ -49,17 +58,27 @@ _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeEr
 """What a template without support for tools raises when it is given some: its own error, or that of an expression."""
 
 
+class Render(Protocol):
+    """Applies the checkpoint's template; it may raise anything. `options` are variables of the template."""
+
+    def __call__(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str: ...
+
+
 class ChatTemplate:
-    """Turns to text. `render(turns, tools)` applies the checkpoint's template; it may raise anything.
+    """Turns to text. `parts` says whether the template wants content as a list of parts rather than as text."""
 
-    `parts` says whether the template wants content as a list of parts rather than as text.
-    """
-
-    def __init__(self, render: Callable[[list[Turn], list[ToolSpec] | None], str], *, parts: bool = False) -> None:
+    def __init__(self, render: Render, tokenizer: PreTrainedTokenizerFast, *, parts: bool = False) -> None:
         self._render = render
         self._parts = parts
+        added = {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}
+        # Special tokens are not part of an answer's text.
+        ends = [added[token] for token in (THINK_START, THINK_END) if token in added and not added[token][1]]
+        self._think_end = ends[1][0] if len(ends) == 2 else None
+        self._opens: dict[bool | None, bool] = {}
 
-    def text(self, turns: Sequence[Turn], tools: Sequence[ToolSpec], guarded: GuardedText) -> str:
+    def text(
+        self, turns: Sequence[Turn], tools: Sequence[ToolSpec], guarded: GuardedText, thinking: bool | None = None
+    ) -> str:
         """The prompt of `turns`, whose content is guarded already; what else users wrote is guarded here.
 
         Raises `PromptTooLongError` for text that cannot fit, else `InvalidRequestError` with what the template has
@@ -71,7 +90,7 @@ class ChatTemplate:
             uses_tools = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
             if uses_tools and not self.takes_tools:
                 ready, offered = self._render_tools_as_text(ready, offered), []
-            return str(self._render(ready, offered or None))
+            return self._render(ready, offered or None, **_options(thinking))
         except OmniError:
             raise
         except RecursionError as error:
@@ -88,7 +107,19 @@ class ChatTemplate:
 
     def _tokens_between(self, roles: Sequence[str], count: Callable[[str], int]) -> int:
         turns = [{"role": roles[i % len(roles)], "content": self._content("a")} for i in range(9)]
-        return (count(str(self._render(turns, None))) - count(str(self._render(turns[:5], None)))) // 4 - 1
+        return (count(self._render(turns, None)) - count(self._render(turns[:5], None))) // 4 - 1
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        """That of answers to chats which are rendered so; None where the tokenizer has no tokens for one."""
+        if self._think_end is None:
+            return None
+        if thinking not in self._opens:
+            try:
+                text = self._render([{"role": "user", "content": self._content("a")}], None, **_options(thinking))
+                self._opens[thinking] = text.rstrip().endswith(THINK_START)
+            except Exception:  # the checkpoint's program, as above
+                self._opens[thinking] = False
+        return ThinkBlock(self._think_end, self._opens[thinking])
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -107,8 +138,8 @@ class ChatTemplate:
             },
         ]
         try:
-            offers = "probe_tool" in str(self._render(ask, [_PROBE_TOOL]))
-            text = str(self._render(exchange, [_PROBE_TOOL]))
+            offers = "probe_tool" in self._render(ask, [_PROBE_TOOL])
+            text = self._render(exchange, [_PROBE_TOOL])
         except _REFUSALS:
             return False
         return offers and _CALL.search(text) is not None and "probe_result" in text
@@ -151,6 +182,10 @@ class ChatTemplate:
     @staticmethod
     def _join(left: Any, right: Any) -> Any:
         return left + right
+
+
+def _options(thinking: bool | None) -> dict[str, bool]:
+    return {} if thinking is None else {"enable_thinking": thinking}
 
 
 def instructions(tools: Sequence[ToolSpec]) -> str:

@@ -12,29 +12,27 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
-    CancelledRequestError,
-    DeadlineExceededError,
     InvalidRequestError,
     LimitExceededError,
     OmniError,
     QueueFullError,
     ShutdownError,
 )
+from omnistage.core.family import Thinking
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
-from omnistage.core.types import FinishReason, Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.event_loop import call_soon
 from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checked_request_id
-from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
+from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, network_of
 from omnistage.server.http.errors import (
@@ -48,11 +46,13 @@ from omnistage.server.http.errors import (
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, ended_by
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord
 from omnistage.server.observe.metrics import RequestMetrics
+from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
+from omnistage.server.reasoning import ReasoningStream, plan_thinking
 
 if TYPE_CHECKING:
     from omnistage.server.observe.tracing import Tracing
@@ -66,11 +66,17 @@ KeyT = TypeVar("KeyT")
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     name: str
     omni: AsyncOmni
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def thinking(self) -> Thinking | None:
+        """The processor of a model that may think before it answers."""
+        processor = self.omni.processor
+        return processor if isinstance(processor, Thinking) else None
 
     def stage_for_params(self, kind: type[StageParams]) -> str | None:
         """The first stage that takes parameters of this kind."""
@@ -240,6 +246,7 @@ class Service:
         preparation = Cancellation()
         answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
         with self._admitted(holder, model, preparation, answers, rename, param) as record:
+            params, think_block = plan_thinking(model.thinking, prompt, params, options)
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
             with (
@@ -255,7 +262,8 @@ class Service:
                     with self._filtered(self._content_filter, record, holder, model) as request_filter:
                         stream = await start_filtered(request_filter, model.omni, *asked)
             try:
-                yield ObservedStream(stream, record, self, model.name)
+                observed = ObservedStream(stream, record, self, model.name)
+                yield observed if think_block is None else ReasoningStream(observed, think_block)
             finally:
                 stream.close()
                 self.metrics.observe_trace(model.name, stream.trace)
@@ -364,58 +372,6 @@ class Service:
         await self.jobs.close()
         if self.sessions:
             await asyncio.wait(tuple(self.sessions.values()), timeout=SESSION_CLOSE_TIMEOUT)
-
-
-class ObservedStream(OutputStream):
-    """A request's stream that counts what passes, for metrics and audit log."""
-
-    def __init__(self, inner: OutputStream, record: AuditRecord, service: Service, model: str) -> None:
-        self.request_id, self.trace = inner.request_id, inner.trace
-        self._inner = inner
-        self._record = record
-        self._service = service
-        self._model = model
-        self._started = False
-        self._timed: set[Modality] = set()
-
-    async def take(self) -> list[OutputChunk]:
-        items = await self._inner.take()
-        for chunk in items:
-            self._observe(chunk)
-        return items
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _observe(self, chunk: OutputChunk) -> None:
-        if chunk.text and chunk.final is None:
-            self._record.usage.completion_tokens += len(chunk.token_ids)  # most of the time
-        else:
-            self._record.count(chunk)
-        if chunk.modality not in self._timed and (chunk.token_ids or chunk.audio is not None):
-            self._timed.add(chunk.modality)
-            metrics = self._service.metrics
-            histogram = metrics.first_token if chunk.token_ids else metrics.first_audio
-            histogram(self._model).observe(time.monotonic() - self._record.started)
-        if chunk.final is not None:
-            self._finish(chunk.final)
-        self._started = True
-
-    def _finish(self, final: OmniRequestOutput) -> None:
-        self._service.metrics.observe_output(self._model, final, time.monotonic() - self._record.started)
-        if final.error is None and final.finish_reason is FinishReason.ABORT:
-            stopping = ShutdownError("the service is stopping; send the request again")
-            final.error = stopping if self._service.draining else CancelledRequestError("the request was cancelled")
-        elif final.error is None and final.finish_reason is FinishReason.DEADLINE:
-            texts = any(answer.token_ids for answer in final.outputs)
-            if not (texts or final.audio or final.images or final.videos):  # else the finish reason is enough
-                final.error = DeadlineExceededError(
-                    "the deadline passed before there was any output; allow more", param="timeout"
-                )
-        if final.error is not None:
-            self._record.ended = ended_by(final.finish_reason)
-            if not self._started:  # nothing has been sent: the response can still have its status
-                raise final.error
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from omnistage.omni import AsyncOmni
+from tests.server import test_transcriptions
 from tests.server.harness import SERVE_LIMITS, make
 from tests.server.test_chat_completions import (  # noqa: F401
     test_speech_streams_as_pcm,
@@ -21,10 +22,14 @@ from tests.server.test_realtime import (  # noqa: F401  (the same tests, with th
     omni,
     prompts,
     pytestmark,
+    test_a_function_is_called_and_its_result_goes_on,
+    test_a_response_is_cancelled_within_a_step,
     test_a_turn_that_is_heard_is_answered,
+    test_calls_are_not_spoken,
     test_sound_is_heard_when_it_is_committed,
     test_text_is_answered_with_speech_and_its_transcript,
     test_whoever_speaks_interrupts,
+    test_whoever_speaks_interrupts_speech,
 )
 
 
@@ -35,6 +40,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
     made = AsyncOmni(folder, device="cpu", dtype="float32", overrides=limits, progress=False)
     yield {"omni": made}
     asyncio.run(made.shutdown(drain=False))
+
+
+@pytest.fixture
+def name() -> str:
+    return "omni"
+
+
+@pytest.mark.usefixtures("ending")
+def test_a_recording_is_written_down_whole_and_streamed(client: openai.OpenAI) -> None:
+    test_transcriptions.test_a_stream_gives_the_same_text(client)
 
 
 def test_a_chat_is_answered_with_speech_in_the_voice_that_was_asked_for(client: openai.OpenAI) -> None:

@@ -17,6 +17,7 @@ import soundfile
 from omnistage.omni import AsyncOmni
 from omnistage.server.service import Service
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
+from tests.server.test_realtime_edges import error_of
 
 FRAMES = 20
 """A random model never ends by itself."""
@@ -85,6 +86,12 @@ def test_what_is_wrong_is_named(speaking: Running, change: dict[str, Any], param
     error = answer.json()["error"]
     assert error["param"].startswith(param), error
     assert named in error["message"]
+
+
+def test_a_conversation_with_it_is_refused_with_what_to_use(speaking: Running) -> None:
+    status, error = error_of(speaking, "?model=csm")
+    assert (status, error["code"], error["param"]) == (400, "unsupported_modality", "model")
+    assert "/v1/audio/speech" in error["message"]
 
 
 def test_a_clip_of_the_speaker_may_come_before_the_text(speaking: Running) -> None:

@@ -273,6 +273,37 @@ def test_whoever_speaks_interrupts(connection: Any, omni: AsyncOmni, held: Held,
     assert prompts[-1][1]["content"][0]["text"] == kept
 
 
+def test_whoever_speaks_interrupts_speech(
+    connection: Any, omni: AsyncOmni, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an answer that is being spoken, only what was sent is kept."""
+    stages = omni.orchestrator.stages
+    held = Held(stages["talker"], monkeypatch, 80 if "token2wav" in stages else 12)
+    turns = {"type": "server_vad", "silence_duration_ms": 300}
+    settings = {"type": "realtime", "temperature": 0, "max_output_tokens": 40}
+    connection.session.update(session={**settings, "audio": {"input": {"turn_detection": turns}}})
+    until_event(connection, "session.updated")
+    connection.conversation.item.create(item=said("Tell a long story"))
+    connection.response.create()
+    events = until_event(connection, "response.output_audio.delta")
+    speak(connection, voice(0.8, RATE))
+    events += until_event(connection, "response.done")
+    assert not held.go.is_set()
+    response = events[-1].response
+    assert (response.status, response.status_details.reason) == ("cancelled", "turn_detected")
+    held.go.set()
+    speak(connection, silence(0.8, RATE))
+    until_event(connection, "response.output_audio.delta")
+    connection.response.cancel()
+    until_event(connection, "response.done")
+    before, kept, _ = prompts[-1]
+    assert (before["role"], kept["role"]) == ("user", "assistant")
+    written = text_of(events, "response.output_audio_transcript.delta")
+    assert written.startswith(kept["content"][0]["text"])
+    assert len(kept["content"][0]["text"]) < len(written)
+    until(lambda: omni.stats().inflight == 0, "the end of cancelled requests")
+
+
 def test_turns_need_not_be_answered_nor_interrupt(connection: Any, held: Held) -> None:
     connection.session.update(session=listening(create_response=False, interrupt_response=False))
     until_event(connection, "session.updated")
@@ -373,26 +404,32 @@ def test_what_the_model_has_no_room_for_is_left_out(
     assert (failed.status, failed.status_details.error.code) == ("failed", "prompt_too_long")
 
 
+@pytest.fixture(params=["lm", "omni"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a model that calls functions."""
+    return str(request.param)
+
+
 def test_a_function_is_called_and_its_result_goes_on(
-    client: openai.OpenAI, models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     pytest.importorskip("xgrammar")
     seen: list[tuple[Any, Any]] = []
-    build = models["lm"]._requests.build
+    build = models[name]._requests.build
 
     def watched(prompt: Any, params: Any, options: Any, *rest: Any) -> object:
         seen.append((prompt, options))
         return build(prompt, params, options, *rest)
 
-    monkeypatch.setattr(models["lm"]._requests, "build", watched)
+    monkeypatch.setattr(models[name]._requests, "build", watched)
     tool = {
         "type": "function",
         "name": "weather",
         "parameters": {"type": "object", "properties": {"sun": {"type": "boolean"}}, "required": ["sun"]},
     }
-    with client.realtime.connect(model="lm") as connection:
+    with client.realtime.connect(model=name) as connection:
         connection.recv()
-        connection.session.update(session={"type": "realtime", "tools": [tool], "temperature": 0})
+        connection.session.update(session={**TEXT, "tools": [tool]})
         connection.conversation.item.create(item=said("What is the weather?"))
         connection.response.create(response={"tool_choice": "required", "max_output_tokens": 200})
         events = until_event(connection, "response.done")

@@ -14,6 +14,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from omnistage.core.errors import LimitExceededError
 from omnistage.engines.ar.sampling.schema_support import check_schema
 from omnistage.omni import AsyncOmni
 from omnistage.server.openai.tools import CallReader, Function, Toolbox, ToolFields, check_schemas, read_whole
@@ -267,6 +268,8 @@ def test_calls_are_read_from_text_however_it_is_cut() -> None:
         "a < b <tool",
         "<tool_call>not json</tool_call>",
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": ["count"], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": {"count": 1}}</tool_call>',
         '<tool_call>{"name": "count", "argum',
         "<tool_call>" + "[" * 50_000 + "</tool_call>",
     ],
@@ -323,6 +326,12 @@ def test_other_spellings_of_a_call_are_read(text: str) -> None:
     assert json.loads(call["function"]["arguments"]) == {"n": 1}
 
 
+@pytest.mark.parametrize("arguments", ['"\\ud800"', '{"n": "\\ud800"}'])
+def test_half_a_character_in_arguments_can_be_sent(arguments: str) -> None:
+    _, (call,) = read_whole(f'<tool_call>{{"arguments": {arguments}, "name": "count"}}</tool_call>', box())
+    assert "?" in call["function"]["arguments"].encode().decode()
+
+
 UNIQUE: dict[str, Any] = {
     "type": "object",
     "properties": {"ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
@@ -370,16 +379,30 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_and_without_tools(serv
         assert (error["param"], "at #/properties/ids: uniqueItems " in error["message"]) == (param, True)
 
 
-def test_large_schemas_are_left_to_the_engines_limit() -> None:
-    function = Function(name="f", parameters={**UNIQUE, "description": "x" * 70_000}, strict=True)
-    check_schemas(Toolbox((function,)).exact_schemas())
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"description": "x" * 70_000},
+        {"properties": {"a": {"type": "string", "pattern": "[a-z]x?" * 8_500}}},
+        {"properties": {"a": {"anyOf": [{}] * 3_000}}},
+    ],
+    ids=["bytes", "pattern", "schemas"],
+)
+def test_large_schemas_are_refused_before_they_are_checked(
+    large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omnistage.server.openai.tools.check_schema", None)
+    function = Function(name="f", parameters={"type": "object", **large}, strict=True)
+    with pytest.raises(LimitExceededError) as refused:
+        check_schemas(Toolbox((function,)).exact_schemas())
+    assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 def test_schemas_are_checked_outside_the_event_loop(
     server: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pattern of 60 KB takes a tenth of a second, in which nobody else would be answered."""
+    """Large ones take some 20 ms, in which nobody else would be answered."""
     in_loop: list[bool] = []
 
     def check(schema: object, param: str) -> None:

@@ -14,8 +14,10 @@ import pytest
 import soundfile
 from openai.types.audio import transcription_create_params
 
+from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni
-from omnistage.server.openai.audio.transcriptions import TranscriptionForm
+from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.server.openai.audio.transcriptions import TranscriptEvents, TranscriptionForm
 from tests.server.harness import Running
 
 pytestmark = pytest.mark.usefixtures("ending")
@@ -58,7 +60,18 @@ def test_a_stream_gives_the_same_text(client: openai.OpenAI) -> None:
     last: Any = events[-1]
     assert last.type == "transcript.text.done"
     assert last.text == "".join(e.delta for e in events if e.type == "transcript.text.delta")
-    assert last.text.strip() == plain.text
+    assert last.text == plain.text
+
+
+def test_a_stream_has_no_white_space_around_its_text() -> None:
+    events = TranscriptEvents()
+    said = [" ", " Hel", "lo ", "", " you", "\n", " "]
+    deltas = [events.write(OutputChunk("req-1", Modality.TEXT, text=text)) for text in said]
+    assert [one["delta"] for some in deltas for one in some] == ["Hel", "lo", "  you"]  # type: ignore[typeddict-item]
+    output = CompletionOutput(text="".join(said))
+    final = OmniRequestOutput("req-1", [output], finish_reason=FinishReason.STOP)
+    (last,) = events.write(OutputChunk("req-1", Modality.TEXT, final=final))
+    assert last["text"] == "Hello  you"  # type: ignore[typeddict-item]
 
 
 def test_language_and_prompt_are_told_to_the_model(client: openai.OpenAI) -> None:

@@ -23,10 +23,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from omnistage import __version__
+from omnistage.core.stage import STEP_BUCKETS, StageState, StepSeconds
 from omnistage.core.types import FinishReason
-from omnistage.pipeline.health import StageState
 from omnistage.pipeline.outputs import OmniRequestOutput, Trace
-from omnistage.pipeline.timing import STEP_BUCKETS, StepSeconds
 from omnistage.server.observe.audit import AuditRecord
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 5, 10)
-_MODEL, _STAGE = ("model",), ("model", "stage")
+_MODEL, _STAGE, _REPLICA = ("model",), ("model", "stage"), ("model", "group", "replica")
 
 
 class RequestMetrics:
@@ -112,6 +111,7 @@ _STAGE_GAUGES = {
     "waiting": ("omnistage_stage_waiting", "Requests waiting in a stage's queue."),
     "running": ("omnistage_stage_running", "Requests in a stage's batch."),
     "starved": ("omnistage_stage_starved", "Requests that wait for input from upstream."),
+    "capacity": ("omnistage_stage_capacity", "Requests that a stage runs at once."),
     "blocks": ("omnistage_kv_blocks", "KV cache blocks."),
     "blocks_free": ("omnistage_kv_blocks_free", "KV cache blocks that no request holds."),
     "encoder_cache_bytes": ("omnistage_encoder_cache_bytes", "Size of the encoder cache."),
@@ -119,7 +119,7 @@ _STAGE_GAUGES = {
         "omnistage_grammar_masks_awaited",
         "Answers left out of steps until their grammar is worked out.",
     ),
-    "up": ("omnistage_stage_up", "1 while a stage runs, 0 once it has failed."),
+    "up": ("omnistage_stage_up", "1 while a stage runs, 0 once it has failed or while its server is away."),
     "overdue": ("omnistage_step_overdue", "1 while a stage is in a step that takes too long."),
 }
 _STAGE_COUNTERS = {
@@ -135,10 +135,22 @@ _STAGE_COUNTERS = {
     "encoder_cache_misses": ("omnistage_encoder_cache_misses", "Encoder cache misses."),
     "failures": ("omnistage_stage_failures", "Failures of a stage."),
     "rebuilds": ("omnistage_stage_rebuilds", "Rebuilds of a failed stage."),
+    "remote_errors": ("omnistage_remote_errors", "Requests that a stage's server failed."),
+    "server_restarts": ("omnistage_server_restarts", "Restarts of a server that a stage started itself."),
     "masks_late": ("omnistage_grammar_masks_late", "Tokens that were not sampled because their grammar was not ready."),
 }
 """A stage's statistics by their names in `StageStats`, its `extra` and `StageHealth`; diffusion's caches leave out
 `encoder_`."""
+
+
+_REPLICAS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str]] = {
+    "up": (GaugeMetricFamily, "omnistage_replica_up", "1 while a process of a group of stages takes requests."),
+    "running": (GaugeMetricFamily, "omnistage_replica_running", "Requests in a process."),
+    "requests": (CounterMetricFamily, "omnistage_replica_requests", "Requests that were given to a process."),
+    "failures": (CounterMetricFamily, "omnistage_replica_failures", "Times that a process was lost or did not start."),
+    "restarts": (CounterMetricFamily, "omnistage_replica_restarts", "Restarts of a process."),
+}
+"""A process's statistics by their names in `ReplicaStats`."""
 
 
 class _Collector(Collector):
@@ -150,6 +162,12 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         inflight = GaugeMetricFamily("omnistage_requests_inflight", "Requests running or queued.", labels=_MODEL)
         capacity = GaugeMetricFamily("omnistage_requests_capacity", "Maximum of requests in flight.", labels=_MODEL)
+        waiting = GaugeMetricFamily("omnistage_requests_waiting", "Requests in the queues of stages.", labels=_MODEL)
+        utilization = GaugeMetricFamily(
+            "omnistage_utilization",
+            "Share of its places that the busiest stage has taken; above 1 requests wait.",
+            labels=_MODEL,
+        )
         admitted = CounterMetricFamily("omnistage_requests_admitted", "Admitted requests.", labels=_MODEL)
         rejected = CounterMetricFamily("omnistage_requests_rejected", "Requests rejected when full.", labels=_MODEL)
         finished = CounterMetricFamily(
@@ -159,25 +177,34 @@ class _Collector(Collector):
         gauges = {key: GaugeMetricFamily(*names, labels=_STAGE) for key, names in _STAGE_GAUGES.items()}
         counters = {key: CounterMetricFamily(*names, labels=_STAGE) for key, names in _STAGE_COUNTERS.items()}
         by_stage: dict[str, GaugeMetricFamily | CounterMetricFamily] = {**gauges, **counters}
+        by_replica = {key: kind(name, text, labels=_REPLICA) for key, (kind, name, text) in _REPLICAS.items()}
         for name, model in list(self._service.models.items()):
             stats = model.omni.stats()
             inflight.add_metric([name], stats.inflight)
             capacity.add_metric([name], stats.max_inflight)
+            waiting.add_metric([name], stats.waiting)
+            utilization.add_metric([name], stats.utilization)
             admitted.add_metric([name], stats.admitted)
             rejected.add_metric([name], stats.rejected)
             for reason, number in stats.finished.items():
                 finished.add_metric([name, str(reason)], number)
             for stage, stage_stats in stats.stages.items():
                 health = stats.health[stage]
-                condition = {"up": health.state is StageState.UP, "overdue": health.overdue is not None}
+                up = health.state is StageState.UP and health.unavailable is None
+                condition = {"up": up, "overdue": health.overdue is not None}
                 counts = {"failures": health.failures, "rebuilds": health.rebuilds}
                 for key, value in {**stage_stats.extra, **asdict(stage_stats), **condition, **counts}.items():
                     key = f"encoder_{key}" if key.startswith("cache_") else key
                     if key in by_stage:
                         by_stage[key].add_metric([name, stage], value)
+            for replica in stats.replicas:
+                for key, value in {**asdict(replica), "up": replica.state is StageState.UP}.items():
+                    if key in by_replica:
+                        by_replica[key].add_metric([name, replica.group, str(replica.number)], value)
             for stage, times in stats.step_seconds.items():
                 steps.add_metric([name, stage], _buckets(times), times.total)
-        yield from (inflight, capacity, admitted, rejected, finished, steps, *by_stage.values())
+        by_model = (inflight, capacity, waiting, utilization, admitted, rejected, finished)
+        yield from (*by_model, steps, *by_stage.values(), *by_replica.values())
         audit = self._service.audit_file
         yield CounterMetricFamily(
             "omnistage_audit_lost_lines",

@@ -12,9 +12,10 @@ from pydantic import JsonValue
 from typing_extensions import TypedDict
 
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
+from omnistage.core.stage import StageState
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.validation import short_repr
-from omnistage.pipeline.health import StageHealth, StageState
+from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
@@ -48,7 +49,7 @@ class ModelList(TypedDict):
 class UnavailableStage(TypedDict):
     model: str
     stage: str
-    state: Literal["rebuilding", "failed", "overdue"]
+    state: Literal["rebuilding", "failed", "overdue", "unreachable"]
 
 
 class Readiness(TypedDict):
@@ -127,7 +128,9 @@ async def ready(request: Request) -> JSONResponse:
 
 
 def _unavailable(model: str, health: StageHealth) -> UnavailableStage:
-    state: Literal["rebuilding", "failed", "overdue"] = "overdue"
+    state: Literal["rebuilding", "failed", "overdue", "unreachable"] = "overdue"
+    if health.overdue is None:
+        state = "unreachable"
     if health.state is not StageState.UP:
         state = "rebuilding" if health.state is StageState.REBUILDING else "failed"
     return UnavailableStage(model=model, stage=health.name, state=state)

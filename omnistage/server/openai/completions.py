@@ -79,6 +79,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -119,7 +120,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     completion["usage"] = usage_of(_total(final.usage for final in finals.values()))
 
     def build() -> Completion:
-        return {**completion, "choices": [_choice(index, output) for index, output in enumerate(outputs)]}
+        return {**completion, "choices": [_choice(body, *each) for each in enumerate(outputs)]}
 
     return await json_response(build, small=body.logprobs is None, owner=service.owner_of(holder))
 
@@ -197,13 +198,16 @@ def _empty(streams: Sequence[OutputStream], body: CompletionRequest) -> Completi
     }
 
 
-def _choice(index: int, output: CompletionOutput, offset: int = 0) -> CompletionChoice:
-    return {
+def _choice(body: CompletionRequest, index: int, output: CompletionOutput, offset: int = 0) -> CompletionChoice:
+    choice: CompletionChoice = {
         "index": index,
         "text": output.text,
         "logprobs": _logprobs(output.logprobs, offset) if output.logprobs else None,
         "finish_reason": finish_of(output.finish_reason),
     }
+    if body.return_token_ids:
+        choice["token_ids"] = output.token_ids
+    return choice
 
 
 def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
@@ -231,13 +235,13 @@ def _total(usages: Iterable[Usage]) -> Usage:
     return replace(total, stage_tokens=dict(stages), prompt_media=dict(media))
 
 
-def _new_outputs(item: OutputChunk) -> list[CompletionOutput]:
+def _new_outputs(item: OutputChunk, *, with_ids: bool) -> list[CompletionOutput]:
     """What an item adds to the completions: a piece of one, or at last how each ended."""
     if item.final is not None:
         return [CompletionOutput(output.index, finish_reason=output.finish_reason) for output in item.final.outputs]
-    if not item.text and not item.logprobs:
+    if not item.text and not item.logprobs and not (with_ids and item.token_ids):
         return []
-    return [CompletionOutput(item.index, item.text, logprobs=list(item.logprobs))]
+    return [CompletionOutput(item.index, item.text, list(item.token_ids), list(item.logprobs))]
 
 
 async def _events(
@@ -254,10 +258,10 @@ async def _events(
                 final = item.final
                 if final is not None and final.error is not None:
                     raise final.error
-                for output in _new_outputs(item):
+                for output in _new_outputs(item, with_ids=bool(body.return_token_ids)):
                     started = True
                     index = place * choices_each + output.index
-                    yield {**head, "choices": [_choice(index, output, offsets[index])]}
+                    yield {**head, "choices": [_choice(body, index, output, offsets[index])]}
                     offsets[index] += sum(len(entry.chosen.text) for entry in output.logprobs)
                 usages += [final.usage] if final is not None else []
     except OmniError as error:

@@ -106,6 +106,7 @@ class SamplingFields(SamplesText):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], max_items(MAX_STOP)] | None = None
+    return_token_ids: bool | None = Field(default=None, description="Send the ids of generated tokens, as vLLM does.")
     priority: int = 0
     timeout: Finite | None = None
 

@@ -85,7 +85,7 @@ def usage_of(usage: Usage) -> TokenUsage:
         "completion_tokens_details": {
             "text_tokens": usage.completion_tokens,
             "audio_tokens": speech,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
             "audio_seconds": usage.audio_seconds,

@@ -29,15 +29,18 @@ def writes(events: Callable[[OutputChunk], Sequence[Mapping[str, object]]], *, n
 
 
 async def events_of(running: Running, writer: Callable[[str], Writer], *, last: bytes = b"") -> AsyncGenerator[bytes]:
-    """A request as server-sent events, of the writer that its id gives."""
-    piece = b""
+    """A request as server-sent events, of the writer that its id gives. Raises an error that comes before the first."""
+    piece, begun = b"", False
     async with running as stream:
         write = writer(stream.request_id)
         while items := await stream.take():
+            if (final := items[-1].final) is not None and final.error is not None and not begun:
+                raise final.error  # it can still have its HTTP status
             piece = b"".join(map(write, items))
-            if items[-1].final is not None:
+            if final is not None:
                 break
             if piece:
+                begun = True
                 yield piece
     yield LastPiece(piece + last)
 

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import StructuredOutput
 from omnistage.core.validation import short_repr
-from omnistage.engines.ar.sampling.grammar_bounds import MAX_SOURCE_BYTES
+from omnistage.engines.ar.sampling.grammar_bounds import check_source
 from omnistage.engines.ar.sampling.schema_support import check_schema
 from omnistage.server.openai.base import WireModel, max_items
 
@@ -233,9 +233,9 @@ class Toolbox:
 
 
 def check_schemas(schemas: Sequence[ExactSchema]) -> None:
-    """Raise `InvalidRequestError` for one that cannot be enforced. Long patterns take a while."""
-    if len(json.dumps([schema.schema for schema in schemas])) > MAX_SOURCE_BYTES:
-        return  # the engine refuses them
+    """Raise `InvalidRequestError` for one that cannot be enforced, or is too large."""
+    if schemas:
+        check_source([schema.schema for schema in schemas], schemas[0].param)
     for schema in schemas:
         try:
             check_schema(schema.schema, schema.param)
@@ -382,12 +382,14 @@ class CallReader:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict) or value.get("name") not in self.toolbox.names:
+        if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+            return None
+        if name not in self.toolbox.names:
             return None
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
-        return self._call(value["name"], arguments)
+        return self._call(name, arguments.encode(errors="replace").decode())  # JSON may spell half a character
 
     def _call(self, name: str, arguments: str) -> Delta:
         self.calls += 1

@@ -78,13 +78,18 @@ function choose() {
   const chosen = model();
   showOutputs(chosen);
   params.show(chosen);
-  attachments.accept(chosen.input);
+  attachments.accept(chosen.reads ? [] : chosen.input);
   gauges.watch(chosen);
   $("speech-card").hidden = !chosen.speaks || player === null || player.received === 0;
-  $("mic").hidden = !chosen.input.includes("audio");
-  $("prompt").placeholder = chosen.chats ? "Message" : `Describe a ${chosen.films ? "video" : "picture"}`;
+  $("mic").hidden = chosen.reads || !chosen.input.includes("audio");
+  $("prompt").placeholder = placeholder(chosen);
   $("empty-text").textContent = describe(chosen);
   $("examples").replaceChildren(...examplesFor(chosen).map(example));
+}
+
+function placeholder(chosen) {
+  if (chosen.reads) return "Text to speak";
+  return chosen.chats ? "Message" : `Describe a ${chosen.films ? "video" : "picture"}`;
 }
 
 function example({ icon: name, text, action }) {

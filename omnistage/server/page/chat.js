@@ -34,12 +34,14 @@ export class Answer {
     this.pictures = new Map();
     this.showTimeline = showTimeline;
     this.words = el("div", { class: "words" });
+    this.reasoning = el("div", { class: "reasoning muted" });
+    this.thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
     this.waiting = el("p", { class: "waiting" }, el("span", { class: "unseen" }, "Working"), el("i"), el("i"), el("i"));
     this.progress = el("div", { class: "progress", hidden: true });
     this.gallery = el("div", { class: "gallery", hidden: true });
     this.speech = el("div", { class: "speech", hidden: true });
     this.foot = el("footer", { class: "foot-row" });
-    const body = el("div", { class: "body" }, this.waiting, this.words, this.progress, this.gallery, this.speech, this.foot);
+    const body = el("div", { class: "body" }, this.waiting, this.thoughts, this.words, this.progress, this.gallery, this.speech, this.foot);
     this.element = el("li", { class: "message answer", "aria-busy": "true" }, el("h3", {}, model.id), body);
     follow(() => $("messages").append(this.element));
     $("scroll").scrollTop = $("scroll").scrollHeight;
@@ -47,12 +49,13 @@ export class Answer {
 
   take(event) {
     if (event.type === "text") this.addText(event.text);
+    else if (event.type === "reasoning") this.addReasoning(event.text);
     else if (event.type === "progress") this.showProgress(event);
     else if (event.type === "image") this.showPicture(event);
     else if (event.type === "video") this.showVideo(event);
     else if (event.type === "usage") this.usage = event.usage;
     else if (event.type === "finish") this.reason = event.reason;
-    if (event.type !== "progress") this.waiting.hidden = true;
+    if (event.type !== "progress" && event.type !== "reasoning") this.waiting.hidden = true;
   }
 
   addText(text) {
@@ -60,6 +63,11 @@ export class Answer {
     this.text += text;
     // At most once a frame, however fast tokens arrive.
     this.drawing ??= requestAnimationFrame(() => this.drawText());
+  }
+
+  addReasoning(text) {
+    this.thoughts.hidden = false;
+    this.reasoning.append(text);
   }
 
   drawText() {

@@ -20,6 +20,11 @@ export class Model {
     return this.output.includes("audio");
   }
 
+  /** Speaks a text as it is, and nothing else. */
+  get reads() {
+    return this.speaks && this.output.length === 1;
+  }
+
   get draws() {
     return this.output.includes("image") || this.films;
   }

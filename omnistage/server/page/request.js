@@ -23,7 +23,7 @@ export function buildRequest({ model, history, draft, params, outputs, voice }) 
   const messages = [...history, userMessage(draft.text, draft.attachments)];
   if (system) messages.unshift({ role: "system", content: system });
   const body = { model: model.id, messages, stream: true, stream_options: { include_usage: true } };
-  if (model.output.length > 1) body.modalities = outputs;
+  if (model.output.length > 1 || outputs.includes("audio")) body.modalities = outputs;
   if (outputs.includes("audio")) body.audio = { ...(voice ? { voice } : {}), format: "pcm16" };
   const drawing = defined({ steps, guidance, negative_prompt, ...sides(size) });
   if (outputs.includes("image")) body.drawing = { ...drawing, preview_every: 4 };

@@ -1,5 +1,5 @@
 // Runs a request and turns whatever the service streams into one kind of events for the answer:
-// text, audio, image, progress, video, finish, usage.
+// reasoning, text, audio, image, progress, video, finish, usage.
 
 import { ApiError, call, errorOf, events, fromBase64, getJson } from "./api.js";
 
@@ -27,7 +27,8 @@ async function* runChat(request, signal, tag) {
   throw new ApiError(0, "The response ended early. Try again.");
 }
 
-function* deltas({ content, audio, images, progress }) {
+function* deltas({ content, reasoning_content: reasoning, audio, images, progress }) {
+  if (reasoning) yield { type: "reasoning", text: reasoning };
   const text = content || audio?.transcript;
   if (text) yield { type: "text", text };
   if (audio?.data) yield { type: "audio", data: fromBase64(audio.data), rate: audio.sample_rate };

@@ -18,6 +18,7 @@ from omnistage.core.errors import (
     UnsupportedModalityError,
 )
 from omnistage.core.failures import log_defect
+from omnistage.core.family import SpeechReader
 from omnistage.core.types import Modality
 from omnistage.media.context import decode_for
 from omnistage.media.image import decode_image
@@ -83,6 +84,12 @@ def model_for_session(service: Service, holder: Holder, name: str, param: str = 
         raise
     if holder.models is not None and name not in holder.models:
         raise PermissionDeniedError(f"this key may not use {name!r}", param=param)
+    if isinstance(model.omni.processor, SpeechReader) and Modality.TEXT not in model.omni.modalities:
+        raise UnsupportedModalityError(
+            "this model speaks a text that is given whole and does not converse; use /v1/audio/speech, a sentence a "
+            "request",
+            param=param,
+        )
     if Modality.TEXT not in model.omni.modalities:
         raise UnsupportedModalityError("this model has no text output; use one that has", param=param)
     return model

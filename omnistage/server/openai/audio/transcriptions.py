@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Annotated, Literal, NotRequired
 
 from fastapi import Form, Request, Response, UploadFile
@@ -178,7 +179,7 @@ async def transcriptions(
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
-        return await stream_response(events_of(running, lambda _: writes(_events)))
+        return await stream_response(events_of(running, lambda _: writes(TranscriptEvents().write)))
     seconds = 0.0
     async with running as stream:
         final = await final_of(stream)
@@ -243,9 +244,25 @@ def _usage(usage: Usage) -> TokensUsed:
     }
 
 
-def _events(item: OutputChunk) -> list[TranscriptionEvent | ErrorBody]:
-    if item.final is None:
-        return [{"type": "transcript.text.delta", "delta": item.text}] if item.text else []
-    if (failure := _failure(item.final)) is not None:
-        return [body_of(failure)]
-    return [{"type": "transcript.text.done", "text": item.final.text.strip(), "usage": _usage(item.final.usage)}]
+@dataclass(slots=True)
+class TranscriptEvents:
+    """The events of one streamed transcription, whose deltas make up the text of the last one."""
+
+    _begun: bool = False
+    _space: str = ""
+    """At the end of what has come, which is no part of the text if nothing follows."""
+
+    def write(self, item: OutputChunk) -> list[TranscriptionEvent | ErrorBody]:
+        if item.final is None:
+            delta = self._stripped(item.text)
+            return [{"type": "transcript.text.delta", "delta": delta}] if delta else []
+        if (failure := _failure(item.final)) is not None:
+            return [body_of(failure)]
+        return [{"type": "transcript.text.done", "text": item.final.text.strip(), "usage": _usage(item.final.usage)}]
+
+    def _stripped(self, text: str) -> str:
+        """What is ready of the text without white space around it: models begin with a space."""
+        text = self._space + text if self._begun else text.lstrip()
+        ready = text.rstrip()
+        self._space, self._begun = text[len(ready) :], self._begun or bool(ready)
+        return ready

@@ -70,6 +70,7 @@ class Message(TypedDict):
     name: NotRequired[str]
     tool_call_id: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[Annotated[str | None, Field(description="As the assistant's message had it.")]]
 
 
 def _has_bounds(value: object) -> object:

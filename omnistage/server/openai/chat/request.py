@@ -14,7 +14,16 @@ from pydantic import Field, field_validator, model_validator
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import DiffusionParams, SamplingParams, StructuredOutput
 from omnistage.core.validation import field_error
-from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
+from omnistage.server.openai.base import (
+    MAX_MODALITIES,
+    IgnoredOptions,
+    Metadata,
+    TemplateOptions,
+    WireModel,
+    max_items,
+    only,
+    thinking_of,
+)
 from omnistage.server.openai.chat.messages import UncheckedMessages
 from omnistage.server.openai.request_models import AudioOptions, SamplingFields
 from omnistage.server.openai.tools import ExactSchema, JsonSchema, ToolFields
@@ -29,6 +38,7 @@ _ERROR_PATHS = {
     "structured": "response_format",
     "voice": "audio.voice",
     "prompt": "messages",
+    "thinking": "chat_template_kwargs.enable_thinking",
 }
 """Fields as the engines name them, and as clients know them."""
 
@@ -80,14 +90,15 @@ class ChatRequest(SamplingFields, ToolFields):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     # OpenAI's, of which only the value that changes nothing is accepted
     store: Annotated[Literal[False] | None, only(False, why="responses are not stored; leave it out")] = None
-    reasoning_effort: Annotated[Literal["medium"] | None, only("medium", why=_NOT_SUPPORTED)] = None
+    reasoning_effort: Annotated[Literal["none", "medium"] | None, only("none", "medium", why=_NOT_SUPPORTED)] = None
     verbosity: Annotated[Literal["medium"] | None, only("medium", why=_NOT_SUPPORTED)] = None
     # OpenAI's, refused with a reason
     functions: Annotated[object, only(why="is the older form of tools; send tools")] = None
     function_call: Annotated[object, only(why="is the older form of tool_choice; send tool_choice")] = None
     moderation: Annotated[object, only(why="moderation is not supported; leave it out")] = None
     web_search_options: Annotated[object, only(why="web search is not supported; leave it out")] = None
-    # Ours
+    # vLLM's and ours
+    chat_template_kwargs: TemplateOptions | None = None
     use_audio_in_video: bool = False
     drawing: _Drawing | None = Field(default=None, description="For models that draw.")
 
@@ -101,6 +112,10 @@ class ChatRequest(SamplingFields, ToolFields):
     @property
     def speaks(self) -> bool:
         return "audio" in (self.modalities or ())
+
+    @property
+    def thinking(self) -> bool | None:
+        return thinking_of(self.reasoning_effort, self.chat_template_kwargs)
 
     def _structured_text(self) -> StructuredOutput | None:
         return self.response_format.structured() if self.response_format is not None else None

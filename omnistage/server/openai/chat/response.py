@@ -85,6 +85,7 @@ class ChatMessage(TypedDict):
     content: str | None
     refusal: None
     annotations: list[object]
+    reasoning_content: NotRequired[str]
     audio: NotRequired[Audio]
     images: NotRequired[list[ImageContent]]
     tool_calls: NotRequired[list[ToolCall]]
@@ -95,6 +96,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: Logprobs | None
     finish_reason: Finish | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -111,6 +113,7 @@ class ChatCompletion(TypedDict):
 class ChatDelta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str
     refusal: None
     audio: AudioDelta
     images: list[ImageContent]
@@ -123,6 +126,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: Logprobs | None
     finish_reason: Finish | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(Padded):
@@ -199,8 +203,14 @@ def _choice(
         if calls:
             message["tool_calls"] = calls
             finish = "tool_calls" if finish == "stop" else finish
+    if output.reasoning:
+        message["reasoning_content"] = output.reasoning
+        message["content"] = message["content"] or None
     logprobs = _logprobs(output.logprobs) if body.logprobs else None
-    return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    choice: ChatChoice = {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    if body.return_token_ids:
+        choice["token_ids"] = output.token_ids
+    return choice
 
 
 # ------------------------------------------------------------------------------------------------------- stream
@@ -235,12 +245,18 @@ class StreamWriter:
         self._with_usage = options is not None and options.include_usage
         self._padded = options is not None and bool(options.include_obfuscation)
         # Most events differ in their text alone: for each choice, what stands before and after it.
-        self._plain = not (body.logprobs or self._speaks or self._padded) and self._toolbox is None
+        self._with_ids = bool(body.return_token_ids)
+        self._plain = not (body.logprobs or self._speaks or self._padded or self._with_ids) and self._toolbox is None
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def write(self, item: OutputChunk) -> bytes:
         """The events of an item, as they are sent."""
-        if item.final is None and item.text and (around := self._around_text.get(item.index)) is not None:
+        if (
+            item.text
+            and not item.reasoning
+            and item.final is None
+            and (around := self._around_text.get(item.index)) is not None
+        ):
             return b"%b%b%b" % (around[0], to_json(item.text), around[1])
         return b"".join(map(event, self.events(item)))
 
@@ -249,16 +265,22 @@ class StreamWriter:
             return self._last(item.final)
         # Where one piece of text makes several deltas, the first carries its tokens.
         logprobs = _logprobs(item.logprobs) if self._body.logprobs and item.logprobs else None
+        ids = list(item.token_ids) if self._with_ids and item.token_ids else None
         deltas = self._deltas(item)
-        if not deltas and logprobs is not None:
+        if not deltas and (logprobs is not None or ids is not None):
             deltas = [{}]  # text that is held back: part of a character, of a stop string, of a call
         chunks = [] if not deltas or item.index in self._started else [self._first(item.index)]
         for delta in deltas:
-            chunks.append(self._chunk(item.index, delta, logprobs))
-            logprobs = None
+            chunks.append(self._chunk(item.index, delta, logprobs, ids))
+            logprobs = ids = None
         return chunks
 
     def _deltas(self, item: OutputChunk) -> list[ChatDelta]:
+        if item.reasoning:
+            return [{"reasoning_content": item.reasoning}, *(self._text_deltas(item) if item.text else ())]
+        return self._text_deltas(item)
+
+    def _text_deltas(self, item: OutputChunk) -> list[ChatDelta]:
         if item.text:
             if self._toolbox is not None:
                 reader = self._readers.setdefault(item.index, CallReader(self._toolbox))
@@ -302,9 +324,17 @@ class StreamWriter:
         return chunks
 
     def _chunk(
-        self, index: int, delta: ChatDelta, logprobs: Logprobs | None = None, *, finish: Finish | None = None
+        self,
+        index: int,
+        delta: ChatDelta,
+        logprobs: Logprobs | None = None,
+        token_ids: list[int] | None = None,
+        *,
+        finish: Finish | None = None,
     ) -> ChatChunk:
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
         chunk: ChatChunk = {**self._head, "choices": [choice]}
         if self._with_usage:
             chunk["usage"] = None

@@ -37,6 +37,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.timeout,
         body.use_audio_in_video,
         toolbox.specs() if toolbox is not None else (),
+        body.thinking,
     )
     await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     messages = service.spoken.recalled(holder.name, body.messages)

@@ -51,9 +51,9 @@ class TextOptions(WireModel):
 
 
 class ReasoningOptions(WireModel):
-    """Only values that change nothing are accepted, and options of reasoning items: there are none."""
+    """Only values that change nothing are accepted, and `none`: no thinking."""
 
-    effort: Annotated[Literal["medium"] | None, only("medium", why=_NOT_SUPPORTED)] = None
+    effort: Annotated[Literal["none", "medium"] | None, only("none", "medium", why=_NOT_SUPPORTED)] = None
     summary: Annotated[Literal["auto"] | None, only("auto", why=_NOT_SUPPORTED)] = None
     generate_summary: Annotated[Literal["auto"] | None, only("auto", why=_NOT_SUPPORTED)] = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -240,8 +240,8 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         """A path into `messages()`, or one of the engines, as one into this request."""
         if path.startswith("structured"):
             return "tools" if path == "structured.structural_tag" else "text.format"
-        if path in ("voice", "prompt"):
-            return {"voice": "audio.voice", "prompt": "input"}[path]
+        if path in (renamed := {"voice": "audio.voice", "prompt": "input", "thinking": "reasoning.effort"}):
+            return renamed[path]
         match = re.fullmatch(r"messages(?:\[(\d+)\])?(.*)", path)
         if match is None:
             return path

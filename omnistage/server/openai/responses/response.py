@@ -58,7 +58,20 @@ class CallItem(TypedDict):
     arguments: str
 
 
-Item = MessageItem | CallItem
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(TypedDict):
+    type: Literal["reasoning"]
+    id: str
+    status: ItemStatus
+    summary: list[object]
+    content: list[ReasoningText]
+
+
+Item = MessageItem | CallItem | ReasoningItem
 
 
 class InputDetails(TypedDict):
@@ -101,7 +114,7 @@ class ResponseObject(Echo):
 
 
 class PartFields(TypedDict, total=False):
-    part: OutputText | OutputAudio
+    part: OutputText | OutputAudio | ReasoningText
     delta: str
     text: str
     logprobs: list[object]
@@ -142,7 +155,7 @@ def _usage(usage: Usage) -> ResponseUsage:
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens + speech,
         "output_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "text_tokens": usage.completion_tokens,
             "audio_tokens": speech,
             "audio_seconds": usage.audio_seconds,
@@ -164,18 +177,21 @@ class ResponseWriter:
         self._open: Item | None = None
         self._part = _empty_text()
         """Of the message that was opened last."""
+        self._thought: ReasoningText = {"type": "reasoning_text", "text": ""}
         self._sent = 0
 
     def response(self, final: OmniRequestOutput) -> ResponseObject:
         """The response of a request that has ended and did not stream: the one of the stream's last event."""
+        self._reasoning(final.outputs[0].reasoning if final.outputs else "")
         self._text(final.text)
         return self._end(final)[-1]["response"]
 
     def events(self, item: OutputChunk) -> list[ResponseEvent]:
         # Not before the first item: an error until then has an HTTP status.
-        events = [] if self._sent else self._begin()
+        events = [] if self._sent else self._begin(item)
         if item.final is not None:
             return events + self._end(item.final)
+        events += self._reasoning(item.reasoning)
         if item.text:
             return events + self._text(item.text)
         if item.audio is not None:
@@ -183,14 +199,25 @@ class ResponseWriter:
             events.append(self._event("response.audio.delta", delta=base64.b64encode(samples).decode()))
         return events
 
-    def _begin(self) -> list[ResponseEvent]:
+    def _begin(self, item: OutputChunk) -> list[ResponseEvent]:
         response = self._object("in_progress")
         events = [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
         ]
-        # With tools, what the first item is is not known yet.
-        return events if self._reader is not None else events + self._open_message()
+        # With tools, what the first item is is not known yet; nor while it may be reasoning.
+        known = self._reader is None and not item.reasoning and (item.text or item.audio is not None)
+        return events + self._open_message() if known else events
+
+    def _reasoning(self, text: str) -> list[ResponseEvent]:
+        if not text:
+            return []
+        events: list[ResponseEvent] = []
+        if self._open is None or self._open["type"] != "reasoning":
+            events += self._close("completed") + self._open_reasoning()
+        events.append(self._part_event("response.reasoning_text.delta", delta=text))
+        self._thought["text"] += text
+        return events
 
     def _text(self, text: str) -> list[ResponseEvent]:
         deltas: list[Delta] = [{"content": text}] if self._reader is None else self._reader.push(text)
@@ -267,6 +294,18 @@ class ResponseWriter:
         item["content"].append(self._part)
         return [*events, self._part_event("response.content_part.added", part=_empty_text())]
 
+    def _open_reasoning(self) -> list[ResponseEvent]:
+        item: ReasoningItem = {
+            "type": "reasoning",
+            "id": f"rs_{self._suffix}",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+        events = self._add(item, {**item, "content": []})
+        item["content"].append(self._thought)
+        return [*events, self._part_event("response.content_part.added", part={**self._thought})]
+
     def _open_call(self, call_id: str, name: str) -> list[ResponseEvent]:
         item: CallItem = {
             "type": "function_call",
@@ -291,6 +330,11 @@ class ResponseWriter:
         if item["type"] == "function_call":
             done = "response.function_call_arguments.done"
             events = [self._item_event(done, name=item["name"], arguments=item["arguments"])]
+        elif item["type"] == "reasoning":
+            events = [
+                self._part_event("response.reasoning_text.done", text=self._thought["text"]),
+                self._part_event("response.content_part.done", part=self._thought),
+            ]
         else:
             events = [
                 self._part_event("response.output_text.done", text=self._part["text"], logprobs=[]),

@@ -11,6 +11,7 @@ from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import stream_response
+from omnistage.server.openai.base import thinking_of
 from omnistage.server.openai.request_models import voice_name
 from omnistage.server.openai.responses.request import ResponsesRequest
 from omnistage.server.openai.responses.response import ResponseEvent, ResponseObject, ResponseWriter
@@ -35,6 +36,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         body.priority,
         body.timeout,
         tools=toolbox.specs() if toolbox is not None else (),
+        thinking=thinking_of(None if body.reasoning is None else body.reasoning.effort, None),
     )
     await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     params = _params(body, model)

@@ -68,24 +68,42 @@ class ResponseToolFields(ToolRules):
 def as_messages(items: Sequence[Mapping[str, object]]) -> tuple[list[Mapping[str, object]], list[int]]:
     """Input items as messages of a chat, and for each message the index of the item that it begins with.
 
-    Consecutive calls are one message: the model made them in one turn.
+    Consecutive calls are one message: the model made them in one turn. Reasoning belongs to the message behind it.
     """
     messages: list[Mapping[str, object]] = []
     first_items: list[int] = []
     calls: list[dict[str, object]] = []
+    reasoning: dict[str, object] = {}
     for index, item in enumerate(items):
+        if item.get("type") == "reasoning":
+            calls, reasoning = [], _reasoning(item, f"input[{index}]")
+            continue
         if item.get("type") != "function_call":
             calls = []
-            messages.append(_message(item, f"input[{index}]"))
+            message = _message(item, f"input[{index}]")
+            messages.append({**message, **reasoning} if message.get("role") == "assistant" else message)
             first_items.append(index)
+            reasoning = {}
             continue
         call = _call(item, f"input[{index}]")
         if not calls:
             calls = []
-            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls, **reasoning})
+            reasoning = {}
             first_items.append(index)
         calls.append(call)
     return messages, first_items
+
+
+def _reasoning(item: Mapping[str, object], path: str) -> dict[str, object]:
+    """The text of a reasoning item as a field of a message; summaries and encrypted text are not shown to the model."""
+    parts = item.get("content")
+    if parts is not None and not isinstance(parts, list):
+        raise InvalidRequestError("must be a list of parts", param=f"{path}.content")
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts or ()]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError("must be parts of reasoning_text", param=f"{path}.content")
+    return {"reasoning_content": "".join(map(str, texts))} if texts else {}
 
 
 def _call(item: Mapping[str, object], path: str) -> dict[str, object]:
@@ -101,7 +119,7 @@ def _message(item: Mapping[str, object], path: str) -> Mapping[str, object]:
         return {key: value for key, value in item.items() if key in ("role", "content")}
     if kind != "function_call_output":
         raise InvalidRequestError(
-            "must be message, function_call or function_call_output; other items are not supported",
+            "must be message, reasoning, function_call or function_call_output; other items are not supported",
             param=f"{path}.type",
         )
     if not isinstance(item.get("call_id"), str):
