@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from omnistage.bench.child import serve_models
-from omnistage.bench.client import Client, EventReader
 from omnistage.bench.load import connect
 from omnistage.bench.measure import Outcome, count_event
 from omnistage.bench.report import environment
 from omnistage.bench.workload import Kind
+from omnistage.core.http_client import Client, EventReader
 from omnistage.core.params import SamplingParams
 from omnistage.models.causal_lm import tiny as tiny_lm
 from omnistage.models.qwen2_5_omni import tiny as tiny_omni

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from omnistage.bench.client import Address, BrokenResponseError, Client, EventReader
 from omnistage.bench.measure import PCM_BYTES, Outcome, count_event, error_of
 from omnistage.bench.workload import Kind, Request, Workload, arrivals
 from omnistage.core.errors import InvalidRequestError
+from omnistage.core.http_client import Address, BrokenResponseError, Client, EventReader
 
 _POLL_SECONDS = 0.2
 _MAX_RETRY_SECONDS = 5.0

@@ -50,7 +50,7 @@ def _paint(context: LoadContext) -> object:
 def _processor(model: Checkpoint) -> InputProcessor:
     from omnistage_starter.processor import StarterProcessor
 
-    return StarterProcessor.load(model.folder)
+    return StarterProcessor.load(model)
 
 
 def _tiny(folder: Path, **options: object) -> None:
@@ -77,6 +77,7 @@ FAMILY = Family(
         "starter.paint": _paint,
     },
     bridges=BRIDGES,
+    text_bridges=frozenset({"starter.hear2think", "starter.think2speak"}),
     processor=_processor,
     tiny=_tiny,
     verify=_verify,

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from omnistage.config import OmniModelConfig, RemoteStageConfig
+from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
@@ -128,8 +130,7 @@ class PromptBuilder:
 
     def read_aloud(self, text: str) -> ARInput:
         """The shortest prompt, with a text beside it that is spoken verbatim."""
-        encoded = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
-        return ARInput(self._user, context={SPOKEN: encoded}, num_tokens=1)
+        return ARInput(self._user, context={SPOKEN: _encoded(text)}, num_tokens=1)
 
     def _check_characters(self, count: int) -> None:
         if count > self._max_characters:
@@ -147,13 +148,32 @@ class PromptBuilder:
         return 0 if header is None else min(header + size + 1, len(ids) - 1)
 
 
+class Conversations:
+    """What a language model on a server is sent: a conversation of text, for its own template and tokenizer."""
+
+    def prompt(self, payload: ChatInput) -> ChatInput:
+        return replace(payload, drawn=None)
+
+    def read_aloud(self, text: str) -> ARInput:
+        """Nothing to generate, with a text beside it that is spoken verbatim."""
+        return ARInput((0,), context={SPOKEN: _encoded(text)}, num_tokens=0)
+
+
+def prompts_of(model: Checkpoint) -> PromptBuilder | Conversations:
+    """How the language model of a pipeline gets its prompts."""
+    stages = model.config.pipeline.stages if isinstance(model, OmniModelConfig) else {}
+    if isinstance(stages.get("think"), RemoteStageConfig):
+        return Conversations()
+    return PromptBuilder(model.folder / "think")
+
+
 class ChatToPrompt(ModuleComponent):
     """Takes a conversation, gives the prompt. One run does one step of transcribing a clip or describing an image."""
 
     input_type = ChatInput
     max_batch = 16
 
-    def __init__(self, prompts: PromptBuilder, media: MediaToText) -> None:
+    def __init__(self, prompts: PromptBuilder | Conversations, media: MediaToText) -> None:
         self._prompts = prompts
         self._media = media
         self._running: dict[str, Generator[None, None, ModuleOutput]] = {}
@@ -228,9 +248,13 @@ class ChatToPrompt(ModuleComponent):
         messages = replace_media(payload.messages, iter(texts))
         _check_speech(payload.messages, messages)
         prompt = self._prompts.prompt(replace(payload, messages=messages))
-        if image_only:
+        if image_only and isinstance(prompt, ARInput):
             prompt = replace(prompt, num_tokens=1)  # only the prompt's hidden states are needed
         return ModuleOutput(prompt=prompt)
+
+
+def _encoded(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
 
 
 def as_message(prompt: str) -> ChatMessage:
@@ -330,4 +354,4 @@ def load_hear(context: LoadContext) -> ChatToPrompt:
     inputs = available_inputs(folder)
     speech_to_text = SpeechToText(folder / "hear", media_threads()) if Modality.AUDIO in inputs else None
     describer = ImageDescriber(folder / "see", media_threads()) if Modality.IMAGE in inputs else None
-    return ChatToPrompt(PromptBuilder(folder / "think"), MediaToText(speech_to_text, describer))
+    return ChatToPrompt(prompts_of(context.model), MediaToText(speech_to_text, describer))

@@ -9,18 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, QueueFullError, UnsupportedModalityError
 from omnistage.core.messages import ChatMessage
-from omnistage.core.types import ChatInput, Modality, OmniTokensPrompt
+from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt
 from omnistage.models.chat_template import ToolSpec
 from omnistage_starter.hear import (
     READ_ALOUD,
+    Conversations,
     PromptBuilder,
     as_message,
     available_inputs,
     has_media,
     media_threads,
+    prompts_of,
     read_aloud_text,
     replace_media,
 )
@@ -47,7 +50,11 @@ class StarterProcessor:
     audio_sample_rate = SAMPLE_RATE
 
     def __init__(
-        self, folder: Path, inputs: frozenset[Modality], prompts: PromptBuilder, voices: Sequence[str]
+        self,
+        folder: Path,
+        inputs: frozenset[Modality],
+        prompts: PromptBuilder | Conversations,
+        voices: Sequence[str],
     ) -> None:
         self.input_modalities = inputs
         self._folder = folder
@@ -58,8 +65,9 @@ class StarterProcessor:
         self._voices = tuple(voices)
 
     @classmethod
-    def load(cls, folder: Path) -> StarterProcessor:
-        return cls(folder, available_inputs(folder), PromptBuilder(folder / "think"), local_voices())
+    def load(cls, model: Checkpoint) -> StarterProcessor:
+        folder = model.folder
+        return cls(folder, available_inputs(folder), prompts_of(model), local_voices())
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ChatInput:
         payload = ChatInput(tuple(messages), tuple(tools))
@@ -72,7 +80,8 @@ class StarterProcessor:
         return replace(payload, tokens=self._tokens(payload))
 
     def text(self, prompt: str) -> ChatInput:
-        payload = ChatInput(prompt=prompt, tokens=self._tokens(ChatInput(prompt=prompt)))
+        payload = ChatInput(prompt=prompt)
+        payload = replace(payload, tokens=self._tokens(payload))
         # As a message it may be too long: the hear stage raises that, and only where an image is asked for.
         with contextlib.suppress(InvalidRequestError):
             payload = replace(payload, drawn=self._tokens(ChatInput((as_message(prompt),))))
@@ -83,8 +92,10 @@ class StarterProcessor:
         self._prompts.prompt(payload)  # raises for an invalid prompt
         return payload
 
-    def _tokens(self, payload: ChatInput) -> OmniTokensPrompt:
-        return OmniTokensPrompt(self._prompts.prompt(payload).token_ids)
+    def _tokens(self, payload: ChatInput) -> OmniTokensPrompt | None:
+        """None where the language model's server has the tokenizer."""
+        prompt = self._prompts.prompt(payload)
+        return OmniTokensPrompt(prompt.token_ids) if isinstance(prompt, ARInput) else None
 
     def voices(self) -> Sequence[str]:
         return self._voices

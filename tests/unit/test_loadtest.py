@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnistage.bench.client import Address, EventReader
 from omnistage.bench.measure import (
     Outcome,
     Playback,
@@ -26,6 +25,7 @@ from omnistage.bench.measure import (
 )
 from omnistage.bench.workload import Kind, Range, Workload, arrivals, parse_mix, read_prompts
 from omnistage.core.errors import InvalidRequestError
+from omnistage.core.http_client import Address, EventReader
 
 MODELS = {kind: f"a-{kind}" for kind in Kind}
 

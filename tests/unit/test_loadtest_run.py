@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from omnistage.bench.client import Client
 from omnistage.bench.load import Generator, Load, Run, calibrate, choose_models, connect
 from omnistage.bench.measure import Outcome, Spread
 from omnistage.bench.plot import plot
@@ -25,6 +24,7 @@ from omnistage.bench.report import SCHEMA, GeneratorLoad, Report, build, redact_
 from omnistage.bench.tables import compare, print_report, read_report
 from omnistage.bench.workload import Kind, Workload, arrivals, parse_mix
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
+from omnistage.core.http_client import Client
 
 Reply = Callable[["Service", str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 MODELS = {"data": [{"id": "chat", "modalities": {"output": ["text"]}}, {"id": "all", "modalities": {"output": []}}]}
