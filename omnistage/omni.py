@@ -6,6 +6,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
@@ -38,6 +39,7 @@ from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace
 from omnistage.pipeline.preparation import Lane, lane_of, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun
 from omnistage.pipeline.stream import OutputStream
+from omnistage.placement.replicas import ReplicaStats
 
 _REFRESH_SECONDS = 0.2
 
@@ -54,11 +56,13 @@ class _Front:
         device: str | None = None,
         dtype: str | None = None,
         gpu_memory: str | int | None = None,
+        ray: str | None = None,
         progress: bool | Report = True,
     ) -> None:
         """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
         values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
-        self._open(build_parts(OmniEngineArgs.parse({**values, "device": device, "dtype": dtype}), progress=progress))
+        values |= {"device": device, "dtype": dtype, "ray": ray}
+        self._open(build_parts(OmniEngineArgs.parse(values), progress=progress))
 
     @classmethod
     def from_parts(
@@ -83,6 +87,7 @@ class _Front:
         self.processor = parts.processor
         self.memory = parts.memory
         self.start_times = parts.times
+        self._groups = parts.groups
         self.media_limits = parts.limits.media
         self.modalities: tuple[Modality, ...] = tuple(parts.graph.outputs)
         """What this model gives."""
@@ -97,6 +102,7 @@ class _Front:
             rebuilds=parts.rebuilds,
             max_step_seconds=deployment.max_step_seconds,
             max_rebuilds=deployment.max_rebuilds,
+            links=parts.links,
         )
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
         self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
@@ -128,11 +134,15 @@ class _Front:
         return self.orchestrator.trace(known_request_id(request_id))
 
     def stats(self) -> OrchestratorStats:
-        return self.orchestrator.stats()
+        return replace(self.orchestrator.stats(), replicas=tuple(self.replicas()))
 
     def health(self) -> dict[str, StageHealth]:
         """By stage: whether it takes requests."""
         return self.orchestrator.health()
+
+    def replicas(self) -> list[ReplicaStats]:
+        """The processes that stages run in, other than this one."""
+        return [replica for group in self._groups for replica in group.replicas()]
 
 
 # --------------------------------------------------------------------------------------------------- async

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from omnistage.config import schema
+from omnistage.config.remote import RemoteBudget, RemoteStageConfig
 from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StructuredOutput
 from omnistage.core.types import Modality
 from omnistage.media.limits import MediaLimits
@@ -40,8 +41,15 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (STAGE, "With `engine: diffusion`.", schema.DiffusionStageConfig),
     (f"{STAGE}.budget", "Of a diffusion stage; each kind of stage reads its own part.", schema.DiffusionBudget),
     (f"{STAGE}.params", "Of a diffusion stage; one set serves all diffusion stages of a request.", DiffusionParams),
+    (
+        STAGE,
+        "With `engine: remote`: the language model is on another server, see [remote.md](remote.md).",
+        RemoteStageConfig,
+    ),
+    (f"{STAGE}.budget", "Of a remote stage.", RemoteBudget),
     ("pipeline.edges", "A list; each item has these keys.", schema.EdgeConfig),
     ("deployment", "Where it runs and how much it holds.", schema.DeploymentConfig),
+    ("deployment.placement.NAME", "A group of stages, see [placement](placement.md).", schema.GroupConfig),
     ("limits", "What a request may ask for.", schema.LimitsConfig),
     ("limits.media", "How much media a request may bring, and where it may come from.", MediaLimits),
 )
@@ -60,6 +68,9 @@ DESCRIPTIONS: Mapping[tuple[type[BaseModel], str], str] = {
     (schema.DiffusionStageConfig, "engine"): "Which engine runs the stage.",
     (schema.DiffusionStageConfig, "params"): "Default parameters of a request, see below.",
     (schema.DiffusionStageConfig, "budget"): "What the stage may use, see below.",
+    (RemoteStageConfig, "engine"): "Which engine runs the stage.",
+    (RemoteStageConfig, "params"): "Default parameters of a request, as of an autoregressive stage.",
+    (RemoteStageConfig, "budget"): "What the stage may use, see below.",
     (schema.EdgeConfig, "to"): "The stage that the edge leads to.",
     (schema.LimitsConfig, "media"): "See below.",
     (SamplingParams, "include_stop_str_in_output"): "Keep the stop string at the end of the text.",
@@ -72,8 +83,13 @@ DESCRIPTIONS: Mapping[tuple[type[BaseModel], str], str] = {
     (StructuredOutput, "json_object"): "Any JSON.",
 }
 
-_VALIDATED = {"parse_size": "size", "_parse_size_or_auto": "size or `auto`", "_check_device": "device"}
-_PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+_VALIDATED = {
+    "parse_size": "size",
+    "_parse_size_or_auto": "size or `auto`",
+    "_check_device": "device",
+    "_check_url": "URL",
+}
+_PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "null"}
 
 
 def type_words(annotation: object, metadata: tuple[object, ...] = ()) -> str:
@@ -162,6 +178,7 @@ def render() -> str:
             schema.ARStageConfig: " (autoregressive)",
             schema.CodecStageConfig: " (codec)",
             schema.DiffusionStageConfig: " (diffusion)",
+            RemoteStageConfig: " (remote)",
         }
         kind = kinds.get(model, "")
         lines += [

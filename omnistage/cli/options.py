@@ -94,6 +94,13 @@ class ModelOptions:
         None, "Memory of a GPU to take at most, like 24GiB; short for deployment.gpu_memory.", metavar="SIZE"
     )
 
+    ray: str | None = option(
+        None,
+        "Ray cluster on which the groups of deployment.placement run, all stages as one without any: auto, or its "
+        "address. Needs omnistage[ray].",
+        metavar="ADDRESS",
+    )
+
     def resolve(
         self, model: str, *, overrides: Sequence[str] = (), weights: bool = True, download: bool = False
     ) -> ResolvedConfig:
@@ -120,5 +127,6 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
             gpu_memory=self.gpu_memory,
+            ray=self.ray,
             progress=progress,
         )

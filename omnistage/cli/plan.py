@@ -82,6 +82,8 @@ def describe(plan: MemoryPlan) -> Iterator[Table | Text]:
     for device in plan.devices:
         yield _table(plan, device)
         yield from _bar(device)
+    for name, url in plan.remote.items():
+        yield Text(f"{name}: on the server at {url}, which plans its own memory", style="dim")
     yield from _verdict(plan)
 
 

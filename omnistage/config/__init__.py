@@ -2,6 +2,7 @@
 
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model
 from omnistage.config.located import LocatedConfigError, Source
+from omnistage.config.remote import RemoteBudget, RemoteStageConfig
 from omnistage.config.resolve import OmniEngineArgs, ResolvedConfig, resolve, to_yaml
 from omnistage.config.scalars import Size, format_size, parse_size
 from omnistage.config.schema import (
@@ -13,7 +14,9 @@ from omnistage.config.schema import (
     DiffusionBudget,
     DiffusionStageConfig,
     EdgeConfig,
+    GroupConfig,
     LimitsConfig,
+    LocalStageConfig,
     OmniConfig,
     PipelineConfig,
     StageConfig,
@@ -29,13 +32,17 @@ __all__ = [
     "DiffusionBudget",
     "DiffusionStageConfig",
     "EdgeConfig",
+    "GroupConfig",
     "LimitsConfig",
+    "LocalStageConfig",
     "LocatedConfigError",
     "OmniConfig",
     "OmniEngineArgs",
     "OmniModelConfig",
     "PipelineConfig",
     "PipelineGraph",
+    "RemoteBudget",
+    "RemoteStageConfig",
     "ResolvedConfig",
     "Size",
     "Source",

@@ -137,10 +137,9 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
             raise RegistryError(f"the families {both} both claim {name}; uninstall the package of one")
         if claims:
             return claims[0]
-    if any(name.endswith("ForCausalLM") for name in names):
-        for family in families.values():
-            if "*" in family.architectures:
-                return family
+    for family in families.values():
+        if "*" in family.architectures and any(map(_is_causal_lm, names)):
+            return family
     if "_class_name" in hf_config:
         for family in families.values():
             if ANY_PIPELINE in family.architectures:
@@ -149,6 +148,15 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
         f"no family serves {', '.join(names)}; families: "
         + ("; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families.values()) or "none")
     )
+
+
+def _is_causal_lm(name: str) -> bool:
+    """Whether a class is one that `AutoModelForCausalLM` makes."""
+    if name.endswith("ForCausalLM"):
+        return True
+    from omnistage.hf import transformers
+
+    return name in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _architectures(hf_config: Mapping[str, object]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from omnistage.config.located import KeyPath, LocatedConfigError, Source, dotted
@@ -15,11 +15,16 @@ SET = Source("--set")
 _MAX_KEY = 300
 _SECTIONS = ("pipeline", "deployment", "limits")
 _STAGES: KeyPath = ("pipeline", "stages")
+_ANY_ENGINE = ("output", "params")
+"""Keys that a stage keeps where a later layer gives it another engine."""
 
 
 @dataclass(slots=True)
 class Layers:
-    """The merged data so far. Mappings merge key by key; other values, lists too, are replaced."""
+    """The merged data so far. Mappings merge key by key; other values, lists too, are replaced.
+
+    A stage that is null is removed. One that gets another engine keeps its output and parameters alone.
+    """
 
     data: dict[str, object] = field(default_factory=dict)
     sources: dict[KeyPath, Source] = field(default_factory=dict)
@@ -38,6 +43,13 @@ class Layers:
         # A new section has this source; an existing one keeps its own.
         sources |= {path[:end]: self.sources.get(path[:end], source) for end in range(1, len(path))}
         self._merge(self.data, {path[0]: nested}, (), sources)
+
+    def section(self, *path: str) -> dict[str, object]:
+        """A copy of a section, empty where there is none."""
+        found: object = self.data
+        for part in path:
+            found = found.get(part) if isinstance(found, dict) else None
+        return dict(found) if isinstance(found, dict) else {}
 
     def apply_overrides(self, overrides: Iterable[str]) -> None:
         """Apply `--set KEY=VALUE` strings, in order."""
@@ -117,6 +129,11 @@ class Layers:
         for key, value in top.items():
             here = (*path, key)
             old = base.get(key)
+            if path == _STAGES and (value is None or _changes_engine(old, value)):
+                self._drop(base, here, keep=() if value is None else _ANY_ENGINE)
+                if value is None:
+                    continue
+                old = base.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
                 self.sources[here] = sources[here]
                 self._merge(old, value, here, sources)
@@ -125,6 +142,22 @@ class Layers:
                 self.sources.pop(replaced, None)
             base[key] = _copy(value)
             self.sources |= {p: sources[p] for p in _paths_in(value, here)}
+
+    def _drop(self, stages: dict[str, object], path: KeyPath, keep: Collection[str]) -> None:
+        """Take a stage out, but for the keys that its next engine reads too."""
+        stage = stages.pop(path[-1], None)
+        kept = {key: value for key, value in stage.items() if key in keep} if isinstance(stage, dict) else {}
+        if kept:
+            stages[path[-1]] = kept
+        remaining = set(_paths_in(kept, path)) if kept else set()
+        for gone in set(_paths_in(stage, path)) - remaining:
+            self.sources.pop(gone, None)
+
+
+def _changes_engine(old: object, new: object) -> bool:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return False
+    return "engine" in new and "engine" in old and new["engine"] != old["engine"]
 
 
 def _paths_in(value: object, path: KeyPath) -> Iterable[KeyPath]:

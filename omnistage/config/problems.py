@@ -79,6 +79,8 @@ def model_at(path: KeyPath, data: Mapping[str, object]) -> type[BaseModel] | Non
         if depth == 2 and path[:2] == ("pipeline", "stages"):
             engine = here.get("engine") if isinstance(here, Mapping) else None
             model = STAGE_TYPES.get(str(engine))
+        elif depth == 2 and path[:2] == ("deployment", "placement"):
+            continue  # a group's name
         elif model is not None and not part.isdecimal():  # an index stays in the model of the list's items
             field = next((f for n, f in model.model_fields.items() if part in (n, f.serialization_alias)), None)
             models = [] if field is None else list(_models_in(field.annotation))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -14,7 +14,7 @@ from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_mod
 from omnistage.config.emit import emit_yaml, value_paths
 from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
-from omnistage.config.names import check_names, graph_of
+from omnistage.config.names import check_names, check_placement, graph_of
 from omnistage.config.problems import to_config_error
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
 from omnistage.config.schema import OmniConfig
@@ -36,6 +36,11 @@ class OmniEngineArgs(ConfigModel):
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
     gpu_memory: Size | None = Field(default=None, description="Short for deployment.gpu_memory.")
+    ray: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Ray cluster, auto or an address, for the groups of deployment.placement, or for all stages.",
+    )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's default.")
     allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
@@ -60,6 +65,19 @@ class ResolvedConfig:
     model: OmniModelConfig
     provenance: Mapping[str, Source]
     """Source of every value by its dotted path, in the order of `to_yaml`."""
+
+    def restricted(self, stages: Iterable[str]) -> ResolvedConfig:
+        """The part of it that one process builds: only these stages, in graph order, and the graph's own edges."""
+        order = tuple(stages)
+        if order == self.graph.order:
+            return self
+        pipeline = self.config.pipeline
+        pipeline = pipeline.model_copy(update={"stages": {name: pipeline.stages[name] for name in order}})
+        return replace(
+            self,
+            config=self.config.model_copy(update={"pipeline": pipeline}),
+            graph=replace(self.graph, order=order),
+        )
 
 
 def resolve(args: OmniEngineArgs, *, registry: Registry, weights: bool = True) -> ResolvedConfig:
@@ -95,8 +113,9 @@ def check(data: Mapping[str, object], sources: Sources, registry: Registry) -> t
     except ValidationError as error:
         raise to_config_error(error, data, sources) from error
     try:
-        graph = graph_of(config.pipeline)
+        graph = graph_of(config.pipeline, registry.text_bridges())
         check_names(config.pipeline, registry)
+        check_placement(config.deployment.placement, config.pipeline.stages)
     except ConfigError as error:
         path = tuple((error.param or "").split("."))
         raise LocatedConfigError(error.message, param=error.param, where=nearest_source(path, sources)) from error
@@ -120,7 +139,24 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
         if value is not None:
             layers.set(("deployment", name), value, Source(f"--{name.replace('_', '-')}"))
     layers.apply_overrides(args.overrides)
+    if args.ray is not None:
+        _place_on_ray(layers, args.ray)
     return layers
+
+
+def _place_on_ray(layers: Layers, address: str) -> None:
+    """Groups that name no kind become actors of a cluster; where there is no group, all stages become one."""
+    source = Source("--ray")
+    layers.set(("deployment", "ray_address"), address, source)
+    groups = layers.section("deployment", "placement")
+    stages = layers.section("pipeline", "stages")
+    remote = {name for name, stage in stages.items() if isinstance(stage, dict) and stage.get("engine") == "remote"}
+    local = [name for name in stages if name not in remote]
+    if not groups:
+        layers.set(("deployment", "placement", "all"), {"stages": local, "kind": "ray"}, source)
+    for name, group in groups.items():
+        if isinstance(group, dict) and "kind" not in group:
+            layers.set(("deployment", "placement", name, "kind"), "ray", source)
 
 
 def _dump(config: OmniConfig) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -79,6 +80,17 @@ def _check_device(value: str) -> str:
     return value
 
 
+def _check_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or "@" in parts.netloc or re.search(r"[\s\x00-\x1f\x7f]", value):
+        raise ValueError(f"{short_repr(value)} is not a server's address; use one like http://127.0.0.1:8001/v1")
+    return value
+
+
 def picture_size(value: str) -> tuple[int, int, int]:
     """(width, height, frames) of `512x512` or `832x480x81`. Raises ValueError with the accepted forms."""
     match = _PICTURE_SIZE.fullmatch(value)
@@ -108,6 +120,10 @@ CountOrZero = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
 PictureSize = Annotated[str, AfterValidator(_check_picture_size)]
 """`512x512`, or `832x480x81` with the frames of a video."""
 Seconds = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, allow_inf_nan=False)]
+ServerUrl = Annotated[str, AfterValidator(_check_url)]
+"""`http://127.0.0.1:8001/v1`; keys and passwords do not belong into it."""
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+"""Name of an environment variable."""
 DeviceName = Annotated[str, AfterValidator(_check_device)]
 
 

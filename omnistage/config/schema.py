@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs
+from omnistage.config.remote import RemoteStageConfig
 from omnistage.config.scalars import (
     ConfigModel,
     Count,
@@ -46,7 +47,8 @@ class ARBudget(ConfigModel):
     encoder_cache: Size = Field(default=256 * 2**20, description="Memory for the outputs of media encoders.")
     attention: Literal["auto", "sdpa", "triton"] = Field(default="auto", description="sdpa runs on every device.")
     experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = Field(
-        default="auto", description="How a mixture of experts is computed; auto: grouped_mm on CUDA, else a loop."
+        default="auto",
+        description="How a mixture of experts is computed; auto: our kernels and grouped_mm on CUDA, else a loop.",
     )
     cuda_graphs: bool = Field(default=True, description="Replay decode steps as CUDA graphs; only used on CUDA.")
     graph_batch_sizes: tuple[Count, ...] = Field(
@@ -169,6 +171,10 @@ class ARStageConfig(_StageConfig):
     engine: Literal["autoregressive"]
     params: SamplingParams = Field(default_factory=SamplingParams)
     budget: ARBudget = Field(default_factory=ARBudget)
+    tensor_parallel: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Processes among which the model is divided, each with a GPU, from `device` on.",
+    )
 
     @field_validator("output")
     @classmethod
@@ -292,11 +298,14 @@ class DiffusionStageConfig(_StageConfig):
         return output
 
 
-StageConfig = ARStageConfig | CodecStageConfig | DiffusionStageConfig
-STAGE_TYPES: dict[str, type[ARStageConfig] | type[CodecStageConfig] | type[DiffusionStageConfig]] = {
+LocalStageConfig = ARStageConfig | CodecStageConfig | DiffusionStageConfig
+"""Of a stage that runs a network of its own."""
+StageConfig = LocalStageConfig | RemoteStageConfig
+STAGE_TYPES: dict[str, type[StageSettings]] = {
     "autoregressive": ARStageConfig,
     "codec": CodecStageConfig,
     "diffusion": DiffusionStageConfig,
+    "remote": RemoteStageConfig,
 }
 """Stage model by engine name."""
 
@@ -330,6 +339,47 @@ class PipelineConfig(ConfigModel):
     stages: dict[str, Annotated[StageConfig, Field(discriminator="engine")]]
     edges: tuple[EdgeConfig, ...] = ()
 
+    @property
+    def local_stages(self) -> dict[str, LocalStageConfig]:
+        """Those that need a device and memory."""
+        return {name: stage for name, stage in self.stages.items() if not isinstance(stage, RemoteStageConfig)}
+
+
+class GroupConfig(ConfigModel):
+    """Stages that run together, in this process or in processes of their own."""
+
+    stages: tuple[str, ...] = Field(min_length=1, description="Those of the group; edges between them stay inside.")
+    kind: Literal["inline", "process", "ray"] = Field(
+        default="process",
+        description="inline: in this process; process: in a local process of their own; ray: in an actor on a cluster.",
+    )
+    replicas: Count = Field(default=1, description="Processes; each runs all stages of the group.")
+    devices: tuple[DeviceName, ...] = Field(
+        default=(), max_length=64, description="Of the processes in turn; empty: the stages' own."
+    )
+    torch_threads: Count | None = Field(
+        default=None, description="CPU threads of torch in each process; null: the deployment's."
+    )
+    num_cpus: float = Field(default=1.0, ge=0.0, le=1024.0, description="That Ray reserves for each process.")
+    num_gpus: float = Field(default=0.0, ge=0.0, le=1024.0, description="The same; less than 1 is a share of a GPU.")
+    hang_seconds: Annotated[Seconds, Field(ge=0.1)] = Field(
+        default=2.0, description="A process that has work and gives no sign of life for so long is ended."
+    )
+    max_restarts: CountOrZero = Field(
+        default=5, description="Restarts of a process that has ended, each within 10 minutes of the last."
+    )
+    restart_requests: bool = Field(
+        default=True, description="Start requests again, once, that had given nothing when their process ended."
+    )
+
+    @model_validator(mode="after")
+    def _inline_is_plain(self) -> Self:
+        if self.kind == "inline" and (self.replicas > 1 or self.devices or self.torch_threads is not None):
+            raise ValueError("replicas, devices and torch_threads are for processes; use kind: process or remove them")
+        if self.kind != "ray" and self.model_fields_set & {"num_cpus", "num_gpus"}:
+            raise ValueError("num_cpus and num_gpus are what Ray reserves; use kind: ray or remove them")
+        return self
+
 
 class DeploymentConfig(ConfigModel):
     """Devices and queues."""
@@ -353,6 +403,14 @@ class DeploymentConfig(ConfigModel):
     )
     max_rebuilds: CountOrZero = Field(
         default=3, description="Attempts to rebuild a stage that has failed, each within 10 minutes of the last."
+    )
+    ray_address: str | None = Field(
+        default=None,
+        max_length=300,
+        description="Ray cluster of groups with kind: ray; null: that of RAY_ADDRESS, or a new one on this machine.",
+    )
+    placement: dict[str, GroupConfig] = Field(
+        default_factory=dict, description="Groups of stages by name, see below; all others run in this process."
     )
 
 

@@ -94,6 +94,18 @@ class StageError(OmniError, code="stage_failed"):
     """A stage's step failed; the requests in it end, others go on."""
 
 
+class StageLostError(StageError, status=503, code="stage_unavailable"):
+    """A process that the stage cannot do without has ended: the stage is built again."""
+
+
+class RemoteError(StageError, status=502, code="remote_failed"):
+    """The server that a stage runs on failed this request."""
+
+
+class RemoteTimeoutError(RemoteError, status=504, code="remote_timeout"):
+    """That server took longer than it may."""
+
+
 class StageUnavailableError(OmniError, status=503, code="stage_unavailable"):
     """A stage that the request needs has failed, or has been stuck in a step for too long."""
 

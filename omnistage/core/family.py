@@ -110,6 +110,31 @@ class VoicePrompts(Protocol):
         """The processor for requests with this voice, one of `voices()`; None: the default."""
 
 
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkBlock:
+    """What a model may write before its answer, between `THINK_START` and `THINK_END`."""
+
+    end_token: int
+    opened: bool
+    """The chat template has written the start: an answer begins inside."""
+
+
+@runtime_checkable
+class Thinking(Protocol):
+    """An input processor of a model that may think before it answers."""
+
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), *, thinking: bool | None = None
+    ) -> StagePayloadIn:
+        """As `InputProcessor.chat`; `thinking` is `enable_thinking` of the template, None: not said."""
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        """That of answers to such chats; None where the model has none."""
+
+
 @runtime_checkable
 class SpeechReader(Protocol):
     """An input processor of a model that can speak a text as it is."""
@@ -177,6 +202,8 @@ class Family:
     """What `tiny` takes as `variant`, the default first; empty where it takes none."""
     pipeline_of: Callable[[Mapping[str, object]], Path] | None = None
     """The pipeline by a checkpoint's config.json, where not all of its checkpoints have the same parts."""
+    text_bridges: frozenset[str] = frozenset()
+    """Those of its bridges that read text and never hidden states: they also work behind a remote server."""
     plans_memory: bool = False
     """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
     bundle: Bundle | None = None

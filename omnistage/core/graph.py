@@ -34,6 +34,8 @@ class Edge:
     source: tuple[str, ...]
     to: str
     bridge: str
+    reads_hidden: bool = True
+    """Whether the bridge may read hidden states of its sources."""
 
 
 @dataclass(frozen=True, slots=True)

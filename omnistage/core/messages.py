@@ -61,3 +61,5 @@ class ChatMessage:
     """Of the participant; of the function, where the message is a tool's."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the assistant thought before, for templates that show it again."""

@@ -12,6 +12,8 @@ from omnistage.core.validation import invalid_params, is_utf8
 MAX_STOP_CHARS = 1024
 """Of one stop string: a table as long as it is made for each."""
 _FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+_Bias = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
+"""Logits are float32, and must stay finite."""
 
 
 class StageParams(BaseModel):
@@ -39,7 +41,7 @@ class StageParams(BaseModel):
 
 class StructuredOutput(BaseModel):
     """Constrain the text: exactly one of a JSON schema, a regular expression, a grammar (EBNF), xgrammar's structural
-    tags, or any JSON object."""
+    tags, or any JSON object. `after_token` lets a model think first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,6 +52,9 @@ class StructuredOutput(BaseModel):
         default=None, description="A format of xgrammar's structural tags: free text in which some words begin JSON."
     )
     json_object: bool = False
+    after_token: int | None = Field(
+        default=None, ge=0, description="The text is free up to this token, and constrained behind it."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -68,10 +73,10 @@ class SamplingParams(StageParams):
     top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
     top_p: _FiniteFloat = Field(default=1.0, gt=0.0, le=1.0, description="Keep the likeliest tokens up to this mass.")
     min_p: _FiniteFloat = Field(default=0.0, ge=0.0, le=1.0, description="Drop tokens below this share of the best.")
-    repetition_penalty: _FiniteFloat = Field(default=1.0, gt=0.0, le=10.0, description="Over prompt and output.")
+    repetition_penalty: _FiniteFloat = Field(default=1.0, ge=0.01, le=10.0, description="Over prompt and output.")
     presence_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
     frequency_penalty: _FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0, description="Over the output only.")
-    logit_bias: dict[int, _FiniteFloat] | None = Field(default=None, description="Token id to added logit.")
+    logit_bias: dict[int, _Bias] | None = Field(default=None, description="Token id to added logit.")
     allowed_token_ids: tuple[int, ...] | None = Field(default=None, description="Only these may be sampled.")
     suppress_token_ids: tuple[int, ...] = Field(default=(), description="Never sampled.")
     stop: tuple[str, ...] = Field(default=(), max_length=64, description="Strings that end the text.")
@@ -125,6 +130,11 @@ class SamplingParams(StageParams):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def answers(params: StageParams) -> int:
+    """How many answers a stage gives under these parameters."""
+    return params.n if isinstance(params, SamplingParams) else 1
 
 
 SpeechQuality = Literal["full", "balanced", "fast"]

@@ -51,6 +51,7 @@ class Registry:
         self._families: dict[str, Family] = {}
         self._components: dict[str, ComponentFactory] = {}
         self._bridges: dict[str, Bridge] = {}
+        self._text_bridges: set[str] = set()
         self._discovered = False
 
     def register(self, family: Family) -> None:
@@ -63,14 +64,20 @@ class Registry:
                 self._check_component(name, factory)
             for name, bridge in family.bridges.items():
                 self._check_bridge(name, bridge)
+            if unknown := family.text_bridges - family.bridges.keys():
+                raise RegistryError(f"text_bridges of {family.name!r}: {min(unknown)!r} is none of its bridges")
             self._families[family.name] = family
             self._components.update(family.components)
             self._bridges.update(family.bridges)
+            self._text_bridges |= family.text_bridges
 
-    def register_bridge(self, name: str, bridge: Bridge) -> None:
+    def register_bridge(self, name: str, bridge: Bridge, *, text_only: bool = False) -> None:
+        """`text_only`: it reads its sources' text and never their hidden states."""
         with self._lock:
             self._check_bridge(name, bridge)
             self._bridges[name] = bridge
+            if text_only:
+                self._text_bridges.add(name)
 
     def register_component(self, name: str, factory: ComponentFactory) -> None:
         with self._lock:
@@ -108,6 +115,11 @@ class Registry:
     def bridge(self, name: str) -> Bridge:
         self._discover()
         return _lookup("bridge", name, self._bridges)
+
+    def text_bridges(self) -> frozenset[str]:
+        """Those that never read hidden states of their sources."""
+        self._discover()
+        return frozenset(self._text_bridges)
 
     def component_names(self) -> list[str]:
         self._discover()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from omnistage.core.params import StageParams
 from omnistage.core.types import StageChunk, StageFeed, StageInput
@@ -20,7 +21,39 @@ class StageStats:
     steps: int = 0
     tokens: int = 0
     preemptions: int = 0
+    capacity: int = 0
+    """Requests that it can run at once; 0: it does not say."""
     extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def utilization(self) -> float:
+        """The share of its places that are taken, requests that wait included: above 1 it is behind.
+
+        Where some wait, the places are those that run, whatever the capacity: memory may allow no more.
+        """
+        held = self.running + self.starved
+        places = max(held, 1) if self.waiting else self.capacity
+        return (held + self.waiting) / places if places else 0.0
+
+
+STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds in seconds: from a small decode step on a GPU to a large picture's decoding on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Steps by how long they took: one count for each of `STEP_BUCKETS`, the last for all that were longer."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_BUCKETS) + 1)
+    total: float = 0.0
+
+
+class StageState(StrEnum):
+    UP = "up"
+    REBUILDING = "rebuilding"
+    """It failed; a new one is being built."""
+    FAILED = "failed"
+    """It failed, and only a restart of the process brings it back."""
 
 
 class Stage(ABC):
@@ -41,6 +74,13 @@ class Stage(ABC):
     """How many threads torch has for its steps on the CPU; none where it does not compute them there."""
     only_waited: bool = False
     """Whether the last `step` ran nothing and only waited for work elsewhere; it is not counted as a step."""
+    wake: Callable[[], None] | None = None
+    """Set by the loop that runs the stage. Where work is done elsewhere (another thread, process or machine), the stage
+    calls it from any thread once `has_work` or `unavailable` may have changed."""
+    unavailable: str | None = None
+    """Why the stage takes no requests for now, as words that follow its name; None: it takes them."""
+    beyond_repair: bool = False
+    """Whether it is `unavailable` until the service is restarted."""
     enter_thread: Callable[[], None] | None = None
     """Called once in the thread that the stage will be run in, where there is one."""
 
@@ -87,6 +127,10 @@ class Stage(ABC):
 
         What a step may change meanwhile is copied before it is counted (`list(...)`).
         """
+
+    def step_seconds(self) -> StepSeconds | None:
+        """How long its steps took, where they are made elsewhere; None: whoever calls `step` knows. As `stats`."""
+        return None
 
     def drain(self) -> list[StageChunk]:
         """Step until nothing is runnable; the chunks of all those steps."""

@@ -235,8 +235,22 @@ class ChatInput:
     """A bare prompt as a user's message: what is read where only a picture is asked for."""
 
 
-StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput
+@dataclass(frozen=True, slots=True)
+class LinkedInput:
+    """In place of a first input: it comes from a stage in the same process, over an edge that is folded there."""
+
+
+StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput | LinkedInput
 StageFeed = SideRows | CodecFrames | Latents | ModuleInput
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedStage:
+    """A stage that will get its input from the one that this goes to, in the same process."""
+
+    name: str
+    params: StageParams
+    emit_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +262,8 @@ class StageInput:
     payload: StagePayloadIn
     emit_hidden: bool = False
     """Someone downstream reads this stage's hidden rows."""
+    linked: tuple[LinkedStage, ...] = ()
+    """Where stages run in another process: those that follow this one there, in graph order."""
 
 
 # ------------------------------------------------------------------------------------------- stage outputs
@@ -288,7 +304,11 @@ class TokenChunk:
     ended_by: int | None = None
     """The end token, when one ended the answer; it is the last of `token_ids`."""
     cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache; on the first chunk only."""
+    """Of the prompt, found in the prefix cache; on one chunk of an answer only."""
+    prompt_tokens: int = 0
+    """Of the prompt, where the stage counted them and nobody before it; on one chunk of a request only."""
+    unlisted_tokens: int = 0
+    """Tokens generated beside all `token_ids`: a server may tell their number alone."""
     frames: tuple[tuple[int, ...], ...] = ()
     """From a stage with a code predictor: for each of `token_ids` all codes of its frame, the token first."""
 
@@ -337,7 +357,8 @@ class ModuleOutput:
 
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     text: str = ""
-    prompt: ARInput | None = None
+    prompt: ARInput | ChatInput | None = None
+    """Tokens; a conversation of text where the language model behind it has the tokenizer."""
 
 
 ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk | ModuleOutput

@@ -26,6 +26,8 @@ PCM16_RATE = 24_000
 MIN_RATE, MAX_RATE = 1_000, 384_000
 _MAX_CHANNELS = 32
 _BLOCK_FRAMES = 65_536
+_MAX_SAMPLE = 2.0**31
+"""As 32-bit integers have them that nobody scaled; spectra of far larger ones are infinite."""
 _MARGIN_SECONDS = 1.0
 """That a clip may be longer than its header says: encoders pad."""
 # Placeholders in the headers of WAV files that were written as a stream.
@@ -188,6 +190,8 @@ def _collect(blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int 
         mono = _to_mono(block)
         if not np.isfinite(mono).all():
             raise MediaError("audio has NaN or infinite samples; encode it again")
+        if np.abs(mono).max(initial=0.0) > _MAX_SAMPLE:
+            raise MediaError(f"audio has samples over {_MAX_SAMPLE:g}, where 1 is full scale; scale it to -1..1")
         done.append(resampler.push(mono))
     samples = np.concatenate([*done, resampler.push(np.zeros(0, np.float32), last=True)])
     if count == 0 or len(samples) == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,22 +190,29 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     )
 
 
-def write_tokenizer(folder: Path, special: Mapping[str, int], settings: Mapping[str, object]) -> None:
+def write_tokenizer(
+    folder: Path, special: Mapping[str, int], settings: Mapping[str, object], visible: Collection[str] = ()
+) -> None:
     """Write tokenizer.json, its configuration and the older vocab.json, merges.txt and added_tokens.json.
 
     Special tokens also stand in the model's vocabulary: it is what lets their ids leave a gap after the base tokens,
-    as a larger embedding has them.
+    as a larger embedding has them. Those in `visible` are part of a decoded text all the same.
     """
     vocab, merges = base_vocabulary()
     tokenizer = Tokenizer(BPE(vocab={**vocab, **special}, merges=merges, fuse_unk=False, byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special if token not in visible]
+    )
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in visible])
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    decoder = {str(index): {"content": token, **flags} for token, index in special.items()}
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    decoder = {
+        str(index): {"content": token, **flags, "special": token not in visible} for token, index in special.items()
+    }
     write_json(folder / "tokenizer_config.json", {"added_tokens_decoder": decoder, **settings})
     write_json(folder / "vocab.json", vocab)
     write_json(folder / "added_tokens.json", dict(special))

@@ -14,17 +14,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from omnistage.config import (
     ARStageConfig,
-    CodecStageConfig,
     DeploymentConfig,
     DiffusionStageConfig,
+    GroupConfig,
     LimitsConfig,
     OmniEngineArgs,
     OmniModelConfig,
+    RemoteStageConfig,
     ResolvedConfig,
     StageConfig,
     resolve,
 )
-from omnistage.core.errors import CapacityError, CheckpointError, OmniError, RegistryError
+from omnistage.core.errors import CapacityError, CheckpointError, OmniError
 from omnistage.core.failures import raise_interrupt
 from omnistage.core.family import AnyProcessor, Bridge, LoadContext
 from omnistage.core.graph import PipelineGraph
@@ -33,12 +34,17 @@ from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.engine_stage import engine_stage
+from omnistage.pipeline.links import links_within
 from omnistage.pipeline.phases import PhaseTimes
 from omnistage.pipeline.supervision import Rebuild
 from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
+from omnistage.placement.group import StageGroup
+from omnistage.placement.launch import make_group
 from omnistage.placement.measure import WEIGHTS_SHARE, LoadingProgress, MeasuredStage, meter_for
 from omnistage.placement.memory_plan import MemoryPlan, PlannedStage, make_plan
 from omnistage.placement.needs import weights_on_disk
+from omnistage.placement.worker_process import Host, LocalProcess
 
 _LONGEST_REASON = 200
 _PLANNED_SHARE = 0.5
@@ -69,6 +75,10 @@ class EngineParts:
     """Of the stages on GPUs: what was planned, and what they took."""
     times: PhaseTimes = field(default_factory=PhaseTimes)
     """Of the start."""
+    groups: tuple[StageGroup, ...] = ()
+    """Of stages that run in processes of their own."""
+    links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those that follow a stage in its process, and get their input there."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -80,52 +90,113 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
     times.begin("configuration")
     resolved = resolve(args, registry=registry)
     config, graph = resolved.config, resolved.graph
-    if config.deployment.torch_threads is not None:
-        import torch
-
-        torch.set_num_threads(config.deployment.torch_threads)
-    names = {name: graph.bridge(name) for name in graph.order}
-    bridges = {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
-    family = registry.family(resolved.model.family)
+    placed = {name: group for name, group in config.deployment.placement.items() if group.kind != "inline"}
+    elsewhere = {stage for group in placed.values() for stage in group.stages}
+    here = resolved.restricted(name for name in graph.order if name not in elsewhere)
     times.begin("memory plan")
-    plan = _load_plan(resolved, registry)
+    plan = load_plan(here, registry)
     times.begin("processor")
     with _reading(resolved.model.folder, "the processor"):
-        processor = family.processor(resolved.model)
-    stage_cfgs = config.pipeline.stages
-    if plan is not None:
-        stage_cfgs = {name: plan.applied(name, stage_cfg) for name, stage_cfg in stage_cfgs.items()}
-    factories = {
-        name: StageFactory(resolved.model, name, stage_cfgs[name], config.deployment, registry) for name in graph.order
-    }
+        processor = registry.family(resolved.model.family).processor(resolved.model)
     report = progress if callable(progress) else None
-    stages, memory = _build_stages(factories, plan, report, times, visible=progress is not False)
+    with ExitStack() as undo:
+        groups = [_spawn_group(name, group, args, resolved, undo) for name, group in placed.items()]
+        built = build_stages(here, plan, registry, times, report, visible=progress is not False)
+        stages = dict(built.stages)
+        for stage in built.stages.values():
+            undo.callback(stage.close)
+        for group in groups:
+            times.begin(f"group {group.name}")
+            group.start(report)
+            times.end()
+            stages |= group.stages
+        undo.pop_all()
     return EngineParts(
         graph,
-        stages,
-        bridges,
+        {name: stages[name] for name in graph.order},
+        bridges_of(graph, registry),
         {name: stage.params for name, stage in config.pipeline.stages.items()},
         processor,
         config.deployment,
         config.limits,
         resolved.model.name,
-        {name: factory.rebuild for name, factory in factories.items()},
-        tuple(memory),
+        built.rebuilds,
+        built.memory,
         times,
+        tuple(groups),
+        {name: targets for group in groups for name, targets in links_within(graph, group.stages).items()},
     )
 
 
-def _load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
-    """The plan that a model is loaded by; None in host memory that is far larger than the model.
+def _spawn_group(
+    name: str, group: GroupConfig, args: OmniEngineArgs, resolved: ResolvedConfig, undo: ExitStack
+) -> StageGroup:
+    """The processes of a group, which will build its stages from the same arguments."""
+    configs = resolved.config.pipeline.stages
+    stages = {stage: type(configs[stage].params) for stage in resolved.graph.order if stage in group.stages}
+    processes = make_group(name, group, stages, args, _host(group, resolved.config.deployment))
+    for stage in processes.stages.values():
+        undo.callback(stage.close)
+    return processes
+
+
+def _host(group: GroupConfig, deployment: DeploymentConfig) -> Callable[[], Host]:
+    """What starts the processes of a group."""
+    if group.kind != "ray":
+        return LocalProcess
+    from omnistage.pipeline.ray_host import RayHost
+
+    return partial(RayHost, deployment.ray_address, group.num_cpus, group.num_gpus)
+
+
+def bridges_of(graph: PipelineGraph, registry: Registry) -> dict[str, Bridge]:
+    """The bridge into each stage that has sources."""
+    names = {name: graph.bridge(name) for name in graph.order}
+    return {name: registry.bridge(bridge) for name, bridge in names.items() if bridge is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltStages:
+    stages: Mapping[str, Stage]
+    rebuilds: Mapping[str, Rebuild]
+    memory: tuple[MeasuredStage, ...]
+
+
+def build_stages(
+    resolved: ResolvedConfig,
+    plan: MemoryPlan | None,
+    registry: Registry,
+    times: PhaseTimes,
+    report: Report | None,
+    *,
+    visible: bool,
+) -> BuiltStages:
+    """Load all stages of a configuration into this process."""
+    deployment, order, stage_cfgs = resolved.config.deployment, resolved.graph.order, resolved.config.pipeline.stages
+    if deployment.torch_threads is not None:
+        import torch
+
+        torch.set_num_threads(deployment.torch_threads)
+    if plan is not None:
+        local = resolved.config.pipeline.local_stages
+        stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
+    factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
+    stages, memory = _build_stages(factories, plan, report, times, visible=visible)
+    return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
+
+
+def load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
+    """The plan that stages are loaded by; None in host memory that is far larger than the model, or without stages.
 
     Raises `CapacityError` where the model cannot fit.
     """
-    deployment, stages = resolved.config.deployment, resolved.config.pipeline.stages
+    deployment, stages = resolved.config.deployment, resolved.config.pipeline.local_stages
     placed = [place(name, stage, deployment) for name, stage in stages.items()]
     for device, _dtype in placed:
         limit_process(device, deployment)
     if all(device.type == "cpu" for device, _dtype in placed):
-        weights = weights_on_disk(resolved.model.folder, max(dtype.itemsize for _device, dtype in placed))
+        item_size = max((dtype.itemsize for _device, dtype in placed), default=0)
+        weights = weights_on_disk(resolved.model.folder, item_size)
         if weights < _PLANNED_SHARE * free_host_memory():
             return None
     plan = plan_memory(resolved, registry=registry)
@@ -140,7 +211,7 @@ def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anyw
     """
     deployment = resolved.config.deployment
     placed = partial(place_anywhere if anywhere else place, deployment=deployment)
-    stages = resolved.config.pipeline.stages
+    stages = resolved.config.pipeline.local_stages
     devices = {str(placed(name, stage)[0]) for name, stage in stages.items()}
     available = {device: available_memory(device, deployment) for device in devices}
     with _reading(resolved.model.folder, "the memory plan"):
@@ -156,7 +227,7 @@ def _build_stages(
     visible: bool,
 ) -> tuple[dict[str, Stage], list[MeasuredStage]]:
     """The stages, and what those on a GPU took of it."""
-    if plan is not None and any(factory.may_compile(plan.stages[name]) for name, factory in factories.items()):
+    if plan is not None and any(factories[name].may_compile(planned) for name, planned in plan.stages.items()):
         from omnistage.engines.compiling import prepare_compiler
 
         compiler = prepare_compiler()
@@ -178,7 +249,7 @@ def _build_stages(
                 if notify is not None:
                     notify(f"{name}: {doing or 'loaded'}", done)
 
-            planned = None if plan is None else plan.stages[name]
+            planned = None if plan is None else plan.stages.get(name)
             meter = meter_for(planned)
             stage = factory.build(report, planned)
             undo.callback(stage.close)
@@ -208,10 +279,12 @@ class StageFactory:
         self._registry = registry
         self._component: object | None = None
         """Kept where a new stage can run it again: stages of the other engines close theirs."""
-        self._keeps_component = isinstance(stage_cfg, ARStageConfig)
+        self._keeps_component = isinstance(stage_cfg, ARStageConfig) and stage_cfg.tensor_parallel == 1
         self._planned: PlannedStage | None = None
         self._name = name
-        self._on_gpu = place(name, stage_cfg, deployment)[0].type == "cuda"
+        self._on_gpu = (
+            not isinstance(stage_cfg, RemoteStageConfig) and place(name, stage_cfg, deployment)[0].type == "cuda"
+        )
         self._compiles = (
             isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) and stage_cfg.budget.compile is not False
         )
@@ -272,6 +345,10 @@ def build_stage(
     load: Callable[[LoadContext], object] | None = None,
 ) -> Stage:
     """Load a stage's component where the configuration says and put it on its engine."""
+    if isinstance(stage_cfg, RemoteStageConfig):
+        from omnistage.engines.remote.stage import RemoteStage
+
+        return RemoteStage(name, stage_cfg, progress)
     load = load or partial(load_component, registry=registry)
     device, dtype = place(name, stage_cfg, deployment)
     context = LoadContext(
@@ -281,11 +358,16 @@ def build_stage(
     def build() -> Stage:
         if progress is not None:
             progress("weights", 0.0)
+        if isinstance(stage_cfg, ARStageConfig) and stage_cfg.tensor_parallel > 1:
+            from omnistage.pipeline.ranks import parallel_stage
+
+            with _enough_memory(name):
+                return parallel_stage(context, stage_cfg, load)
         component = load(context)
         if progress is not None:
             progress("compiling" if device.type == "cuda" else "engine", WEIGHTS_SHARE)
         with _enough_memory(name):
-            return _engine_stage(name, stage_cfg, component)
+            return engine_stage(name, stage_cfg, component)
 
     if device.type != "cpu":
         return build()
@@ -299,48 +381,6 @@ def build_stage(
     else:
         stage.enter_thread = set_single_threaded
     return stage
-
-
-def _engine_stage(name: str, stage_cfg: StageConfig, component: object) -> Stage:
-    """A component on its engine."""
-    if isinstance(stage_cfg, ARStageConfig):
-        from omnistage.engines.ar.component import ARComponent
-        from omnistage.engines.ar.stage import ARStage
-
-        if not isinstance(component, ARComponent):
-            raise _wrong_component(name, stage_cfg, component)
-        return ARStage(name, component, stage_cfg.budget)
-    if isinstance(stage_cfg, CodecStageConfig):
-        from omnistage.engines.codec.component import CodecComponent
-        from omnistage.engines.codec.module import ModuleComponent, ModuleStage
-        from omnistage.engines.codec.stage import CodecStage
-
-        if isinstance(component, ModuleComponent):
-            return ModuleStage(name, component, stage_cfg.budget)
-        if not isinstance(component, CodecComponent):
-            raise _wrong_component(name, stage_cfg, component)
-        return CodecStage(name, component, stage_cfg.budget)
-    return _diffusion_stage(name, stage_cfg, component)
-
-
-def _diffusion_stage(name: str, stage_cfg: DiffusionStageConfig, component: object) -> Stage:
-    """The stage that a component of the diffusion engine is made for."""
-    from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
-    from omnistage.engines.diffusion.decode import DecodeStage
-    from omnistage.engines.diffusion.encode import EncodeStage
-    from omnistage.engines.diffusion.stage import DenoiseStage
-
-    if isinstance(component, PromptEncoder):
-        return EncodeStage(name, component, stage_cfg.budget)
-    if isinstance(component, Denoiser):
-        return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params)
-    if isinstance(component, LatentDecoder):
-        return DecodeStage(name, component, stage_cfg.budget)
-    from omnistage.engines.diffusion.whole import WholePipeline, WholeStage
-
-    if isinstance(component, WholePipeline):
-        return WholeStage(name, component, stage_cfg.budget)
-    raise _wrong_component(name, stage_cfg, component)
 
 
 def load_component(context: LoadContext, *, registry: Registry = REGISTRY) -> object:
@@ -400,11 +440,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _shortened(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
-
-
-def _wrong_component(name: str, stage_cfg: StageConfig, component: object) -> RegistryError:
-    return RegistryError(
-        f"component {stage_cfg.component!r} is a {type(component).__name__}, which the {stage_cfg.engine} engine "
-        "cannot run; use another component or engine",
-        param=f"pipeline.stages.{name}.component",
-    )

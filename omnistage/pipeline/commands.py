@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.types import StageFeed, StageInput
 
 Owner = TypeVar("Owner")
-
-
-def answers(params: StageParams) -> int:
-    """How many answers a stage gives under these parameters."""
-    return params.n if isinstance(params, SamplingParams) else 1
 
 
 @dataclass(frozen=True, slots=True)

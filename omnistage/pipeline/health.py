@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from omnistage.core.errors import OmniError, StageError, StageUnavailableError
 from omnistage.core.failures import log_defect
 from omnistage.core.params import StageParams
-from omnistage.core.stage import Stage, StageStats
+from omnistage.core.stage import Stage, StageState, StageStats, StepSeconds
 from omnistage.core.types import (
     AudioChunk,
     Condition,
@@ -25,15 +24,7 @@ from omnistage.core.types import (
     TokenChunk,
     VideoChunk,
 )
-from omnistage.pipeline.timing import StepSeconds
-
-
-class StageState(StrEnum):
-    UP = "up"
-    REBUILDING = "rebuilding"
-    """It failed; a new one is being built."""
-    FAILED = "failed"
-    """It failed, and only a restart of the process brings it back."""
+from omnistage.placement.replicas import ReplicaStats
 
 
 @dataclass(slots=True)
@@ -46,13 +37,15 @@ class StageHealth:
     """How long its present step has taken, where that is longer than it should."""
     hung: bool = False
     """It has taken so long that it is not expected to end."""
+    unavailable: str | None = None
+    """Why it takes no requests for now, in its own words: its work is done elsewhere, and there is nobody there."""
     failures: int = 0
     rebuilds: int = 0
 
     @property
     def available(self) -> bool:
-        """Whether it takes requests: not where it has failed, nor while it is stuck in a step."""
-        return self.state is StageState.UP and self.overdue is None
+        """Whether it takes requests: not where it has failed, nor while it is stuck in a step or says so itself."""
+        return self.state is StageState.UP and self.overdue is None and self.unavailable is None
 
     @property
     def needs_restart(self) -> bool:
@@ -65,6 +58,8 @@ class StageHealth:
             return StageUnavailableError(f"stage {self.name!r} has failed and is being rebuilt; try again later")
         if self.hung:
             return StageUnavailableError(f"stage {self.name!r} hangs; restart the service")
+        if self.overdue is None and self.unavailable is not None:
+            return StageUnavailableError(f"stage {self.name!r} {self.unavailable}; try again later")
         return StageUnavailableError(
             f"stage {self.name!r} has been in one step for {self.overdue or 0.0:.0f} s; try again later"
         )
@@ -81,6 +76,18 @@ class OrchestratorStats:
     stages: Mapping[str, StageStats]
     step_seconds: Mapping[str, StepSeconds]
     health: Mapping[str, StageHealth]
+    replicas: tuple[ReplicaStats, ...] = ()
+    """The processes that stages run in, other than this one."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queues of all stages."""
+        return sum(stage.waiting for stage in self.stages.values())
+
+    @property
+    def utilization(self) -> float:
+        """That of the stage that has the most to do."""
+        return max((stage.utilization for stage in self.stages.values()), default=0.0)
 
 
 class FailedStage(Stage):

@@ -22,6 +22,7 @@ from omnistage.core.family import (
     DrawingProcessor,
     InputProcessor,
     OptionalInputs,
+    Thinking,
     VoicePrompts,
 )
 from omnistage.core.graph import PipelineGraph
@@ -56,6 +57,8 @@ class RequestOptions:
     use_audio_in_video: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions that the model may call, as chat templates take them; for chats."""
+    thinking: bool | None = None
+    """Whether the chat template has the model think first; None: as it does by itself. For models that can."""
 
 
 class RequestFactory:
@@ -84,6 +87,7 @@ class RequestFactory:
         )
         self._audio_limits = processor if isinstance(processor, AudioLimits) else None
         self._voiced = processor if isinstance(processor, VoicePrompts) else None
+        self._thinking = processor if isinstance(processor, Thinking) else None
         self._limits = limits
         self._defaults = defaults or {}
         self._clock = clock
@@ -216,6 +220,8 @@ class RequestFactory:
                 check_kinds=self._check_media,
                 **({} if self._voiced is None else {"audio_rate": self._voiced.clip_rate}),
             )
+            if options.thinking is not None and self._thinking is not None:
+                return self._thinking.chat(messages, options.tools, thinking=options.thinking)
             # Said only where there are some: a family may take none.
             return processor.chat(messages, options.tools) if options.tools else processor.chat(messages)
         raise InvalidRequestError(

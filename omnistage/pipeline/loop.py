@@ -11,24 +11,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
-from omnistage.core.errors import OmniError, ShutdownError, StageError
+from omnistage.core.errors import OmniError, ShutdownError, StageError, StageLostError
 from omnistage.core.failures import log_defect, loses_device
-from omnistage.core.stage import Stage, StageStats
+from omnistage.core.params import answers
+from omnistage.core.stage import Stage, StageState, StageStats, StepSeconds
 from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput
-from omnistage.pipeline.commands import Abort, Command, Feed, Owner, Replace, Submit, answers
+from omnistage.pipeline.commands import Abort, Command, Feed, Owner, Replace, Submit
 from omnistage.pipeline.health import (
     PAYLOADS,
     FailedStage,
     StageHealth,
-    StageState,
     chunk_defect,
     close_stage,
 )
 from omnistage.pipeline.supervision import Supervisor
-from omnistage.pipeline.timing import StepSeconds, StepTimer
+from omnistage.pipeline.timing import StepTimer
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class StageLoop(Generic[Owner]):
         self.stopping = False
         """Whether it was told to stop."""
         self._drain = True
+        self._woken = False
+        """The stage has said that there may be something to do."""
         self.resting = False
         """Nothing is runnable, and the loop waits; set with `changed` held."""
         self._stats = StageStats()
@@ -96,6 +98,7 @@ class StageLoop(Generic[Owner]):
         self.thread: threading.Thread | None = None
         """The `LoopThread` that makes the turns."""
         self._ended = threading.Event()
+        stage.wake = self._wake
 
     # ------------------------------------------------------------------------------------- from any thread
 
@@ -128,6 +131,11 @@ class StageLoop(Generic[Owner]):
         """Forget the request before the next step; nothing more is emitted for it after that."""
         with self.changed:
             self._inbox.append(Abort(owner, request_id))
+            self.changed.notify_all()
+
+    def _wake(self) -> None:
+        with self.changed:
+            self._woken = True
             self.changed.notify_all()
 
     def replace(self, stage: Stage) -> bool:
@@ -168,7 +176,7 @@ class StageLoop(Generic[Owner]):
         with self.changed:
             if self.thread is None or self.stopping or self._ended.is_set():
                 return not self._inbox
-            return self.changed.wait_for(lambda: self.resting and not self._inbox, timeout)
+            return self.changed.wait_for(lambda: self.resting and not self.has_command, timeout)
 
     def stats(self) -> StageStats:
         """The stage's counters, read now; exact while the loop rests, and the last ones once it has ended."""
@@ -190,8 +198,12 @@ class StageLoop(Generic[Owner]):
             log_defect(f"stats of stage {self.stage.name!r}", error)
         return self._stats
 
+    def condition(self) -> StageHealth:
+        """A copy of the stage's health."""
+        return replace(self.health, state=StageState.FAILED if self.stage.beyond_repair else self.health.state)
+
     def step_seconds(self) -> StepSeconds:
-        return self._step_timer.read()
+        return self.stage.step_seconds() or self._step_timer.read()
 
     def leftovers(self) -> list[str]:
         """What the loop and its stage still hold, in words; only meaningful while the loop rests."""
@@ -207,9 +219,11 @@ class StageLoop(Generic[Owner]):
     def run_pending(self) -> bool:
         """One turn: apply every queued command, then make at most one step. Whether anything was done."""
         busy = bool(self._inbox)
+        self._woken = False  # before the stage is looked at: what comes later wakes it again
         try:
             while self._inbox:  # only this thread takes from it
                 self._apply(self._inbox.popleft())
+            self.health.unavailable = self.stage.unavailable
             if self.stage.has_work():
                 start = time.perf_counter()
                 chunks = self.stage.step()
@@ -244,8 +258,8 @@ class StageLoop(Generic[Owner]):
 
     @property
     def has_command(self) -> bool:
-        """Whether a command or a stop waits; asked with `changed` held."""
-        return bool(self._inbox) or self.stopping
+        """Whether a command or a stop waits, or the stage has woken the loop; asked with `changed` held."""
+        return bool(self._inbox) or self.stopping or self._woken
 
     @property
     def over(self) -> bool:
@@ -277,7 +291,7 @@ class StageLoop(Generic[Owner]):
         else:
             request_id = command.request_id
             live = self._live.get(request_id)
-            if live is None or live.owner is not command.owner:
+            if live is None or live.owner != command.owner:
                 return  # it has ended here; the sender could not know yet
         try:
             if isinstance(command, Submit):
@@ -345,7 +359,7 @@ class StageLoop(Generic[Owner]):
         for request_id, live in list(self._live.items()):
             self._fail(live.owner, request_id, self._stage_error("a step", error))
         self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS or loses_device(error):
+        if self._failed_steps >= MAX_FAILED_STEPS or isinstance(error, StageLostError) or loses_device(error):
             self.give_up(error)
 
     def _fail(self, owner: Owner, request_id: str, error: OmniError) -> None:
@@ -399,6 +413,7 @@ class StageLoop(Generic[Owner]):
 
     def _install(self, stage: Stage) -> None:
         self.stage, self._failed_steps = stage, 0
+        stage.wake = self._wake
         self.enter_thread()
         self._tell(lambda supervisor: supervisor.stage_replaced(stage.name, stage))
         self.health.state = StageState.UP

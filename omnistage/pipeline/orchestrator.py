@@ -31,7 +31,15 @@ from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
-from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput, StagePayloadIn
+from omnistage.core.types import (
+    FinishReason,
+    LinkedInput,
+    LinkedStage,
+    StageChunk,
+    StageFeed,
+    StageInput,
+    StagePayloadIn,
+)
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
@@ -40,13 +48,12 @@ from omnistage.pipeline.output import Sink
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.planning import RequestPlanner, check_parts
 from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun
-from omnistage.pipeline.routing import call_bridge, check_length
+from omnistage.pipeline.routing import call_bridge, check_length, no_inputs
 from omnistage.pipeline.supervision import Rebuild, Supervisor
+from omnistage.pipeline.timing import mean_pause
 
 _RECENT_FINISHES = 64
-_RETRY_AFTER_RANGE = (0.1, 60.0)
-_CLOSE_SECONDS = 2.0
-"""For stages to release what they hold, all together."""
+_CLOSE_SECONDS = 2.0  # for stages to release what they hold, all together
 
 
 class Orchestrator:
@@ -71,14 +78,20 @@ class Orchestrator:
         rebuilds: Mapping[str, Rebuild] | None = None,
         max_step_seconds: float | None = None,
         max_rebuilds: int = 3,
+        links: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`rebuilds` builds stages anew after they failed; a stage that is not in it stays failed."""
+        """`rebuilds` builds stages anew after they failed; a stage that is not in it stays failed.
+
+        `links` has the stages that run in one process with a stage and get their input from it there.
+        """
         check_parts(graph, stages, bridges)
+        self._links = links or {}
         self.graph = graph
         self.stages = dict(stages)
         self.max_inflight = max_inflight
         self.model = model
-        self._bridges = bridges
+        linked = {target for targets in self._links.values() for target in targets}
+        self._bridges = {name: no_inputs if name in linked else bridge for name, bridge in bridges.items()}
         self._planner = RequestPlanner(graph, self.stages, defaults)
         self.default_params = self._planner.defaults
         """By stage, what it uses where a request says nothing."""
@@ -184,19 +197,11 @@ class Orchestrator:
                 raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
             if self._inflight + answers > self.max_inflight:
                 self._rejected += 1
-                wait = self._retry_after()
+                wait = mean_pause(self._finish_times, self._clock())
                 raise QueueFullError(
                     f"{self._inflight} requests of {self.max_inflight} are in flight; try again in {wait:.1f} s",
                     retry_after=wait,
                 )
-
-    def _retry_after(self) -> float:
-        """When a place should come free: the mean time between recent finishes."""
-        low, high = _RETRY_AFTER_RANGE
-        if len(self._finish_times) < 2:
-            return 1.0
-        span = self._clock() - self._finish_times[0]
-        return min(max(span / (len(self._finish_times) - 1), low), high)
 
     def wait_for_room(self, timeout: float | None = None, answers: int = 1) -> bool:
         """Wait until a request would be admitted, or refused for good because of a shutdown."""
@@ -206,8 +211,8 @@ class Orchestrator:
     # --------------------------------------------------------------------------------------------- routing
 
     def _launch(self, run: RequestRun, name: str, payload: StagePayloadIn) -> None:
-        stage = run.stages[name]
-        stage_input = StageInput(run.info, run.plan.params[name], payload, emit_hidden=bool(stage.targets))
+        stage, plan = run.stages[name], run.plan
+        stage_input = StageInput(run.info, plan.params[name], payload, emit_hidden=name in plan.route.emits_hidden)
         with run.lock:
             # Under the lock, so that the thread that ends the request finds either a running stage or none to come.
             if run.over:
@@ -215,7 +220,20 @@ class Orchestrator:
             if name == run.lead:
                 run.note_prompt(payload)
             stage.begin(payload, self._clock() - run.info.arrival)
+            if name in self._links:
+                stage_input = replace(stage_input, linked=self._begin_linked(run, name))
             self._loops[name].submit(stage_input, run)
+
+    def _begin_linked(self, run: RequestRun, name: str) -> tuple[LinkedStage, ...]:
+        """Announce a request to the stages that will get their input without coming by here again."""
+        linked, plan = [], run.plan
+        for target in self._links[name]:
+            if (stage := run.stages.get(target)) is not None:
+                linked.append(LinkedStage(target, plan.params[target], target in plan.route.emits_hidden))
+                stage.phase = Phase.RUNNING
+                # Before the first stage: whatever comes of this one finds it in its loop.
+                self._loops[target].submit(StageInput(run.info, linked[-1].params, LinkedInput()), run)
+        return tuple(linked)
 
     def _on_chunk(self, run: RequestRun, chunk: StageChunk) -> None:
         """Take a chunk, in the emitting stage's thread. The boundary of routing: what fails ends this request."""
@@ -261,7 +279,7 @@ class Orchestrator:
         with stage.fold_lock:
             if run.over or stage.phase is Phase.ENDED:
                 return
-            stage.state, inputs = call_bridge(self._bridges[target], run, stage.state, chunk, target)
+            stage.state, inputs = call_bridge(self._bridges[target], run.info, stage.state, chunk, target)
             for value in inputs:
                 if stage.phase is Phase.WAITING:
                     if not isinstance(value, StagePayloadIn):
@@ -351,7 +369,7 @@ class Orchestrator:
 
     def health(self) -> dict[str, StageHealth]:
         """A copy of every stage's condition."""
-        return {name: replace(loop.health) for name, loop in self._loops.items()}
+        return {name: loop.condition() for name, loop in self._loops.items()}
 
     def stats(self) -> OrchestratorStats:
         stages = {name: loop.stats() for name, loop in self._loops.items()}  # without the lock: it is the stages' code

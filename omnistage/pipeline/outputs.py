@@ -75,6 +75,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    """What the model thought before the text, where a service has taken it out of that."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class Usage:
     """Prompt tokens that were not computed again."""
     prompt_media: dict[Modality, int] = field(default_factory=dict)
     """Prompt tokens that stand for media, by their kind."""
+    reasoning_tokens: int = 0
+    """Of the completion tokens."""
 
 
 @dataclass(slots=True)
@@ -147,4 +151,6 @@ class OutputChunk:
     progress: Progress | None = None
     finish_reason: FinishReason | None = None
     """End of this modality's stream (per answer)."""
+    reasoning: str = ""
+    """It comes before the text of the same item."""
     final: OmniRequestOutput | None = None

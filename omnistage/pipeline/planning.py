@@ -10,10 +10,9 @@ from omnistage.core.errors import ConfigError, InvalidRequestError, OmniError
 from omnistage.core.failures import internal_error
 from omnistage.core.family import Bridge
 from omnistage.core.graph import PipelineGraph
-from omnistage.core.params import DiffusionParams, StageParams
+from omnistage.core.params import DiffusionParams, StageParams, answers
 from omnistage.core.stage import Stage
 from omnistage.core.types import StageInput
-from omnistage.pipeline.commands import answers
 from omnistage.pipeline.request import OmniRequest, RequestPlan, Route, spread
 
 
@@ -46,11 +45,11 @@ class RequestPlanner:
     def check(self, plan: RequestPlan) -> None:
         """Ask the stages. Raises what they say; what else one raises is its defect."""
         route, params, request = plan.route, plan.params, plan.request
-        entry, reads_hidden = route.entry, bool(route.targets[route.entry])
+        entry, emits_hidden = route.entry, route.entry in route.emits_hidden
         with _checking():
             for name in route.stages:
                 self._stages[name].check_params(params[name])
-            stage_input = StageInput(request.info, params[entry], request.payload, emit_hidden=reads_hidden)
+            stage_input = StageInput(request.info, params[entry], request.payload, emit_hidden=emits_hidden)
             self._stages[entry].check(stage_input)
 
     def check_params(self, overrides: Mapping[str, StageParams]) -> None:

@@ -87,6 +87,8 @@ class Route:
     targets: Mapping[str, tuple[str, ...]]
     outputs: Mapping[str, Modality]
     """What was asked for, by the stages that give it."""
+    emits_hidden: frozenset[str]
+    """Stages whose hidden states another one reads."""
 
     @classmethod
     def over(cls, graph: PipelineGraph, modalities: frozenset[Modality]) -> Self:
@@ -101,6 +103,7 @@ class Route:
             {name: needed.intersection(graph.sources(name)) for name in order},
             {name: tuple(target for target in graph.targets(name) if target in needed) for name in order},
             {stage: modality for modality, stage in graph.outputs.items() if modality in modalities},
+            frozenset(source for name in order for source in graph.sources(name) if graph.incoming[name].reads_hidden),
         )
 
 
@@ -245,9 +248,10 @@ class RequestRun:
                 trace.started = at
             if isinstance(payload, TokenChunk):
                 carries_output = bool(payload.token_ids or payload.text)
-                trace.tokens += len(payload.token_ids)
+                trace.tokens += len(payload.token_ids) + payload.unlisted_tokens
                 if chunk.stage == self.lead and chunk.index == 0:
                     self.cached_tokens += payload.cached_tokens
+                    self.prompt_tokens = payload.prompt_tokens or self.prompt_tokens
             elif isinstance(payload, Progress):
                 carries_output = False
                 trace.tokens = self.steps = payload.step

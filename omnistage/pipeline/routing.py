@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from omnistage.core.errors import BridgeError, OmniError, PromptTooLongError
 from omnistage.core.failures import log_defect
 from omnistage.core.family import Bridge
-from omnistage.core.types import StageChunk, StageFeed, StagePayloadIn
-from omnistage.pipeline.request import RequestRun, count_tokens
+from omnistage.core.types import RequestInfo, StageChunk, StageFeed, StagePayloadIn
+from omnistage.pipeline.request import count_tokens
 
 
 def call_bridge(
-    bridge: Bridge, run: RequestRun, state: object, chunk: StageChunk, target: str
+    bridge: Bridge, info: RequestInfo, state: object, chunk: StageChunk, target: str
 ) -> tuple[object, Sequence[StagePayloadIn | StageFeed]]:
     """One step of a bridge's fold; whatever goes wrong in it is a `BridgeError`."""
     try:
-        result = bridge(run.info, state, chunk)
+        result = bridge(info, state, chunk)
     except OmniError as error:
         raise BridgeError(f"the bridge into {target!r} failed: {error}") from error
     except BaseException as error:
@@ -35,3 +35,8 @@ def call_bridge(
 def check_length(payload: StagePayloadIn, limit: int | None) -> None:
     if limit is not None and (tokens := count_tokens(payload)) > limit:
         raise PromptTooLongError(f"has {tokens} tokens, over the limit of {limit}; shorten it", param="prompt")
+
+
+def no_inputs(info: RequestInfo, state: object, chunk: StageChunk) -> tuple[object, list[StagePayloadIn | StageFeed]]:
+    """In place of a bridge whose edge is folded in another process."""
+    return None, []

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import log_defect
-from omnistage.core.stage import Stage
+from omnistage.core.stage import Stage, StageState
 from omnistage.core.threads import DaemonThreads
-from omnistage.pipeline.health import StageState, close_stage
+from omnistage.pipeline.health import close_stage
 
 if TYPE_CHECKING:
     from omnistage.pipeline.loop import StageLoop
@@ -210,10 +210,8 @@ class Supervisor:
             loop.close_out()
 
     def _limit(self, loop: StageLoop[Any]) -> float:
-        if self._max_step_seconds is None:
-            return float("inf")
         steps = sum(loop.step_seconds().counts) - self._attempts[loop.health.name].steps
-        return self._max_step_seconds * (1 if steps >= WARM_UP_STEPS else WARM_UP_FACTOR)
+        return step_limit(self._max_step_seconds, steps)
 
     def _note(self, loop: StageLoop[Any], overdue: float | None) -> None:
         health = loop.health
@@ -237,6 +235,13 @@ class Supervisor:
             self._reported[name] = started
             _log.error("stage %s has been in one step for %.0f s\n%s", name, seconds, _stacks(name, loop.thread))
         return seconds
+
+
+def step_limit(max_step_seconds: float | None, steps: int) -> float:
+    """How long the next step of a stage may take that has made so many."""
+    if max_step_seconds is None:
+        return float("inf")
+    return max_step_seconds * (1 if steps >= WARM_UP_STEPS else WARM_UP_FACTOR)
 
 
 @contextmanager

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds in seconds: from a small decode step on a GPU to a large picture's decoding on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSeconds:
-    """Steps by how long they took: one count for each of `STEP_BUCKETS`, the last for all that were longer."""
-
-    counts: tuple[int, ...] = (0,) * (len(STEP_BUCKETS) + 1)
-    total: float = 0.0
+from omnistage.core.stage import STEP_BUCKETS, StepSeconds
 
 
 class StepTimer:
@@ -32,3 +23,14 @@ class StepTimer:
 
     def read(self) -> StepSeconds:
         return StepSeconds(tuple(self._counts), self._total)
+
+
+_PAUSE_RANGE = (0.1, 60.0)
+
+
+def mean_pause(finish_times: Sequence[float], now: float) -> float:
+    """When a place should come free: the mean time between recent finishes."""
+    low, high = _PAUSE_RANGE
+    if len(finish_times) < 2:
+        return 1.0
+    return min(max((now - finish_times[0]) / (len(finish_times) - 1), low), high)

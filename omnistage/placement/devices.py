@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnistage.config import DeploymentConfig, StageConfig
+from omnistage.config import DeploymentConfig, LocalStageConfig
 from omnistage.core.errors import ConfigError
 from omnistage.core.types import DTypeName
 from omnistage.placement.memory_plan import CUDA_CONTEXT
@@ -37,13 +37,15 @@ def resolve_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 
 
-def place(name: str, stage: StageConfig, deployment: DeploymentConfig) -> tuple[torch.device, torch.dtype]:
+def place(name: str, stage: LocalStageConfig, deployment: DeploymentConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of a stage."""
     device = resolve_device(stage.device or deployment.device, param=f"pipeline.stages.{name}.device")
     return device, resolve_dtype(stage.dtype or deployment.dtype, device)
 
 
-def place_anywhere(name: str, stage: StageConfig, deployment: DeploymentConfig) -> tuple[torch.device, torch.dtype]:
+def place_anywhere(
+    name: str, stage: LocalStageConfig, deployment: DeploymentConfig
+) -> tuple[torch.device, torch.dtype]:
     """The same for a machine that is not this one: `gpu_memory` says that it has a GPU."""
     import torch
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from omnistage.config import DeploymentConfig, ResolvedConfig, StageConfig
+from omnistage.config import DeploymentConfig, LocalStageConfig, RemoteStageConfig, ResolvedConfig
 from omnistage.core.errors import CapacityError
 from omnistage.core.registry import Registry
 from omnistage.core.stage_memory import GIB, StageMemory, gib
@@ -73,6 +74,8 @@ class MemoryPlan:
     devices: tuple[PlannedDevice, ...]
     advice: tuple[str, ...] = ()
     """What would make it fit, where it does not."""
+    remote: Mapping[str, str] = field(default_factory=dict)
+    """Stages on other servers, which plan their own memory, and the addresses of these."""
 
     @property
     def fits(self) -> bool:
@@ -103,13 +106,13 @@ class MemoryPlan:
                 f"{gib(weights)} are weights, and {gib(device.available)} are available; " + "; or ".join(self.advice)
             )
 
-    def applied(self, name: str, stage: StageConfig) -> StageConfig:
+    def applied(self, name: str, stage: LocalStageConfig) -> LocalStageConfig:
         """A stage's configuration with what the plan settles."""
         settings = self.stages[name].settings
         return stage.model_copy(update={"budget": stage.budget.model_copy(update=dict(settings))})
 
 
-Placement = Callable[[str, StageConfig], "tuple[torch.device, torch.dtype]"]
+Placement = Callable[[str, LocalStageConfig], "tuple[torch.device, torch.dtype]"]
 """Device and dtype of a stage."""
 
 
@@ -120,8 +123,9 @@ def make_plan(
     deployment = resolved.config.deployment
     reader = NeedsReader(resolved.model, registry, deployment.dtype)
     needs = []
-    for name in resolved.graph.order:
-        stage = resolved.config.pipeline.stages[name]
+    stages = resolved.config.pipeline.local_stages
+    for name in (name for name in resolved.graph.order if name in stages):
+        stage = stages[name]
         needs.append(reader.read(name, stage, *place(name, stage)))
     planner = _Planner(resolved, needs, available)
     return planner.plan(deployment)
@@ -139,21 +143,32 @@ class _Planner:
             self._by_device.setdefault(each.device, []).append(each)
 
     def plan(self, deployment: DeploymentConfig) -> MemoryPlan:
-        lengths = [each.needs.max_length for each in self._needs if isinstance(each, AutoregressiveNeeds)]
-        asked = (deployment.concurrency, min(deployment.context, max(lengths, default=deployment.context)))
+        cached = [each.needs for each in self._needs if isinstance(each, AutoregressiveNeeds)]
+        longest = max((needs.max_length for needs in cached), default=deployment.context)
+        most = min((needs.max_running for needs in cached), default=deployment.concurrency)
+        asked = (min(deployment.concurrency, most), min(deployment.context, longest))
         concurrency, context = self._largest(*asked)
         reduced = concurrency < asked[0]
         devices = tuple(
             self._device(name, stages, concurrency, context, reduced) for name, stages in self._by_device.items()
         )
-        plan = MemoryPlan(self._resolved.model.name, self._resolved.model.family, asked, concurrency, context, devices)
+        stages = self._resolved.config.pipeline.stages
+        plan = MemoryPlan(
+            self._resolved.model.name,
+            self._resolved.model.family,
+            asked,
+            concurrency,
+            context,
+            devices,
+            remote={name: stage.url for name, stage in stages.items() if isinstance(stage, RemoteStageConfig)},
+        )
         return plan if plan.fits else replace(plan, advice=tuple(self._advice(plan)))
 
     def _largest(self, concurrency: int, context: int) -> tuple[int, int]:
         """The most requests, up to those asked for, that fit; where not even one does, one of fewer tokens."""
-        for count in range(concurrency, 0, -1):
-            if self._fits(count, context):
-                return count, context
+        count = bisect_left(range(concurrency), True, key=lambda below: not self._fits(below + 1, context))
+        if count:
+            return count, context
         length = context
         while length > _MIN_CONTEXT:
             length //= 2

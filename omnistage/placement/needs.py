@@ -20,8 +20,8 @@ from omnistage.config import (
     CodecBudget,
     CodecStageConfig,
     DiffusionStageConfig,
+    LocalStageConfig,
     OmniModelConfig,
-    StageConfig,
 )
 from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
@@ -151,7 +151,7 @@ class NeedsReader:
     def _plans(self) -> bool:
         return self._registry.family(self._model.family).plans_memory
 
-    def read(self, name: str, stage: StageConfig, device: torch.device, dtype: torch.dtype) -> StageNeeds:
+    def read(self, name: str, stage: LocalStageConfig, device: torch.device, dtype: torch.dtype) -> StageNeeds:
         import torch
 
         from omnistage.engines.peak_memory import META
@@ -179,8 +179,13 @@ class NeedsReader:
 
         if not isinstance(component, ARComponent):
             return _Estimate(*where, 0)
-        cuda = device.type == "cuda"
-        needs = ar_needs(component, stage.budget, cuda=cuda)
+        cuda, budget = device.type == "cuda", stage.budget
+        if stage.tensor_parallel > 1:  # rank 0, which takes the most
+            from omnistage.engines.ar.sharding import RankGroup
+
+            component.shard(RankGroup(0, stage.tensor_parallel), component.device)
+            budget = budget.model_copy(update={"cuda_graphs": False})
+        needs = ar_needs(component, budget, cuda=cuda)
         if self._model.hf_config.get("quantization_config") is not None:
             # Quantised numbers lie packed in their files as in memory; the modules without weights do not know.
             needs = replace(needs, memory=replace(needs.memory, weights=weights_on_disk(self._model.folder, 2)))
@@ -197,8 +202,9 @@ class NeedsReader:
         ahead = min(budget.lookahead_blocks, layout.max_lookahead_blocks)
         blocks = layout.history_blocks + budget.max_chunk_blocks + ahead
         codes = min(blocks * layout.block_codes, layout.max_codes)
+        least = max(budget.first_chunk_blocks, layout.first_blocks) * layout.block_codes
         caches = component.request_bytes * budget.max_running
-        sizes = [replace(component.memory(rows, codes) or StageMemory(), caches=caches) for rows in (1, 2)]
+        sizes = [replace(component.memory(rows, codes, least) or StageMemory(), caches=caches) for rows in (1, 2)]
         if device.type != "cuda" or not budget.cuda_graphs:
             sizes = [replace(size, graphs=0) for size in sizes]
         rows = min(budget.max_batch, max(1, budget.max_batch_blocks // blocks))

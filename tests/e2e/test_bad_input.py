@@ -169,6 +169,15 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str | None]]
     "2.5 gigapixels": (image(png_of(50_000, 50_000)), None, {}, LimitExceededError, "messages[0].content[0].image"),
     "a thin image": (image(png_of(30_000, 1)), None, {}, LimitExceededError, "messages[0].content[0].image"),
     "no samples": (audio((np.zeros(0, np.float32), 16_000)), None, {}, MediaError, "messages[0].content[0].audio"),
+    "a sample": (audio((np.ones(1, np.float32) / 9, 16_000)), None, {}, MediaError, "messages"),
+    "no spectrum": (audio((np.ones(200, np.float32) / 9, 16_000)), None, {}, MediaError, "messages"),
+    "too loud": (
+        audio((np.full(1600, 1e30, np.float32), 16_000)),
+        None,
+        {},
+        MediaError,
+        "messages[0].content[0].audio",
+    ),
     "empty WAV": (audio(wav_of(0.0)), None, {}, MediaError, "messages[0].content[0].audio"),
     "ten hours": (audio(wav_of(36_000.0, bytes(64))), None, {}, LimitExceededError, "messages[0].content[0].audio"),
     "longer than the model hears": (

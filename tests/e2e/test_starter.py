@@ -610,3 +610,20 @@ def test_the_real_starter_transcribes_its_own_speech(real: Omni) -> None:
     asked = [{"role": "user", "content": [{"type": "audio", "audio": (spoken.samples, spoken.sample_rate)}]}]
     out = real.chat(asked, {"think": {**GREEDY, "max_tokens": 60}})
     assert "Paris" in out.text
+
+
+def test_spoken_turns_reuse_the_conversation_before_them_and_drawings_do_not(starter: Path) -> None:
+    """Speech reads text alone; a picture is drawn from hidden states, which the same message must always give."""
+    with open_door(parts_of(starter)) as omni:
+        think = omni.orchestrator.stages["think"]
+
+        def hits(*modalities: str) -> float:
+            before = think.stats().extra["prefix_hits"]
+            omni.chat(chat, THINK, modalities=list(modalities))
+            return think.stats().extra["prefix_hits"] - before
+
+        chat = say("tell me about the cat and the bird, at length, in many words, again and again")
+        hits("text", "audio")
+        assert hits("text", "audio") > 0
+        assert hits("text", "audio", "image") == 0
+        assert hits("image") == 0

@@ -119,11 +119,11 @@ def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-def make(family: str, folder: Path) -> Path:
+def make(family: str, folder: Path, **options: Any) -> Path:
     folder.mkdir()
     tiny = REGISTRY.family(family).tiny
     assert tiny is not None
-    tiny(folder, seed=0)
+    tiny(folder, seed=0, **options)
     return folder
 
 

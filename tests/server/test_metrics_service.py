@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from omnistage.core.stage import STEP_BUCKETS
 from omnistage.core.types import FinishReason
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
-from omnistage.pipeline.timing import STEP_BUCKETS, StepTimer
+from omnistage.pipeline.timing import StepTimer
 from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.service import Service
 from tests.server.harness import Running, serving
@@ -101,7 +102,10 @@ def test_text_is_counted(fresh: Running) -> None:
         after[("omnistage_kv_blocks_free", frozenset(own.items()))]
         == after[("omnistage_kv_blocks", frozenset(own.items()))]
     )
-    assert after[("omnistage_requests_inflight", frozenset({("model", "lm")}))] == 0
+    model = frozenset({("model", "lm")})
+    for name in ("omnistage_requests_inflight", "omnistage_requests_waiting", "omnistage_utilization"):
+        assert after[(name, model)] == 0
+    assert after[("omnistage_stage_capacity", frozenset(own.items()))] > 0
 
 
 def test_steps_are_timed(fresh: Running) -> None:

@@ -437,6 +437,22 @@ def test_input_that_can_never_run_is_refused_and_leaves_nothing_behind(
     assert not stage.has_work()
 
 
+@pytest.mark.parametrize(
+    ("budget", "advice"),
+    [
+        ({"max_model_len": 32}, r"shorten it or raise thinker\.budget\.max_model_len$"),
+        ({"kv_blocks": 4}, r"shorten it or raise thinker\.budget\.kv_memory$"),
+        ({"kv_blocks": 1024}, "shorten it$"),  # the model itself takes no more
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_what_would_help(
+    model: CausalLM, budget: dict[str, object], advice: str
+) -> None:
+    stage = make_stage(model, **budget)
+    with pytest.raises(PromptTooLongError, match=advice):
+        stage.check(request("a", ARInput((5,) * stage.max_length)))
+
+
 def test_min_tokens_beyond_the_room_is_refused(model: CausalLM) -> None:
     stage = make_stage(model, max_model_len=16)
     wrong = request("a", PROMPT, min_tokens=8, max_tokens=8)

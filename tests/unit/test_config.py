@@ -43,6 +43,7 @@ from omnistage.core.family import Family
 from omnistage.core.registry import Registry
 from omnistage.core.types import Modality
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.request import Route
 
 PIPELINE = """\
 pipeline:
@@ -376,7 +377,7 @@ def giving(output: Modality) -> ARStageConfig:
     return ar().model_copy(update={"output": output})
 
 
-def diamond() -> PipelineGraph:
+def diamond(*text_bridges: str) -> PipelineGraph:
     stages = {
         "last": giving(Modality.AUDIO),
         "left": ar(),
@@ -390,7 +391,15 @@ def diamond() -> PipelineGraph:
         EdgeConfig(source=("start",), to="right", bridge="b2"),
         EdgeConfig(source=("right",), to="pic", bridge="b"),
     )
-    return graph_of(PipelineConfig(name="d", stages=stages, edges=edges))
+    return graph_of(PipelineConfig(name="d", stages=stages, edges=edges), text_bridges)
+
+
+def test_only_stages_whose_hidden_states_are_read_emit_them():
+    every = frozenset({Modality.TEXT, Modality.AUDIO, Modality.IMAGE})
+    assert Route.over(diamond(), every).emits_hidden == {"start", "left", "right"}
+    assert Route.over(diamond("b2"), frozenset({Modality.IMAGE})).emits_hidden == {"right"}
+    assert Route.over(diamond("b", "b2"), every).emits_hidden == frozenset()
+    assert Route.over(diamond(), frozenset({Modality.TEXT})).emits_hidden == frozenset()
 
 
 def test_the_graph_answers_what_comes_before_and_after():
@@ -600,3 +609,50 @@ def test_a_model_name_that_no_system_takes_is_a_checkpoint_error(name):
         find_model(name, REGISTRY)
     assert caught.value.param == "model"
     assert len(str(caught.value)) < 250
+
+
+# ------------------------------------------------------------------------------------------------- placement
+
+
+def test_groups_are_given_in_a_file_or_by_set(resolved, tmp_path):
+    file = tmp_path / "groups.yaml"
+    file.write_text("deployment: {placement: {voice: {stages: [talker, vocoder], replicas: 2}}}\n")
+    from_file = resolved(config=file).config.deployment.placement["voice"]
+    overrides = ("deployment.placement.voice.stages=[talker, vocoder]", "deployment.placement.voice.replicas=2")
+    assert resolved(*overrides).config.deployment.placement["voice"] == from_file
+    assert (from_file.kind, from_file.replicas, from_file.stages) == ("process", 2, ("talker", "vocoder"))
+    assert resolved().config.deployment.placement == {}
+
+
+def test_ray_takes_the_groups_that_name_no_kind_or_all_stages(resolved):
+    everything = resolved(ray="auto").config
+    assert everything.deployment.ray_address == "auto"
+    group = everything.deployment.placement["all"]
+    assert (group.kind, set(group.stages)) == ("ray", set(everything.pipeline.stages))
+    set_ = "deployment.placement"
+    groups = resolved(
+        f"{set_}.a.stages=[talker]", f"{set_}.b.stages=[vocoder]", f"{set_}.b.kind=process", ray="10.0.0.1:6379"
+    ).config.deployment
+    assert {name: group.kind for name, group in groups.placement.items()} == {"a": "ray", "b": "process"}
+    assert groups.ray_address == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["a.stages=[talkr]"], "there is no stage 'talkr'; did you mean talker?"),
+        (["a.stages=[talker]", "b.stages=[talker]"], "stage 'talker' is in group 'a' as well; name it in one group"),
+        (["a.stages=[talker, talker]"], "stage 'talker' is twice; name it in one group, once"),
+        (["a.stages=[talker]", "a.replicas=0"], "deployment.placement.a.replicas: must be greater than or equal to 1"),
+        (["a.stages=[]"], "at least 1 item"),
+        (["a.stages=[talker]", "a.kind=inline", "a.replicas=2"], "use kind: process or remove them"),
+        (["a.stages=[talker]", "a.kind=docker"], "must be 'inline', 'process' or 'ray'"),
+        (["a.stages=[talker]", "a.num_gpus=1"], "use kind: ray or remove them"),
+        (["a b.stages=[talker]"], "'a b' is not a name of a group; use letters, digits, - and _"),
+        (["a.stages=[talker]", "a.replica=2"], "did you mean replicas?"),
+    ],
+)
+def test_a_wrong_group_says_what_to_change(overrides, problem, resolved):
+    with pytest.raises(ConfigError) as error:
+        resolved(*(f"deployment.placement.{override}" for override in overrides))
+    assert problem in str(error.value)

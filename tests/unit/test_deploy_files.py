@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import typer.main
 import yaml
 
 from omnistage.cli import app
+from omnistage.config import OmniEngineArgs
 from omnistage.server.http.stopping import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -185,3 +187,34 @@ def test_options_and_files_on_the_page_exist() -> None:
     assert (named | inline) - serve_options() - of_the_container_engine == set()
     for file in DEPLOY.iterdir():
         assert file.name in page, f"deploy/{file.name} is not on the page"
+
+
+# ------------------------------------------------------------------------------------------------- autoscaling
+
+
+def test_the_autoscaler_reads_metrics_that_exist_and_scales_the_deployment_that_exists() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
+    names = {document["metadata"]["name"] for document in documents if document["kind"] == "Deployment"}
+    scaled = yaml.safe_load((DEPLOY / "keda.yaml").read_text(encoding="utf-8"))["spec"]
+    assert scaled["scaleTargetRef"]["name"] in names
+    assert 1 <= scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
+    documented = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    for trigger in scaled["triggers"]:
+        (metric,) = re.findall(r"omnistage_\w+", trigger["metadata"]["query"])
+        assert f"`{metric}`" in documented
+        assert float(trigger["metadata"]["threshold"]) > 0
+
+
+def test_the_service_on_kuberay_has_options_that_exist_and_finds_its_head() -> None:
+    job, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:2] == ["omnistage", "serve"]
+    assert {word for word in words if word.startswith("--")} <= serve_options()
+    cluster = job["spec"]["rayClusterSpec"]
+    head = cluster["headGroupSpec"]["template"]
+    assert service["spec"]["selector"].items() <= head["metadata"]["labels"].items()
+    (container,) = head["spec"]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == [int(option(words, "--port"))]
+    settings = OmniEngineArgs(model="m", overrides=tuple(b for a, b in pairwise(words) if a == "--set"), ray="auto")
+    replicas = {text.rpartition("=")[2] for text in settings.overrides if ".replicas=" in text}
+    assert replicas == {str(sum(group["replicas"] for group in cluster["workerGroupSpecs"]))}

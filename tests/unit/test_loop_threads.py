@@ -90,6 +90,19 @@ def test_a_resting_thread_wakes_for_either_loop(shared: Shared) -> None:
         shared.wait(f"{stage}{number}")
 
 
+def test_a_resting_thread_wakes_for_work_that_came_from_elsewhere(shared: Shared) -> None:
+    shared.thread.start()
+    stage, loop = shared.loops["a"].stage, shared.loops["a"]
+    assert loop.wait_resting(30)
+    arrived, stepped = threading.Event(), threading.Event()
+    stage.has_work = lambda: arrived.is_set() and not stepped.is_set()  # type: ignore[method-assign]
+    stage.step = lambda: stepped.set() or []  # type: ignore[method-assign, func-returns-value]
+    arrived.set()
+    assert stage.wake is not None
+    stage.wake()
+    assert stepped.wait(30)
+
+
 def clocked(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Shared:
     """Stages whose steps take exactly so long, whatever else the machine does."""
     rig = Shared(seconds=seconds)

@@ -199,6 +199,13 @@ class TestDamage:
             with pytest.raises(MediaError, match="NaN or infinite"):
                 decode_audio(source, LIMITS)
 
+    def test_samples_far_over_full_scale_are_errors(self) -> None:
+        samples = tone() * np.float32(2**31)
+        assert len(decode_audio((samples, 16_000), LIMITS).samples) == len(samples)
+        for source in ((samples * 9, 16_000), sound_file(samples * 9, subtype="FLOAT")):
+            with pytest.raises(MediaError, match="scale it"):
+                decode_audio(source, LIMITS)
+
     def test_an_odd_number_of_pcm16_bytes_is_an_error(self) -> None:
         with pytest.raises(MediaError, match="odd number"):
             decode_audio(b"abc", LIMITS, format="pcm16")

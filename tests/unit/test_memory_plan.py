@@ -154,6 +154,15 @@ def test_fewer_requests_fit_a_smaller_device(resolved: ResolvedConfig) -> None:
     assert plan.stages["thinker"].kv_tokens == 7 * 8192
 
 
+def test_no_more_requests_are_planned_for_than_may_run(resolved: ResolvedConfig) -> None:
+    config = resolved.config
+    deployment = config.deployment.model_copy(update={"concurrency": 10**9, "context": 1024})
+    many = replace(resolved, config=config.model_copy(update={"deployment": deployment}))
+    assert plan_of(many, [talking()], 139 * GIB).concurrency == 64
+    assert plan_of(many, [talking()], 7 * GIB).concurrency == 63
+    assert plan_of(many, [Drawing("denoiser", "cuda", "bfloat16")], 24 * GIB).concurrency == 21
+
+
 def test_a_lone_request_may_be_as_long_as_the_model_allows_where_there_is_room(resolved: ResolvedConfig) -> None:
     config = resolved.config
     deployment = config.deployment.model_copy(update={"concurrency": 1, "context": 1024})

@@ -284,7 +284,7 @@ def test_what_compiles_is_imported_while_the_weights_of_a_large_network_are_read
         PlannedStage(name, "cpu", "", StageMemory(weights), False, None, None, {}) for name, weights in weighed.items()
     ]
     plan = MemoryPlan("toy", "toy", (1, 1), 1, 1, (PlannedDevice("cpu", None, 0, 0, tuple(stages)),))
-    monkeypatch.setattr(build, "_load_plan", lambda *_: plan)
+    monkeypatch.setattr(build, "load_plan", lambda *_: plan)
     monkeypatch.setattr(build, "load_component", load)
     monkeypatch.setattr(compiling, "prepare_compiler", prepare_compiler)
     monkeypatch.setattr("omnistage.engines.ar.stage.ARStage", built)

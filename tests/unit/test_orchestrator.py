@@ -23,6 +23,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import BridgeResult
 from omnistage.core.params import CodecParams, SamplingParams
+from omnistage.core.stage import StageStats
 from omnistage.core.types import (
     ARInput,
     AudioChunk,
@@ -620,6 +621,22 @@ def test_an_aborted_stage_says_so_in_the_trace() -> None:
     assert trace is not None
     assert trace.stages["thinker"].finish is FinishReason.ABORT
     assert trace.stages["talker"].finish is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [
+        (StageStats(capacity=8), 0.0),
+        (StageStats(running=2, capacity=8), 0.25),
+        (StageStats(running=2, starved=2, capacity=8), 0.5),
+        (StageStats(running=8, waiting=4, capacity=8), 1.5),
+        (StageStats(running=2, waiting=4, capacity=8), 3.0),  # memory allows no more: its places are two
+        (StageStats(waiting=1, capacity=8), 1.0),
+        (StageStats(running=3), 0.0),  # it does not say how many it can run
+    ],
+)
+def test_a_stage_that_keeps_requests_waiting_is_utilised_beyond_its_places(stats: StageStats, expected: float) -> None:
+    assert stats.utilization == expected
 
 
 def test_stats_count_requests_by_reason() -> None:

@@ -54,6 +54,23 @@ def test_a_stage_that_keeps_failing_is_given_up_and_only_its_requests_are_refuse
     assert pipeline.stages["talker"].closed == 1
 
 
+def test_a_stage_that_says_it_is_unavailable_refuses_requests_that_need_it_until_it_is_back() -> None:
+    pipeline = Pipeline()
+    stage = pipeline.stages["talker"]
+    stage.unavailable = "runs on a server that does not answer"
+    pipeline.run()
+    with pytest.raises(StageUnavailableError, match=r"'talker' runs on a server that does not answer; try") as caught:
+        pipeline.submit("refused")
+    assert caught.value.status == 503
+    text = pipeline.submit("text", modalities=(TEXT,))
+    stage.unavailable = None
+    pipeline.run()
+    assert ended(text) is FinishReason.STOP
+    spoken = pipeline.submit("spoken")
+    pipeline.run()
+    assert ended(spoken) is FinishReason.STOP
+
+
 def test_a_step_that_succeeds_in_between_keeps_a_stage() -> None:
     pipeline = Pipeline()
     stage = pipeline.stages["talker"]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from omnistage.core.errors import StageError
+from omnistage.core.errors import StageError, UnsupportedModelError
 from omnistage.core.types import ARInput, MediaSpan, RequestInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from omnistage.engines.ar.attention import PagedContext
+    from omnistage.engines.ar.attention import KVCache, PagedContext
+    from omnistage.engines.ar.sharding import RankGroup
 
+
+KVShape = tuple[int, int, int]
+"""Key heads of an attention module, the width of a key and that of a value."""
 
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 """Logits `[S, V]` of the residual code with this index → the chosen codes, `int64 [S]`."""
@@ -33,6 +37,8 @@ class ResidualCodes:
     """Width H of the hidden rows that they are predicted from."""
     top_k: int = 0
     top_p: float = 1.0
+    temperature: float | None = None
+    """None: that of the sampled code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,22 @@ class ARSpec:
     """A generated token is the first code of a frame; `predict` gives the others, `embed_frames` embeds all."""
     prompt_vocab_size: int = 0
     """Ids that a prompt may hold, where they are more than can be sampled; 0: the same."""
+    layer_shapes: tuple[KVShape, ...] = ()
+    """Of each attention module, where they are not all `num_kv_heads` of `head_dim`."""
+    plain_attention: bool = True
+    """Without soft caps, sinks or values of another width than keys, so that every attention backend computes it."""
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What the cache of each attention module holds for a token."""
+        return self.layer_shapes or ((self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    def empty_caches(self, blocks: int, size: int, new: Callable[[tuple[int, ...]], torch.Tensor]) -> list[KVCache]:
+        """Caches of all attention modules for so many blocks; `new` makes a tensor of a shape."""
+        return [
+            (new((blocks, size, heads, key_dim)), new((blocks, size, heads, value_dim)))
+            for heads, key_dim, value_dim in self.kv_shapes
+        ]
 
 
 class ARComponent(ABC):
@@ -86,9 +108,23 @@ class ARComponent(ABC):
         return (self.decoder,)
 
     @property
+    def attention_modules(self) -> Sequence[nn.Module]:
+        """The modules that each get a cache, in the order of `spec.kv_shapes`."""
+        from omnistage.engines.ar.attention import attention_modules  # brings transformers
+
+        return attention_modules(self.decoder)
+
+    @property
     def decoders(self) -> tuple[nn.Module, ...]:
         """Networks with repeated `.layers` that run in every step; the engine may merge linear layers and compile."""
         return (self.decoder,)
+
+    def shard(self, group: RankGroup, device: torch.device) -> None:
+        """Keep one rank's share of the weights, on `device`, with its share of the KV heads in `spec`."""
+        del group, device
+        raise UnsupportedModelError(
+            f"{type(self).__name__} cannot run on several ranks yet; set tensor_parallel: 1 for its stage"
+        )
 
     def media_bytes(self, tokens: int) -> int:
         """Peak memory of encoding media that take this many tokens of a prompt."""
@@ -140,6 +176,10 @@ class ARComponent(ABC):
     def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Embeddings `[T, E]` of generated tokens with their side rows `[T, side_size]`."""
         return embeds + rows
+
+    def use_kernels(self) -> None:
+        """Called once, before layers are compiled and steps captured, where a stage may run Triton kernels."""
+        return
 
     def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
         """Residual codes `int64 [S, residual.count]` of the frames that `token_ids` `[S]` begin.

@@ -23,6 +23,7 @@ from omnistage.engines.ar.attention import (
     KVCache,
     PagedContext,
     bind_caches,
+    current,
 )
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
@@ -44,7 +45,7 @@ _GRAPH_BYTES = 8 << 20
 def block_bytes(component: ARComponent, block_size: int) -> int:
     """Bytes of one block: keys and values of all layers, and the hidden rows kept beside them."""
     spec = component.spec
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim + spec.emit_size
+    per_token = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in spec.kv_shapes) + spec.emit_size
     return per_token * block_size * component.dtype.itemsize
 
 
@@ -109,6 +110,11 @@ class ARNeeds:
     fixed_blocks: int | None
     """As the configuration says; None: as many as the plan has room for."""
 
+    @property
+    def max_running(self) -> int:
+        """Sequences that run at once at most."""
+        return self.useful_blocks // -(-self.max_length // self.block_size)
+
     def memory_at(self, context: int) -> StageMemory:
         """With media encoders that run for prompts of this length."""
         encoders = self.media_token_bytes * min(context, self.max_length)
@@ -145,16 +151,16 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
 
     def step() -> torch.Tensor:
         embeds = component.embed(torch.empty(tokens, dtype=torch.int64, device=META))
-        paged = PagedContext(_NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan())
+        paged = current.paged = PagedContext(
+            _NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
+        )
         positions = torch.empty(spec.position_dims, tokens, dtype=torch.int64, device=META)
         hidden = component.forward(embeds, positions, paged)
         if spec.emit_size:
             component.emit(embeds, hidden, torch.empty(tokens, 1, dtype=torch.bool, device=META))
         return component.logits(hidden[:rows])
 
-    shape = (1, 1, spec.num_kv_heads, spec.head_dim)
-    cache = torch.empty(shape, dtype=component.dtype, device=META)
-    bind_caches(component.decoder, [(cache, cache)] * spec.num_layers)
+    bind_caches(component.attention_modules, spec.empty_caches(1, 1, lambda shape: zeros(shape, META, component.dtype)))
     try:
         with _few_layers(component.decoder):
             peak = peak_bytes(step)
@@ -221,6 +227,8 @@ class _NoAttention(AttentionBackend):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        del key, value, cache, paged, scale, window
-        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        del key, cache, paged, scale, window, softcap, sinks
+        return torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

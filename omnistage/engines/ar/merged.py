@@ -42,11 +42,11 @@ class MergedLinear(nn.Module):
 
     def __init__(self, merged: _Merged, index: int) -> None:
         super().__init__()
-        self._merged = merged
+        self.group = merged
         self._index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._merged.part(self._index, x)
+        return self.group.part(self._index, x)
 
 
 def merge_linears(decoder: nn.Module) -> int:
@@ -63,6 +63,13 @@ def merge_linears(decoder: nn.Module) -> int:
                 setattr(module, name, MergedLinear(group, index))
             merged += 1
     return merged
+
+
+def merged_weight(layer: nn.Module) -> torch.Tensor:
+    """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
+    if not isinstance(layer, MergedLinear) or layer.group.bias is not None:
+        raise TypeError("layers that are not merged, or have a bias")
+    return layer.group.weight
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:

@@ -99,10 +99,9 @@ class Runner:
         self._stream = stream
         self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
         device, dtype = component.device, component.dtype
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
-        caches = [(zeros(shape, device, dtype), zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
-        bind_caches(component.decoder, caches)
+        caches = spec.empty_caches(num_blocks, block_size, lambda shape: zeros(shape, device, dtype))
+        bind_caches(component.attention_modules, caches)
         # The last row takes what padding writes.
         emit_shape = (num_blocks * block_size + 1, spec.emit_size)
         self.emit_pool = zeros(emit_shape, device, dtype) if spec.emit_size else None
@@ -248,7 +247,8 @@ class Runner:
         return step
 
     def _residual_numbers(self, keys: Sequence[str]) -> np.ndarray | None:
-        return None if self.last_codes is None else self.sampler.residual_numbers(keys, self.last_codes.shape[1])
+        residual = self.component.spec.residual
+        return None if residual is None else self.sampler.residual_numbers(keys, residual.count, residual.temperature)
 
     def _predict(self, hidden: torch.Tensor, tokens: PendingTokens, numbers: np.ndarray) -> Download:
         """Launch the residual codes of the tokens that are being sampled."""
@@ -337,7 +337,7 @@ class Runner:
         if deep is None and self.prefill_graphs is not None:
             computed = self.prefill_graphs.run(PromptStep(embeds, places, slot_mapping, media, layout))
         if computed is None:
-            paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device))
+            paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device), layout)
             if deep is None:
                 hidden = component.forward(embeds, places, paged)
             else:
@@ -364,8 +364,10 @@ class Runner:
             return False
         if item.start >= rows.prompt_length:
             return True
-        # The last token of a prompt that was cached up to there, if there is nothing special about it.
+        # The last token of a prompt that was cached up to there, if there is nothing special about it, and it is
+        # embedded as a generated one is: not where those are frames.
         plain = rows.embeds is None and not len(rows.media_index) and not rows.payload.streaming
+        plain = plain and self.last_codes is None
         return plain and (rows.positions is not None or not rows.payload.position_delta)
 
     def _encode_media(self, rows: SequenceRows) -> torch.Tensor:

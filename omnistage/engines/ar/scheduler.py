@@ -37,6 +37,8 @@ class SequenceState:
     """Digests of the media overlapping tokens [start, end), with their offset; None: no media."""
     cacheable: bool = True
     """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
+    cacheable_length: float = float("inf")
+    """Tokens, from the first on, of which it is determined by them."""
     max_length: float = float("inf")
     """It ends with this many tokens, if not before."""
     ahead: bool = True
@@ -69,7 +71,7 @@ class SequenceState:
 
     def extend_hashes(self, block_size: int, upto: int) -> None:
         """Hash the full blocks within the first `upto` tokens."""
-        while self.cacheable and (len(self.hashes) + 1) * block_size <= upto:
+        while self.cacheable and (len(self.hashes) + 1) * block_size <= min(upto, self.cacheable_length):
             start = len(self.hashes) * block_size
             end = start + block_size
             extra = self.media_keys(start, end) if self.media_keys is not None else ()
@@ -223,7 +225,7 @@ class Scheduler:
                 state.computed = end
             if state.cacheable and end // size > item.start // size:
                 state.extend_hashes(size, end)
-                for index in range(item.start // size, end // size):
+                for index in range(item.start // size, min(end // size, len(state.hashes))):
                     self.pool.publish(state.blocks[index], state.hashes[index])
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -248,7 +250,7 @@ class Scheduler:
                     return
             # Counted on admission, not on each try: a sequence that waits for room is looked up again every step.
             if state.cacheable and self.pool.prefix_caching:
-                self.pool.lookups += (len(state.token_ids) - 1) // block_size
+                self.pool.lookups += min((len(state.token_ids) - 1) // block_size, len(state.hashes))
                 self.pool.hits += len(cached)
             self._waiting.remove(state)
             insort(self._running, state, key=attrgetter("rank"))

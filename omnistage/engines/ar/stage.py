@@ -32,15 +32,13 @@ from omnistage.core.types import (
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.experts import set_experts
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import max_length_of, plan_blocks
-from omnistage.engines.ar.merged import merge_linears
+from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream
-from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compiling
 from omnistage.engines.stage import BatchedStage
 from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
@@ -80,6 +78,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         max_length = max_length_of(component, budget)
         num_blocks = plan_blocks(component, budget, max_length)
         self.max_length = min(max_length, num_blocks * budget.block_size)
+        limit = "kv_memory" if self.max_length < max_length else "max_model_len"
+        self._advice = f" or raise {name}.budget.{limit}" if self.max_length < component.spec.max_length else ""
+        """What would make room for longer sequences; nothing where the model itself takes no longer ones."""
         pool = BlockPool(num_blocks, budget.block_size, prefix_caching=budget.prefix_caching)
         self.scheduler = Scheduler(
             pool,
@@ -88,17 +89,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             ageing_steps=budget.ageing_steps,
             prefill_chunk=budget.prefill_chunk,
         )
+        backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
+        graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton")
         on_cuda = component.device.type == "cuda"
-        set_experts(component.decoder, budget.experts, component.device, component.dtype)
-        if on_cuda if budget.merge_linears == "auto" else budget.merge_linears:
-            for decoder in component.decoders:
-                merge_linears(decoder)
-        backend = make_backend(budget.attention, component.device)
-        graph_sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
-        if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
-            for decoder in component.decoders:
-                compile_layers(decoder.layers)  # type: ignore[arg-type]
-            graph_sizes = tuple(sorted({max(size, MIN_SIZE) for size in graph_sizes}))
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
         self.runner = Runner(
             component,
@@ -164,13 +157,13 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if length >= self.max_length:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; stage {self.name!r} holds {self.max_length} with at least one for "
-                f"the answer: shorten it or raise {self.name}.budget.max_model_len / kv_memory",
+                f"the answer: shorten it{self._advice}",
                 param="prompt",
             )
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
                 f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
-                f"{self.max_length}: ask for a smaller picture or raise {self.name}.budget.max_model_len / kv_memory"
+                f"{self.max_length}: ask for a smaller picture{self._advice}"
             )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
@@ -227,10 +220,10 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         prompt = len(payload.token_ids)
         limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
         self.runner.add(key, payload, params, capacity=prompt + limit, emit=stage_input.emit_hidden, owner=info.owner)
-        side = None
-        if payload.streaming:
-            side = float(len(payload.side_rows)) if payload.side_rows is not None else 0.0
+        rows = payload.side_rows
+        side = float(0 if rows is None else len(rows)) if payload.streaming else None
         plain = not payload.media and payload.positions is None and not payload.position_delta
+        known = payload.embeds is None and not payload.streaming
         state = SequenceState(
             key=key,
             rank=0.0,
@@ -238,9 +231,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             prompt_length=prompt,
             side_rows=side,
             media_keys=None if plain else ContentKeys(payload),
-            cacheable=payload.embeds is None
-            and not payload.streaming
-            and not (stage_input.emit_hidden and component.spec.emit_anew),
+            cacheable=known and not (stage_input.emit_hidden and component.spec.emit_anew),
+            # A frame is more than its first code, by which it would be found.
+            cacheable_length=float("inf") if component.spec.residual is None else prompt,
             max_length=prompt + limit,
             ahead=params.structured is None,  # the mask of its next token depends on the last one
         )
@@ -429,6 +422,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             steps=self.scheduler.steps,
             tokens=self.scheduler.tokens,
             preemptions=self.scheduler.preemptions,
+            capacity=self._budget.max_running,
             extra={
                 "blocks": pool.num_blocks,
                 "blocks_free": pool.free_blocks,

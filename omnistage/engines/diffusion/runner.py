@@ -7,7 +7,7 @@ and lets each lane's own scheduler move it on.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -101,6 +101,9 @@ class DiffusionRunner:
         for tensors in (condition.positive, condition.negative or {}, condition.shared):
             for tensor in tensors.values():
                 self._stream.share(tensor)
+        if (cuda := self._stream.cuda) is not None:  # an encoder in another process may have sent them by the host
+            with self._stream.use():
+                condition = _moved(condition, cuda.device)
         self._jobs[request_id] = _Job(condition, params, seed)
 
     def remove(self, request_id: str) -> None:
@@ -239,6 +242,16 @@ def _shortened(condition: Condition, share: float) -> Condition:
     """The same with a share of its text's tokens."""
     texts = condition.positive.items()
     return replace(condition, positive={name: t[: int(len(t) * share)] if t.ndim > 1 else t for name, t in texts})
+
+
+def _moved(condition: Condition, device: torch.device) -> Condition:
+    """The condition with all of its tensors on a device."""
+
+    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    negative = None if condition.negative is None else move(condition.negative)
+    return replace(condition, positive=move(condition.positive), negative=negative, shared=move(condition.shared))
 
 
 @contextmanager

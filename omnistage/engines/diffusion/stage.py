@@ -115,6 +115,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             running=self._scheduler.running,
             steps=self._steps,
             tokens=self._moved,
+            capacity=self._budget.max_running,
             extra={"forwards": self._runner.forwards, "rows_per_forward": self._runner.rows / forwards},
         )
 

@@ -177,6 +177,7 @@ def _check_counts(parsed: list[tuple[ChatMessage, list[_Parsed]]], limits: Media
             f"{items} media items are over the limit of {limits.max_items}; send fewer", param="messages"
         )
     chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    chars += sum(len(head.reasoning or "") for head, _ in parsed)
     chars += sum(len(call.name) + len(str(call.arguments)) for head, _ in parsed for call in head.tool_calls)
     if chars > limits.max_text_chars:
         raise _too_much_text(chars, limits)
@@ -201,6 +202,11 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
         calls = _parse_calls(message["tool_calls"], role, f"{path}.tool_calls")
     names = [key for key in ("name", "tool_call_id") if message.get(key) is not None]
     texts = {key: _short_text(message[key], f"{path}.{key}") for key in names}
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        if role != "assistant" or not isinstance(reasoning, str) or not is_utf8(reasoning):
+            raise InvalidRequestError("must be text of an assistant message", param=f"{path}.reasoning_content")
+        texts["reasoning"] = reasoning
     content, where = message.get("content"), f"{path}.content"
     if role == "assistant" and content is None and message.get("refusal") is not None:
         content, where = message["refusal"], f"{path}.refusal"

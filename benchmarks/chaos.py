@@ -1,0 +1,186 @@
+"""Requests to a model in processes while these are killed, stopped and cut off: what becomes of every one of them.
+
+    python benchmarks/chaos.py [--requests 1000] [--faults 50] [--replicas 2]
+
+A small random Qwen2.5-Omni; its talker and vocoder run in processes. Every request must end exactly once, soon after
+the fault, with an error that says what happened or with the output that it has alone in one process: the same tokens,
+and samples that differ by rounding only, as they do with the company in a batch. Nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import signal
+import socket
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from machine_load import load
+
+from omnistage.core.errors import StageUnavailableError
+from omnistage.core.memory import resident_memory
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.models.registry import REGISTRY
+from omnistage.omni import AsyncOmni
+from omnistage.pipeline.outputs import OmniRequestOutput
+
+_PROMPTS = [f"Tell me about number {number}." for number in range(8)]
+_FAULTS = ("killed", "stopped", "cut off")
+_PARAMS: dict[str, StageParams] = {
+    "thinker": SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    "talker": SamplingParams(temperature=0.0, max_tokens=40, min_tokens=40),
+    "token2wav": CodecParams(seed=3, num_steps=2),
+}
+_ROUNDING = 1e-5
+Content = tuple[tuple[int, ...], np.ndarray]
+_POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
+
+
+class Chaos:
+    def __init__(self, omni: AsyncOmni, expected: dict[str, Content], options: argparse.Namespace) -> None:
+        self._omni = omni
+        self._expected = expected
+        self._options = options
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._chance = random.Random(options.seed)
+        self._fault_at = float("-inf")
+        self.ends: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.delays: list[float] = []
+        """Seconds from a fault to the end of each request that it ended."""
+        self.recoveries: list[float] = []
+        """Seconds from a fault until all processes are up again."""
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        attacker = asyncio.create_task(self._attack())
+        numbers = itertools.count()
+        while not (self._over.is_set() and next(numbers) >= self._options.requests):
+            async with asyncio.TaskGroup() as group:  # rounds, until there were enough requests and faults
+                for _ in range(self._options.concurrency):
+                    group.create_task(self._request(self._chance.choice(_PROMPTS)))
+                    next(numbers)
+        await attacker
+
+    async def _request(self, prompt: str) -> None:
+        finals = []
+        try:
+            async for item in self._omni.generate(prompt, _PARAMS, modalities=["text", "audio"], timeout=60.0):
+                if item.final is not None:
+                    finals.append(item.final)
+        except StageUnavailableError:
+            self.ends["refused with 503"] += 1
+            await asyncio.sleep(0.05)
+            return
+        if len(finals) != 1:
+            self.problems.append(f"a request ended {len(finals)} times")
+            return
+        self._judge(prompt, finals[0])
+
+    def _judge(self, prompt: str, output: OmniRequestOutput) -> None:
+        if output.error is None:
+            tokens, samples = content(output)
+            same = tokens == self._expected[prompt][0] and samples.shape == self._expected[prompt][1].shape
+            same = same and bool(np.abs(samples - self._expected[prompt][1]).max() < _ROUNDING)
+            self.ends["as in one process" if same else "with another output"] += 1
+            if not same:
+                self.problems.append(f"another output ({output.finish_reason})")
+        elif isinstance(output.error, StageUnavailableError):
+            self.ends["with its process"] += 1
+            self.delays.append(time.monotonic() - self._fault_at)
+        else:
+            self.problems.append(f"{type(output.error).__name__}: {output.error}")
+
+    async def _attack(self) -> None:
+        for number in range(self._options.faults):
+            await asyncio.sleep(self._chance.uniform(0.1, 0.6))
+            replicas = self._omni.replicas()
+            target = self._chance.choice(replicas)
+            self._fault_at = time.monotonic()
+            if target.pid is None:
+                raise RuntimeError("a process is down before its fault")
+            kind = _FAULTS[number % len(_FAULTS)]
+            if kind == "cut off":
+                workers = self._omni._groups[0]._replicas.workers()
+                next(w for w in workers if w.host.pid == target.pid).host.socket.shutdown(socket.SHUT_RDWR)
+            else:
+                os.kill(target.pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+            while target.pid in (pids := [replica.pid for replica in self._omni.replicas()]) or None in pids:
+                await asyncio.sleep(0.05)
+                if time.monotonic() - self._fault_at > 120.0:
+                    raise RuntimeError(f"a process that was {kind} has not come back")
+            self.recoveries.append(time.monotonic() - self._fault_at)
+        self._over.set()
+
+
+def content(output: OmniRequestOutput) -> Content:
+    return tuple(output.token_ids), np.zeros(0, np.float32) if output.audio is None else output.audio.samples
+
+
+def held() -> dict[str, int]:
+    """What this process has open and takes; the files in memory are among its files."""
+    shared = sum(1 for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid())
+    return {"files": len(os.listdir("/proc/self/fd")), "segments": shared, "MiB": (resident_memory() or 0) >> 20}
+
+
+async def compare(folder: Path, options: argparse.Namespace) -> int:
+    expected = {}
+    arguments = {"device": "cpu", "dtype": "float32", "progress": False}
+    async with AsyncOmni(folder, overrides=_POOLS, **arguments) as omni:  # type: ignore[arg-type]
+        for prompt in _PROMPTS:
+            async for item in omni.generate(prompt, _PARAMS, modalities=["text", "audio"]):
+                if item.final is not None:
+                    expected[prompt] = content(item.final)
+    group = ("stages=[talker, token2wav]", f"replicas={options.replicas}", f"max_restarts={options.faults + 5}")
+    overrides = (*_POOLS, *(f"deployment.placement.voice.{each}" for each in group))
+    async with AsyncOmni(folder, overrides=overrides, **arguments) as omni:  # type: ignore[arg-type]
+        before, begin = held(), time.monotonic()
+        chaos = Chaos(omni, expected, options)
+        await chaos.run()
+        omni.orchestrator.check_idle()
+        await asyncio.sleep(1.0)
+        after = held()
+        print(f"{sum(chaos.ends.values())} requests in {time.monotonic() - begin:.0f} s, {options.faults} faults")
+        for what, count in sorted(chaos.ends.items()):
+            print(f"  {count:5} ended {what}")
+        if chaos.delays:
+            worst = f"median {statistics.median(chaos.delays):.2f} s, longest {max(chaos.delays):.2f} s"
+            print(f"  from a fault to the end of a request that it ended: {worst}")
+        recoveries = f"median {statistics.median(chaos.recoveries):.1f} s, longest {max(chaos.recoveries):.1f} s"
+        print(f"  from a fault until all processes take requests: {recoveries}")
+        print(f"  before and after: {before}, {after}")
+    for problem, count in Counter(chaos.problems).most_common(10):
+        print(f"PROBLEM, {count} times: {problem}")
+    return 1 if chaos.problems else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    print(f"load of the machine: {load()}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        tiny = REGISTRY.family("qwen2_5_omni").tiny
+        if tiny is None:
+            raise SystemExit("the family has no small checkpoint")
+        tiny(model, seed=7)
+        code = asyncio.run(compare(model, options))
+    print(f"load of the machine: {load()}")
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What a process boundary costs: a chunk's way between two local processes, and time to first audio on the starter.
+
+    omnistage pull starter
+    python benchmarks/placement.py [--model starter] [--pairs 15] [--requests 32]
+
+The first table: an input goes to a stage in another process, which sends it back; half of the time for both ways. The
+second: requests in pairs, one to the model in one process, one to the same model in processes, in turn; medians of the
+pairs' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from machine_load import load
+
+from omnistage.core.graph import PipelineGraph
+from omnistage.core.params import CodecParams, StageParams
+from omnistage.core.stage import Stage, StageStats
+from omnistage.core.types import Modality, ModuleInput, ModuleOutput, RequestInfo, StageChunk, StageFeed, StageInput
+from omnistage.omni import Omni
+from omnistage.pipeline.group_build import GroupParts
+from omnistage.pipeline.worker import Worker
+from omnistage.placement.group import StageGroup
+from omnistage.placement.messages import Start
+from omnistage.placement.replicas import Replicas
+from omnistage.placement.worker_process import LocalProcess
+
+_BYTES = (0, 1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
+_QUESTION = [{"role": "user", "content": "Say in two short sentences what rain is."}]
+_GROUPS = {
+    "speak in a process": {"voice": "speak"},
+    "hear and think, and speak, in processes": {"mind": "hear, think", "voice": "speak"},
+}
+
+
+class Echo(Stage):
+    """Gives back what it is fed."""
+
+    name = "echo"
+    params_type: type[StageParams] = CodecParams
+    uses_torch = False
+
+    def __init__(self) -> None:
+        self._fed: list[StageChunk] = []
+
+    def check(self, stage_input: StageInput) -> None:
+        pass
+
+    def submit(self, stage_input: StageInput) -> None:
+        pass
+
+    def feed(self, request_id: str, feed: StageFeed) -> None:
+        if isinstance(feed, ModuleInput):
+            self._fed.append(StageChunk(request_id, "echo", ModuleOutput(feed.arrays)))
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+    def has_work(self) -> bool:
+        return bool(self._fed)
+
+    def step(self) -> list[StageChunk]:
+        chunks, self._fed = self._fed, []
+        return chunks
+
+    def stats(self) -> StageStats:
+        return StageStats()
+
+
+class EchoWorker(Worker):
+    def _build(self, message: Start) -> GroupParts:
+        return GroupParts(PipelineGraph.build({"echo": Modality.AUDIO}), {"echo": Echo()}, {}, None)
+
+
+def hop_times(repeats: int) -> dict[int, float]:
+    """By bytes of an array: the median seconds of one way between two processes, thread to thread."""
+    start = Start("{}", ("echo",), None, None, 0.5, 30)
+    host = partial(LocalProcess, (__file__, "--worker"))
+    replicas = Replicas("echo", [start], hang_seconds=60.0, max_restarts=0, host=host)
+    group = StageGroup("echo", {"echo": CodecParams}, replicas)
+    replicas.spawn()
+    group.start()
+    proxy, arrived = group.stages["echo"], threading.Event()
+    proxy.wake = arrived.set
+    proxy.submit(StageInput(RequestInfo("r"), CodecParams(), ModuleInput(final=False)))
+    results = {}
+    for size in _BYTES:
+        feed = ModuleInput({"x": np.ones(size, np.uint8)} if size else {}, final=False)
+        times = []
+        for _ in range(repeats if size < 1 << 20 else repeats // 10):
+            arrived.clear()
+            begin = time.perf_counter()
+            proxy.feed("r", feed)
+            arrived.wait()
+            (chunk,) = proxy.step()
+            times.append((time.perf_counter() - begin) / 2)
+            if (
+                not isinstance(chunk.payload, ModuleOutput)
+                or sum(a.nbytes for a in chunk.payload.arrays.values()) != size
+            ):
+                raise SystemExit("what came back is not what was sent")
+        results[size] = statistics.median(times)
+    proxy.close()
+    return results
+
+
+def first_audio(omni: Omni) -> tuple[float, bytes]:
+    """Seconds to the first sound, and all of it."""
+    begin, first, sound = time.perf_counter(), 0.0, []
+    for item in omni.stream_chat(_QUESTION, {"think": {"max_tokens": 48}}, modalities=["text", "audio"]):
+        if item.audio is not None and len(item.audio.samples):
+            first = first or time.perf_counter() - begin
+            sound.append(item.audio.samples.tobytes())
+    return first, b"".join(sound)
+
+
+def compare(model: str, pairs: int) -> None:
+    for name, groups in _GROUPS.items():
+        overrides = [f"deployment.placement.{group}.stages=[{stages}]" for group, stages in groups.items()]
+        with Omni(model, progress=False) as inline, Omni(model, overrides=overrides, progress=False) as placed:
+            times: dict[str, list[float]] = {"inline": [], "placed": []}
+            for pair in range(pairs + 2):  # the first two are warm-ups
+                both = [("inline", inline), ("placed", placed)]
+                results = {side: first_audio(omni) for side, omni in both[:: 1 if pair % 2 else -1]}
+                if results["inline"][1] != results["placed"][1]:
+                    raise SystemExit("the two sides do not sound the same")
+                for side, (seconds, _) in results.items():
+                    times[side].append(seconds)
+        one, other = times["inline"][2:], times["placed"][2:]
+        ratio = statistics.median(b / a for a, b in zip(one, other, strict=True))
+        medians = f"{statistics.median(one) * 1e3:.0f} → {statistics.median(other) * 1e3:.0f} ms"
+        print(f"{name}: time to first audio {medians}, {ratio:.3f} of inline; the same sound in {pairs + 2} pairs")
+
+
+def throughput(model: str, stages: str, replicas: int, requests: int) -> float:
+    """Requests a second, all sent at once, with the bottleneck in so many processes of one thread each."""
+    keys = {"stages": f"[{stages}]", "replicas": replicas, "torch_threads": 1}
+    overrides = [f"deployment.placement.g.{key}={value}" for key, value in keys.items()]
+    params = {"think": {"max_tokens": 24}}
+    with Omni(model, overrides=overrides, progress=False) as omni:
+        omni.generate(["Hello"] * replicas, params, modalities=["text"], progress=False)
+        begin = time.perf_counter()
+        omni.generate(
+            [f"Count to {number}." for number in range(requests)], params, modalities=["text"], progress=False
+        )
+        return requests / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        EchoWorker(socket.socket(fileno=int(sys.argv[2]))).run()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="starter")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--requests", type=int, default=0, help="to compare one replica of think with two")
+    parser.add_argument("--repeats", type=int, default=1000, help="of a chunk's way")
+    options = parser.parse_args()
+    print(f"load of the machine: {load()}")
+    for size, seconds in hop_times(options.repeats).items():
+        print(f"{size:>10,} bytes: {seconds * 1e3:.3f} ms a chunk")
+    if options.pairs:
+        compare(options.model if options.model == "starter" else str(Path(options.model)), options.pairs)
+    if options.requests:
+        one, two = (throughput(options.model, "think", replicas, options.requests) for replicas in (1, 2))
+        print(f"think in one process {one:.2f} requests/s, in two {two:.2f}: {two / one:.2f} times")
+    print(f"load of the machine: {load()}")
+
+
+if __name__ == "__main__":
+    main()

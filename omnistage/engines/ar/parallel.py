@@ -1,0 +1,181 @@
+"""An autoregressive stage over several ranks: rank 0 schedules and samples, all of them compute each step together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnistage.config.schema import ARBudget
+from omnistage.core.errors import InternalError, StageLostError, UnsupportedModelError
+from omnistage.core.types import ARInput, RequestInfo, StageChunk
+from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current, make_backend
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.memory import max_length_of, plan_blocks, zeros
+from omnistage.engines.ar.prepared_layers import prepare_layers
+from omnistage.engines.ar.sharding import RankGroup
+from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.ar.step_plan import Forward, Logits
+from omnistage.engines.streams import upload
+
+_PLAIN_STEPS = {"cuda_graphs": False, "compile": False, "run_ahead": False}
+"""Ranks are told what to compute step by step, so no step may be captured or launched ahead."""
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a stage, as rank 0 sees them."""
+
+    group: RankGroup
+    lost: StageLostError | None
+    """Why no step can be computed any more."""
+
+    def serve(self, kv_blocks: int) -> None:
+        """Have them allocate their KV pools."""
+
+    def send(self, step: Forward | Logits) -> None:
+        """Tell them what is computed next."""
+
+    def fail(self, error: BaseException) -> StageLostError:
+        """Give them up after a step that rank 0 could not finish; what requests are told."""
+
+    def close(self) -> None: ...
+
+
+class LeadingRank(ARComponent):
+    """Rank 0's share of a component; runs each step with the other ranks."""
+
+    def __init__(self, inner: ARComponent, ranks: OtherRanks, block_size: int) -> None:
+        spec = inner.spec
+        if spec.side_input or spec.residual is not None or spec.deep_size:
+            raise UnsupportedModelError(
+                f"{type(inner).__name__} takes more than a prompt's tokens, so it cannot run on several ranks yet; set "
+                "tensor_parallel: 1 for its stage"
+            )
+        self._inner = inner
+        self._ranks = ranks
+        self._block_size = block_size
+        self.spec, self.decoder = spec, inner.decoder
+        self.device, self.dtype = inner.device, inner.dtype
+        self.eos_token_ids, self.suppress_token_ids = inner.eos_token_ids, inner.suppress_token_ids
+        self.tokenizer = inner.tokenizer
+
+    @property
+    def attention_modules(self) -> Sequence[nn.Module]:
+        return self._inner.attention_modules
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        return self._inner.prepare(info, payload)
+
+    def check(self, info: RequestInfo, payload: ARInput) -> None:
+        self._inner.check(info, payload)
+
+    def use_kernels(self) -> None:
+        self._inner.use_kernels()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._inner.embed(token_ids)
+
+    def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        return self._inner.emit(embeds, hidden, media)
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        if paged.layout is None:
+            raise InternalError("a step of several ranks needs its layout")
+        try:
+            self._send(self._plan(paged.layout), embeds, positions)
+            return self._inner.forward(embeds, positions, paged)
+        except BaseException as error:  # the boundary of a step that others compute, too
+            raise self._ranks.fail(error) from error
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        try:
+            self._send(Logits(*hidden.shape), hidden)
+            return self._inner.logits(hidden)
+        except BaseException as error:  # the same boundary
+            raise self._ranks.fail(error) from error
+
+    def _send(self, step: Forward | Logits, *tensors: torch.Tensor) -> None:
+        self._ranks.send(step)
+        for tensor in tensors:
+            self._ranks.group.broadcast(tensor.contiguous())
+
+    def _plan(self, layout: BatchLayout) -> Forward:
+        counts = (-(-layout.sequence_lengths // self._block_size)).tolist()
+        tables = [table[:count] for table, count in zip(layout.block_tables, counts, strict=True)]
+        return Forward(layout.query_lengths, layout.sequence_lengths, np.concatenate(tables))
+
+
+class FollowingRank:
+    """Another rank's share of a component: computes what rank 0 says, over its own KV pool."""
+
+    def __init__(self, component: ARComponent, group: RankGroup, budget: ARBudget) -> None:
+        self._component = component
+        self._group = group
+        self._block_size = budget.block_size
+        self._backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
+        prepare_layers(component, budget.model_copy(update=_PLAIN_STEPS), kernels=self._backend.name == "triton")
+
+    def serve(self, kv_blocks: int) -> None:
+        """Allocate the KV pool."""
+        spec, device, dtype = self._component.spec, self._component.device, self._component.dtype
+        caches = spec.empty_caches(kv_blocks, self._block_size, lambda shape: zeros(shape, device, dtype))
+        bind_caches(self._component.attention_modules, caches)
+
+    @torch.inference_mode()
+    def run(self, step: Forward | Logits) -> None:
+        component, spec = self._component, self._component.spec
+        device, dtype = component.device, component.dtype
+        if isinstance(step, Logits):
+            hidden = torch.empty(step.rows, step.width, device=device, dtype=dtype)
+            self._group.broadcast(hidden)
+            component.logits(hidden)
+            return
+        tokens = int(step.query_lengths.sum())
+        embeds = torch.empty(tokens, spec.embed_size, device=device, dtype=dtype)
+        kind = torch.float64 if spec.fractional_positions else torch.int64
+        positions = torch.empty(spec.position_dims, tokens, device=device, dtype=kind)
+        self._group.broadcast(embeds)
+        self._group.broadcast(positions)
+        layout, slots = self._layout(step)
+        paged = current.paged = PagedContext(
+            self._backend, upload(slots, device), self._backend.plan(layout, device), layout
+        )
+        component.forward(embeds, positions, paged)
+
+    def _layout(self, step: Forward) -> tuple[BatchLayout, np.ndarray]:
+        """The layout that rank 0 has, and the slots of this step's tokens."""
+        size = self._block_size
+        tables = np.split(step.block_tables, np.cumsum(-(-step.sequence_lengths // size))[:-1])
+        slots = [
+            (table[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)[:length]
+            for table, length in zip(tables, step.sequence_lengths.tolist(), strict=True)
+        ]
+        new = [each[-count:] for each, count in zip(slots, step.query_lengths.tolist(), strict=True)]
+        return BatchLayout(step.query_lengths, step.sequence_lengths, slots, tables), np.concatenate(new)
+
+
+class ParallelStage(ARStage):
+    """A stage on the autoregressive engine whose steps several ranks compute. It fails as a whole with any of them."""
+
+    def __init__(self, name: str, component: ARComponent, budget: ARBudget, ranks: OtherRanks) -> None:
+        self._ranks = ranks
+        blocks = plan_blocks(component, budget, max_length_of(component, budget))
+        ranks.serve(blocks)
+        settings = {"kv_blocks": blocks, **_PLAIN_STEPS}
+        super().__init__(name, LeadingRank(component, ranks, budget.block_size), budget.model_copy(update=settings))
+
+    def has_work(self) -> bool:
+        return self._ranks.lost is not None or super().has_work()
+
+    def step(self) -> list[StageChunk]:
+        chunks = [] if self._ranks.lost is not None else super().step()
+        if self._ranks.lost is not None:  # what was computed without a rank is not passed on
+            raise self._ranks.lost
+        return chunks
+
+    def close(self) -> None:
+        self._ranks.close()
+        super().close()

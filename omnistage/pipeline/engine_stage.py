@@ -1,0 +1,57 @@
+"""Which stage of which engine runs a component."""
+
+from __future__ import annotations
+
+from omnistage.config import ARStageConfig, CodecStageConfig, DiffusionStageConfig, LocalStageConfig
+from omnistage.core.errors import RegistryError
+from omnistage.core.stage import Stage
+
+
+def engine_stage(name: str, stage_cfg: LocalStageConfig, component: object) -> Stage:
+    """A component on its engine."""
+    if isinstance(stage_cfg, ARStageConfig):
+        from omnistage.engines.ar.component import ARComponent
+        from omnistage.engines.ar.stage import ARStage
+
+        if not isinstance(component, ARComponent):
+            raise _wrong_component(name, stage_cfg, component)
+        return ARStage(name, component, stage_cfg.budget)
+    if isinstance(stage_cfg, CodecStageConfig):
+        from omnistage.engines.codec.component import CodecComponent
+        from omnistage.engines.codec.module import ModuleComponent, ModuleStage
+        from omnistage.engines.codec.stage import CodecStage
+
+        if isinstance(component, ModuleComponent):
+            return ModuleStage(name, component, stage_cfg.budget)
+        if not isinstance(component, CodecComponent):
+            raise _wrong_component(name, stage_cfg, component)
+        return CodecStage(name, component, stage_cfg.budget)
+    return _diffusion_stage(name, stage_cfg, component)
+
+
+def _diffusion_stage(name: str, stage_cfg: DiffusionStageConfig, component: object) -> Stage:
+    """The stage that a component of the diffusion engine is made for."""
+    from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
+    from omnistage.engines.diffusion.decode import DecodeStage
+    from omnistage.engines.diffusion.encode import EncodeStage
+    from omnistage.engines.diffusion.stage import DenoiseStage
+
+    if isinstance(component, PromptEncoder):
+        return EncodeStage(name, component, stage_cfg.budget)
+    if isinstance(component, Denoiser):
+        return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params)
+    if isinstance(component, LatentDecoder):
+        return DecodeStage(name, component, stage_cfg.budget)
+    from omnistage.engines.diffusion.whole import WholePipeline, WholeStage
+
+    if isinstance(component, WholePipeline):
+        return WholeStage(name, component, stage_cfg.budget)
+    raise _wrong_component(name, stage_cfg, component)
+
+
+def _wrong_component(name: str, stage_cfg: LocalStageConfig, component: object) -> RegistryError:
+    return RegistryError(
+        f"component {stage_cfg.component!r} is a {type(component).__name__}, which the {stage_cfg.engine} engine "
+        "cannot run; use another component or engine",
+        param=f"pipeline.stages.{name}.component",
+    )

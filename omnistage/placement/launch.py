@@ -1,0 +1,44 @@
+"""From a group's configuration to its processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from omnistage.config import GroupConfig, OmniEngineArgs
+from omnistage.core.params import StageParams
+from omnistage.placement.group import StageGroup
+from omnistage.placement.messages import Start
+from omnistage.placement.replicas import Replicas
+from omnistage.placement.worker_process import Host, LocalProcess
+
+_BEATS = 4
+"""Signs of life within the time after which a process is taken for hung."""
+
+
+def make_group(
+    name: str,
+    group: GroupConfig,
+    stages: Mapping[str, type[StageParams]],
+    args: OmniEngineArgs,
+    host: Callable[[], Host] = LocalProcess,
+) -> StageGroup:
+    """A group whose processes are being started, and wait until it is told to start as well."""
+    starts = [
+        Start(
+            arguments=args.model_dump_json(),
+            stages=tuple(stages),
+            device=group.devices[number % len(group.devices)] if group.devices else None,
+            torch_threads=group.torch_threads,
+            beat_seconds=group.hang_seconds / _BEATS,
+            log_level=logging.getLogger("omnistage").getEffectiveLevel(),
+        )
+        for number in range(group.replicas)
+    ]
+    replicas = Replicas(name, starts, hang_seconds=group.hang_seconds, max_restarts=group.max_restarts, host=host)
+    try:
+        replicas.spawn()
+    except BaseException:
+        replicas.close()
+        raise
+    return StageGroup(name, stages, replicas, restart_requests=group.restart_requests)

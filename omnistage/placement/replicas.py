@@ -1,0 +1,275 @@
+"""The processes of a group: started, watched, restarted with growing delays, counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omnistage.core.errors import OmniError, StageUnavailableError
+from omnistage.core.failures import log_defect
+from omnistage.core.stage import StageState
+from omnistage.core.threads import DaemonThreads
+from omnistage.placement.messages import Message, Start, Stop
+from omnistage.placement.worker_process import Host, LocalProcess, Worker
+
+_log = logging.getLogger(__name__)
+
+RESTART_PAUSES = (0.1, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before the first, the second, ... restart of a process."""
+RESTART_MEMORY = 600.0
+"""A process that has run for so many seconds has all its restarts again."""
+_CHECK_SECONDS = 0.1
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """One process of a group, for metrics and people."""
+
+    group: str
+    number: int
+    state: StageState
+    pid: int | None
+    running: int
+    """Requests that it has."""
+    requests: int
+    """Those that it has had."""
+    failures: int
+    restarts: int
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    number: int
+    start: Start
+    worker: Worker | None = None
+    """None while it is down."""
+    due: float | None = None
+    """When it is to be restarted."""
+    up_since: float = 0.0
+    tries: int = 0
+    """Restarts since it last ran for long."""
+    requests: int = 0
+    failures: int = 0
+    restarts: int = 0
+    given_up: bool = False
+
+    @property
+    def state(self) -> StageState:
+        if self.worker is not None:
+            return StageState.UP
+        return StageState.FAILED if self.given_up else StageState.REBUILDING
+
+
+class Replicas:
+    """All methods may be called from any thread. `least_loaded` and `count` are called under the group's lock."""
+
+    def __init__(
+        self,
+        name: str,
+        starts: Sequence[Start],
+        *,
+        hang_seconds: float,
+        max_restarts: int,
+        host: Callable[[], Host] = LocalProcess,
+    ) -> None:
+        """`starts` has for each process what it is to do."""
+        self._name = name
+        self._replicas = [_Replica(number, start) for number, start in enumerate(starts)]
+        self._hang_seconds = hang_seconds
+        self._max_restarts = max_restarts
+        self._host = host
+        self._changed = threading.Condition()  # guards the replicas
+        self._closing = False
+        self._hosts: list[Host] = []
+        """Processes that wait for what they are to do."""
+        self._starting: Worker | None = None
+        """One that builds its stages."""
+        self._starter = DaemonThreads(1, f"omnistage-{name}-start")  # one at a time: they share the memory
+
+    def watch(
+        self,
+        receive: Callable[[Worker, Message], None],
+        lost: Callable[[Worker, str], None],
+        changed: Callable[[], None],
+        has_work: Callable[[Worker], bool],
+    ) -> None:
+        """What is called with a process's messages, for one that is lost, when `state` may have changed."""
+        self._receive, self._on_lost, self._on_changed, self._has_work = receive, lost, changed, has_work
+
+    def spawn(self) -> None:
+        """Start the processes; they import what they need until `start`, which may come later."""
+        for _ in self._replicas:
+            self._hosts.append(self._host())
+
+    def start(self) -> None:
+        """Have them build their stages, one after the other; raises why one of them cannot."""
+        for replica in self._replicas:
+            self._run(replica, self._hosts.pop(0))
+        threading.Thread(target=self._watch, name=f"omnistage-{self._name}-watch", daemon=True).start()
+
+    def _run(self, replica: _Replica, host: Host) -> None:
+        worker = Worker(f"{self._name}-{replica.number}", host, self._receive, self._closed)
+        with self._changed:
+            self._starting = worker
+            if self._closing:
+                worker.kill()
+        try:
+            worker.start(replica.start)
+        except OmniError:
+            host.wait(_CLOSE_SECONDS)
+            raise
+        finally:
+            with self._changed:
+                self._starting = None
+        with self._changed:
+            if not worker.lost and not self._closing:
+                replica.worker, replica.up_since = worker, time.monotonic()
+                return
+        worker.stop()
+        if not self._closing:
+            raise StageUnavailableError("its process ended as soon as it had started")
+
+    # -------------------------------------------------------------------------------------------- choosing
+
+    def least_loaded(self) -> Worker | None:
+        """The process with the fewest requests, of several the one that has had the fewest; None: none is up."""
+        with self._changed:
+            up = [(each.worker.load, each.requests, each.number, each.worker) for each in self._replicas if each.worker]
+        return min(up, key=lambda item: item[:3])[3] if up else None
+
+    def count(self, worker: Worker) -> None:
+        """A request has been bound to a process."""
+        with self._changed:
+            worker.load += 1
+            for replica in self._replicas:
+                replica.requests += replica.worker is worker
+
+    def workers(self) -> list[Worker]:
+        with self._changed:
+            return [replica.worker for replica in self._replicas if replica.worker is not None]
+
+    def state(self) -> StageState:
+        """Of the group as a whole, which is up while one process is."""
+        with self._changed:
+            states = {replica.state for replica in self._replicas}
+        return next(state for state in (StageState.UP, StageState.REBUILDING, StageState.FAILED) if state in states)
+
+    def stats(self) -> list[ReplicaStats]:
+        with self._changed:
+            return [
+                ReplicaStats(
+                    self._name,
+                    each.number,
+                    each.state,
+                    None if each.worker is None else each.worker.host.pid,
+                    0 if each.worker is None else each.worker.load,
+                    each.requests,
+                    each.failures,
+                    each.restarts,
+                )
+                for each in self._replicas
+            ]
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    def give_up(self, worker: Worker, why: str) -> None:
+        """End a process that does not work any more, and all that is in it."""
+        with self._changed:
+            replica = next((each for each in self._replicas if each.worker is worker), None)
+            lost_before, worker.lost = worker.lost, True
+            if lost_before or replica is None:  # or it was being started: whoever does that finds it lost
+                return
+            replica.worker = None
+            closing = self._closing
+            if not closing:
+                replica.failures += 1
+                self._schedule(replica)
+        worker.kill()
+        if closing:
+            return
+        _log.error("process %d of group %s is lost: %s", replica.number, self._name, why)
+        self._on_changed()  # first: what ends now is not to be sent here again
+        self._on_lost(worker, why)
+
+    def _schedule(self, replica: _Replica) -> None:
+        """With `_changed` held: when to start it again, if at all."""
+        if time.monotonic() - replica.up_since > RESTART_MEMORY:
+            replica.tries = 0
+        if replica.tries >= self._max_restarts:
+            replica.given_up = True
+            _log.critical(
+                "process %d of group %s has failed %d times; it is not started again",
+                replica.number,
+                self._name,
+                replica.tries + 1,
+            )
+            return
+        replica.due = time.monotonic() + RESTART_PAUSES[min(replica.tries, len(RESTART_PAUSES) - 1)]
+        replica.tries += 1
+        self._changed.notify_all()
+
+    def _closed(self, worker: Worker) -> None:
+        self.give_up(worker, worker.ending())
+
+    def _watch(self) -> None:
+        checked = time.monotonic()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, _CHECK_SECONDS):
+                    return
+                now = time.monotonic()
+                due = [each for each in self._replicas if each.due is not None and each.due <= now]
+                for replica in due:
+                    replica.due = None
+                workers = [each.worker for each in self._replicas if each.worker is not None]
+            for replica in due:
+                self._starter.submit(self._restart, replica)
+            # Where this thread itself had to wait, nothing may have been read meanwhile.
+            late, checked = now - checked - _CHECK_SECONDS, now
+            for worker in workers:
+                if late > self._hang_seconds / 2:
+                    worker.heard = now
+                elif now - worker.heard > self._hang_seconds and self._has_work(worker):
+                    self.give_up(worker, f"it has not responded for {self._hang_seconds:g} s")
+
+    def _restart(self, replica: _Replica) -> None:
+        try:
+            self._run(replica, self._host())
+        except Exception as error:  # the boundary of a process that is being started: another attempt may succeed
+            if self._closing:
+                return
+            if isinstance(error, OmniError):
+                _log.error("process %d of group %s cannot be started: %s", replica.number, self._name, error)
+            else:
+                log_defect(f"starting a process of group {self._name}", error)
+            with self._changed:
+                replica.failures += 1
+                self._schedule(replica)
+        else:
+            with self._changed:
+                replica.restarts += 1
+            _log.warning("process %d of group %s has been restarted", replica.number, self._name)
+        self._on_changed()
+
+    def close(self) -> None:
+        """End all processes. Safe to call again."""
+        with self._changed:
+            self._closing = True
+            workers = [replica.worker for replica in self._replicas if replica.worker is not None]
+            if self._starting is not None:
+                self._starting.kill()
+            self._changed.notify_all()
+        self._starter.shutdown(cancel_futures=True)
+        while self._hosts:
+            host = self._hosts.pop()
+            host.kill()
+            host.socket.close()
+            host.wait(_CLOSE_SECONDS)
+        for worker in workers:
+            worker.send(Stop())
+        for worker in workers:
+            worker.stop()

@@ -1,0 +1,97 @@
+"""A language model over two ranks, each a process: the same answers, and a rank that dies is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from omnistage.core.errors import StageLostError
+from omnistage.core.params import SamplingParams
+from omnistage.core.stage import StageState
+from omnistage.core.types import FinishReason
+from omnistage.engines.ar.parallel import ParallelStage
+from omnistage.models.causal_lm import tiny
+from omnistage.omni import Omni
+from omnistage.pipeline import supervision
+from omnistage.pipeline.ranks import Ranks
+from omnistage.placement.worker_process import LocalProcess
+from tests.unit.placement_harness import eventually
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPTS = ["Hello", "one two three four five six seven", "x", "the quick brown fox jumps over the lazy dog"]
+SETTINGS = ("thinker.kv_blocks=24", "thinker.prefill_chunk=16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.write(path)
+    return path
+
+
+def start(folder: Path, *settings: str) -> Omni:
+    overrides = (*SETTINGS, *settings)
+    return Omni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
+
+
+@pytest.fixture(scope="module")
+def omni(folder: Path) -> Iterator[Omni]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervision, "REBUILD_PAUSES", (0.0,))
+        with start(folder, "thinker.tensor_parallel=2") as omni:
+            yield omni
+            pids = ranks_of(omni).pids()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def ranks_of(omni: Omni) -> Ranks:
+    stage = omni.orchestrator._loops["thinker"].stage
+    assert isinstance(stage, ParallelStage)
+    assert isinstance(stage._ranks, Ranks)
+    return stage._ranks
+
+
+def answers(omni: Omni) -> list[tuple[object, ...]]:
+    params = SamplingParams(max_tokens=16, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
+    outputs = [output.outputs[0] for output in omni.generate(PROMPTS, params, progress=False)]
+    return [(each.token_ids, each.text, [round(p.chosen.logprob, 3) for p in each.logprobs]) for each in outputs]
+
+
+def test_answers_are_those_of_one_process(omni: Omni, folder: Path) -> None:
+    with start(folder) as alone:
+        expected = answers(alone)
+    assert answers(omni) == expected
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(signal.SIGKILL, r"has ended \(signal 9\)"), (signal.SIGSTOP, "has given no sign of life")]
+)
+def test_requests_end_with_a_rank_that_dies_or_hangs_and_the_stage_is_rebuilt(
+    omni: Omni, fault: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omnistage.pipeline.ranks._MAX_MISSED_BEATS", 3)
+    before, ranks, rebuilds = answers(omni), ranks_of(omni), omni.health()["thinker"].rebuilds
+    stream = omni.stream_chat([{"role": "user", "content": "Tell me"}], SamplingParams(max_tokens=900, ignore_eos=True))
+    next(stream)
+    os.kill(ranks.pids()[0], fault)
+    with pytest.raises(StageLostError, match=f"rank 1 of stage 'thinker' {said}"):
+        for _ in stream:
+            pass
+    eventually(lambda: omni.health()["thinker"].rebuilds == rebuilds + 1, 60)
+    assert omni.health()["thinker"].state is StageState.UP
+    assert ranks_of(omni).pids() != ranks.pids()
+    assert answers(omni) == before
+    assert FinishReason.ERROR in omni.stats().finished
+
+
+def test_a_rank_ends_with_its_parent() -> None:
+    """Whatever ends the parent closes its end of the socket."""
+    process = LocalProcess(("-m", "omnistage.pipeline.rank"))
+    process.socket.close()
+    assert process.wait(60) == 0

@@ -1,0 +1,78 @@
+"""The same pipeline on a Ray cluster of two nodes: identical speech, and an actor that is killed and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnistage.core.errors import StageUnavailableError
+from omnistage.omni import Omni
+from tests.e2e.harness import SMALL_POOLS, greedy, say
+from tests.unit.placement_harness import eventually
+
+ray = pytest.importorskip("ray", reason="needs the extra ray")
+pytestmark = pytest.mark.slow
+BOTH = ["text", "audio"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def placed(checkpoint: Path, cluster: str) -> Iterator[Omni]:
+    """Talker and vocoder in two actors, one on each node."""
+    group = {"stages": "[talker, token2wav]", "kind": "ray", "replicas": "2", "hang_seconds": "30"}
+    overrides = [f"deployment.placement.voice.{key}={value}" for key, value in group.items()]
+    overrides += [*SMALL_POOLS, f"deployment.ray_address={cluster}"]
+    with Omni(checkpoint, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
+        yield omni
+        omni.orchestrator.check_idle()
+
+
+def test_speech_is_the_same_on_every_node_and_over_every_connection(omni: Omni, placed: Omni) -> None:
+    families = {worker.host.socket.family.name for worker in placed._groups[0]._replicas.workers()}
+    assert families == {"AF_UNIX", "AF_INET"}
+    expected = omni.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    for _ in range(2):
+        output = placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+        assert output.token_ids == expected.token_ids
+        assert output.audio is not None
+        assert expected.audio is not None
+        np.testing.assert_array_equal(output.audio.samples, expected.audio.samples)
+        assert output.trace is not None
+        stages = output.trace.stages.values()
+        assert all(stage.first_chunk is not None and 0 < stage.first_chunk < 60 for stage in stages)
+    assert [replica.requests for replica in placed.replicas()] == [1, 1]
+
+
+def test_an_actor_that_dies_ends_its_own_requests_alone_and_comes_back(placed: Omni) -> None:
+    stream = placed.stream_chat(say("Tell me a story."), greedy(40, 2000), modalities=BOTH)
+    while next(stream).audio is None:
+        pass
+    (fallen,) = (replica for replica in placed.replicas() if replica.running)
+    assert fallen.pid is not None
+    os.kill(fallen.pid, signal.SIGKILL)
+    with pytest.raises(StageUnavailableError, match="ended while it had this request"):
+        for _item in stream:
+            pass
+    placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    eventually(lambda: placed.replicas()[fallen.number].pid not in (None, fallen.pid), 120)
+    risen = placed.replicas()[fallen.number]
+    assert (risen.failures, risen.restarts) == (1, 1)
+    for _ in range(2):
+        placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    assert placed.replicas()[fallen.number].requests > fallen.requests

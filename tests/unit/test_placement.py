@@ -1,0 +1,265 @@
+"""Stages in processes of their own: the same results, faults that stay where they happen, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omnistage.core.errors import StageError, StageUnavailableError
+from omnistage.core.family import BridgeResult
+from omnistage.core.stage import StageState, StageStats
+from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk
+from omnistage.pipeline.loop import StageLoop
+from omnistage.pipeline.worker import Worker
+from omnistage.placement import replicas
+from omnistage.placement.group import _sum
+from omnistage.placement.messages import Beat
+from omnistage.placement.prefixes import Prefixes
+from tests.unit.fakes import FakeStage
+from tests.unit.placement_harness import PlacedPipeline, assert_whole, eventually
+from tests.unit.placement_worker import POISON
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedPipeline]:
+    """Two processes that each run talker and vocoder, restarted without growing delays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "RESTART_PAUSES", (0.05,))
+        with PlacedPipeline(tmp_path_factory.mktemp("placement"), replicas=2) as pipeline:
+            yield pipeline
+
+
+@pytest.fixture
+def voices(pair: PlacedPipeline) -> Iterator[PlacedPipeline]:
+    """The same with both processes up; after each test nothing may be left in them."""
+    eventually(pair.all_up)
+    yield pair
+    eventually(lambda: sum(pair.running()) == 0 and not pair.group._bindings)
+    pair.orchestrator.check_idle()
+
+
+def test_the_output_is_the_same_and_inner_edges_stay_in_the_process(voices: PlacedPipeline) -> None:
+    voices.bridges_called.clear()
+    assert_whole(voices.submit(tokens=40).wait(), 40)
+    assert set(voices.bridges_called) == {"talker"}
+
+
+def test_requests_go_to_the_process_with_the_fewest(voices: PlacedPipeline) -> None:
+    before = [replica.requests for replica in voices.replicas()]
+    sinks = [voices.submit(f"r{number}", 200) for number in range(6)]
+    eventually(lambda: voices.running() == [3, 3])
+    for sink in sinks:
+        assert_whole(sink.wait(), 200)
+    assert [now.requests - then for now, then in zip(voices.replicas(), before, strict=True)] == [3, 3]
+
+
+def test_an_abort_reaches_the_process(voices: PlacedPipeline) -> None:
+    sink = voices.submit(tokens=5000)
+    eventually(lambda: any(item.audio is not None for item in sink.items))
+    voices.orchestrator.abort("r")
+    assert sink.wait().finish_reason is FinishReason.ABORT
+    eventually(lambda: all(_in_processes(voices, stage) == 0 for stage in ("talker", "vocoder")))
+
+
+def _in_processes(voices: PlacedPipeline, stage: str) -> int:
+    return sum(worker.stats[stage].running for worker in voices.group._replicas.workers() if worker.stats)
+
+
+def test_a_lost_process_ends_its_own_requests_alone_and_comes_back(voices: PlacedPipeline) -> None:
+    sinks = [voices.submit(f"r{number}", 400) for number in range(4)]
+    eventually(lambda: all(any(item.audio is not None for item in sink.items) for sink in sinks))
+    fallen = voices.replicas()[0]
+    voices.signal(0)
+    outputs = [sink.wait() for sink in sinks]
+    lost = [output for output in outputs if output.error is not None]
+    assert len(lost) == 2
+    for output in lost:
+        assert isinstance(output.error, StageUnavailableError)
+        assert "ended while it had this request" in str(output.error)
+    for output in outputs:
+        if output.error is None:
+            assert_whole(output, 400)
+    eventually(voices.all_up)
+    risen = voices.replicas()[0]
+    assert (risen.failures, risen.restarts) == (fallen.failures + 1, fallen.restarts + 1)
+    assert risen.pid != fallen.pid
+    assert_whole(voices.submit(tokens=5).wait(), 5)
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["killed and wanted", "overdue and not"])
+def test_a_request_that_has_given_nothing_is_started_again_elsewhere_where_that_is_wanted(
+    voices: PlacedPipeline, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    monkeypatch.setattr(voices.group, "_restart_requests", wanted)
+    with voices.held():
+        sinks = [voices.submit(f"r{number}", 2) for number in range(4)]
+        eventually(lambda: voices.running() == [2, 2])
+        if wanted:
+            voices.signal(0)
+        else:
+            voices.group._receive(voices.group._replicas.workers()[0], Beat(overdue="talker"))
+        eventually(lambda: voices.replicas()[0].pid is None)
+    outputs = [sink.wait() for sink in sinks]
+    if wanted:
+        for output in outputs:
+            assert_whole(output, 2)
+    else:
+        assert sum(output.finish_reason is FinishReason.ERROR for output in outputs) == 2
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first input", "later input"])
+def test_an_input_that_cannot_be_sent_ends_its_request_alone(
+    voices: PlacedPipeline, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    whole = voices.orchestrator._bridges["talker"]
+
+    def broken(info: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
+        if info.request_id != "broken":
+            return whole(info, state, chunk)
+        unsendable: Any = [object()]
+        start = ARInput((1,), embeds=unsendable if first else None, streaming=not first)
+        return None, [start] if first else [start, SideRows(unsendable, final=True)]
+
+    monkeypatch.setitem(voices.orchestrator._bridges, "talker", broken)
+    other = voices.submit("other", 50)
+    error = voices.submit("broken", 1).wait().error
+    assert error is not None
+    assert "cannot be sent to another process" in str(error)
+    assert_whole(other.wait(), 50)
+
+
+def test_a_process_whose_stage_fails_again_and_again_is_replaced(voices: PlacedPipeline) -> None:
+    before = voices.replicas()
+    while voices.replicas()[0].failures + voices.replicas()[1].failures == before[0].failures + before[1].failures:
+        error = voices.submit(POISON).wait().error
+        assert isinstance(error, StageError | StageUnavailableError)
+    eventually(voices.all_up)
+
+
+def test_a_stage_in_a_step_for_too_long_is_reported() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        worker = Worker(here)
+        loop = StageLoop[int](FakeStage("talker"), lambda *_: None)
+        worker._loops = {"talker": loop}  # type: ignore[dict-item]
+        loop.turn_started = time.perf_counter() - 5.0
+        assert worker._beat(1.0).overdue is None  # the first steps may take longer
+        assert worker._beat(0.4).overdue == "talker"
+        assert worker._beat(None).overdue is None
+
+
+def test_the_counters_of_all_processes_are_added() -> None:
+    one, other = (
+        StageStats(running=2, steps=3, capacity=4, extra={"a": 0.5}),
+        StageStats(1, 1, extra={"a": 1.0, "b": 2}),
+    )
+    added = StageStats(1, 3, 0, 3, 0, 0, 4, {"a": 1.5, "b": 2})
+    assert _sum([one, other], held=True) == added
+    assert _sum([one, other], held=False) == replace(added, waiting=0, running=0)
+    assert _sum([], held=True) == StageStats()
+
+
+def test_prompts_with_the_same_beginning_go_to_one_process_unless_it_has_much_more_to_do() -> None:
+    def prompt(*tokens: int) -> ARInput:
+        return ARInput((*range(128), *tokens))
+
+    busy, idle = (SimpleNamespace(load=load, lost=False) for load in (2, 0))
+    prefixes = Prefixes()
+    assert prefixes.choose(prompt(1), busy) is busy  # type: ignore[arg-type]
+    assert prefixes.choose(prompt(2), idle) is busy  # type: ignore[arg-type]
+    assert prefixes.choose(ARInput((5,) * 200), idle) is idle  # type: ignore[arg-type]
+    assert prefixes.choose(ARInput((1, 2)), idle) is idle  # type: ignore[arg-type]
+    busy.load = 3
+    assert prefixes.choose(prompt(3), idle) is idle  # type: ignore[arg-type]
+    busy.load = 0
+    assert prefixes.choose(prompt(4), busy) is idle  # type: ignore[arg-type]
+    idle.lost = True
+    assert prefixes.choose(prompt(4), busy) is busy  # type: ignore[arg-type]
+
+
+def test_without_a_process_requests_are_refused_and_one_that_fails_too_often_is_given_up(tmp_path: Path) -> None:
+    with PlacedPipeline(tmp_path, hang_seconds=1.0, max_restarts=1) as voices:
+        health = voices.orchestrator.health
+        voices.signal(0)
+        eventually(lambda: not health()["talker"].available)
+        with pytest.raises(StageUnavailableError, match="is being restarted") as refused:
+            voices.submit()
+        assert refused.value.status == 503
+        assert not health()["talker"].needs_restart
+        eventually(lambda: health()["talker"].available)
+
+        voices.signal(0, signal.SIGSTOP)
+        time.sleep(2.0)  # twice as long as a process with work may be silent
+        voices.signal(0, signal.SIGCONT)
+        assert_whole(voices.submit(tokens=3).wait(), 3)
+
+        sink = voices.submit(tokens=5000)
+        eventually(lambda: any(item.audio is not None for item in sink.items))
+        voices.signal(0, signal.SIGSTOP)
+        error = sink.wait().error
+        assert isinstance(error, StageUnavailableError)
+        assert "has not responded for 1 s" in str(error)
+        eventually(lambda: not health()["talker"].available and health()["vocoder"].needs_restart)
+        assert health()["talker"].state is health()["vocoder"].state is StageState.FAILED
+        assert health()["thinker"].available
+        with pytest.raises(StageUnavailableError, match="restart the service"):
+            voices.submit("late")
+
+
+def test_closing_ends_a_process_that_is_being_started(tmp_path: Path) -> None:
+    with PlacedPipeline(tmp_path) as voices:
+        voices.signal(0)
+        eventually(lambda: voices.group._replicas._starting is not None)
+        worker = voices.group._replicas._starting
+        assert worker is not None
+    assert worker.host.wait(10) is not None
+
+
+def test_chaos_ends_every_request_once_and_leaves_nothing_behind(voices: PlacedPipeline) -> None:
+    chance = random.Random(3)
+    files = len(os.listdir("/proc/self/fd"))
+    stop = threading.Event()
+
+    def harm() -> None:
+        while not stop.wait(0.3):
+            up = [replica.number for replica in voices.replicas() if replica.pid is not None]
+            if len(up) == 2 and chance.random() < 0.5:
+                voices.signal(chance.choice(up), signal.SIGKILL)
+            elif len(up) == 2:
+                chance.choice(voices.group._replicas.workers()).host.socket.shutdown(socket.SHUT_RDWR)
+
+    attacker = threading.Thread(target=harm)
+    attacker.start()
+    sinks, refused = [], 0
+    try:
+        for number in range(60):
+            tokens = chance.randrange(1, 40)
+            try:
+                sinks.append((voices.submit(f"c{number}", tokens), tokens))
+            except StageUnavailableError:
+                refused += 1
+            time.sleep(0.05)
+        outputs = [(sink.wait(), tokens) for sink, tokens in sinks]
+    finally:
+        stop.set()
+        attacker.join()
+    for output, tokens in outputs:
+        if output.error is None:
+            assert_whole(output, tokens)
+        else:
+            assert isinstance(output.error, StageUnavailableError)
+    assert sum(replica.failures for replica in voices.replicas()) > 0
+    eventually(voices.all_up)
+    assert_whole(voices.submit(tokens=5).wait(), 5)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
