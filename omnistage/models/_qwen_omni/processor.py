@@ -21,6 +21,7 @@ from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
 from omnistage.media.hashing import content_key
+from omnistage.models._qwen_omni.expansion import expand, video_default, video_options
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.loading import positive
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
@@ -41,6 +42,8 @@ class _Media:
 
     images: list[Image.Image] = field(default_factory=list)
     audios: list[np.ndarray] = field(default_factory=list)
+    tracks: list[int | None] = field(default_factory=list)
+    """For each of the audios, the video whose sound it is; None: it stands alone."""
     videos: list[np.ndarray] = field(default_factory=list)
     fps: list[float] = field(default_factory=list)
     with_audio: set[bool] = field(default_factory=set)
@@ -190,7 +193,7 @@ class QwenOmniProcessor(ABC):
         """Rows that each video fills in the prompt."""
         videos = self._processor.video_processor
         # The processor's defaults come before the video processor's own sizes.
-        size = self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {}).get("size") or videos.size
+        size = video_default(self._processor, "size") or videos.size
         least, most = size["shortest_edge"], size["longest_edge"]
         if getattr(videos, "cap_pixels_per_frame", None):
             most = least  # long videos are made smaller then, which the count leaves out: count the smallest
@@ -217,11 +220,7 @@ class QwenOmniProcessor(ABC):
             options["images"] = media.images
         if media.videos:
             options["videos"] = media.videos
-            options["videos_kwargs"] = {
-                "use_audio_in_video": media.use_audio_in_video,
-                "do_sample_frames": False,
-                "fps": media.fps[0],
-            }
+            options |= video_options(self._processor, media.fps[0], media.tracks, media.use_audio_in_video)
         try:
             features = self._processor(text=rendered, return_tensors="pt", **options)
         except (ValueError, StopIteration) as error:
@@ -234,21 +233,18 @@ class QwenOmniProcessor(ABC):
 
     def _expand(self, rendered: str, media: _Media, features: BatchFeature) -> str:
         """Placeholders repeated to each item's length, with each video's own frame rate."""
-        lengths = iter(self._audio_lengths(features).tolist()) if media.audios else iter([])
-        images = iter(features["image_grid_thw"]) if media.images else iter([])
-        videos = iter(features["video_grid_thw"]) if media.videos else iter([])
         seconds = [self._processor.video_processor.temporal_patch_size / fps for fps in media.fps]
         features["video_second_per_grid"] = torch.tensor(seconds)
-        expanded = self._processor.replace_multimodal_special_tokens(
-            [rendered],
-            lengths,
-            images,
-            videos,
-            video_second_per_grid=iter(seconds),
-            use_audio_in_video=media.use_audio_in_video,
-            **self._interleaving,
+        return expand(
+            self._processor,
+            rendered,
+            features,
+            audio_rows=self._audio_lengths(features).tolist() if media.audios else [],
+            grid_seconds=seconds,
+            tracks=media.tracks,
+            with_sound=media.use_audio_in_video,
+            interleaving=self._interleaving,
         )
-        return str(expanded[0])
 
     def _spans(
         self, ids: tuple[int, ...], media: _Media, features: BatchFeature
@@ -344,6 +340,7 @@ def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[st
         return {"type": "image", "image": ""}
     if isinstance(part, AudioPart):
         media.audios.append(_speech(part.clip.samples, part.clip.sample_rate))
+        media.tracks.append(None)
         return {"type": "audio", "audio": ""}
     if isinstance(part, VideoPart):
         media.videos.append(part.clip.frames)
@@ -351,6 +348,7 @@ def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[st
         media.with_audio.add(part.use_audio)
         if part.use_audio and part.clip.audio is not None:
             media.audios.append(_speech(part.clip.audio.samples, part.clip.audio.sample_rate))
+            media.tracks.append(len(media.videos) - 1)
         return {"type": "video", "video": ""}
     raise InvalidRequestError(f"this model does not take {type(part).__name__}", param="messages")
 

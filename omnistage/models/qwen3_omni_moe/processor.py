@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from omnistage.core.types import Modality
+from omnistage.models._qwen_omni.expansion import video_default
 from omnistage.models._qwen_omni.processor import AUDIO_RATE, QwenOmniProcessor, load_processor
 from omnistage.models.qwen3_omni_moe.load import read_config, voices_of
 
@@ -27,7 +28,6 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
         config = read_config(folder)
         thinker = config.thinker_config
         processor = load_processor("Qwen3OmniMoeProcessor", folder)
-        defaults = processor.valid_processor_kwargs._defaults["videos_kwargs"]
         made = cls(
             processor,
             thinker,
@@ -37,8 +37,8 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
                 Modality.AUDIO: thinker.audio_token_id,
                 Modality.VIDEO: thinker.video_token_id,
             },
-            position_id_per_seconds=defaults["position_id_per_seconds"],
-            seconds_per_chunk=defaults["seconds_per_chunk"],
+            position_id_per_seconds=video_default(processor, "position_id_per_seconds"),
+            seconds_per_chunk=video_default(processor, "seconds_per_chunk"),
         )
         made.chunk = 2 * int(thinker.audio_config.n_window)
         return made
