@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from omnistage import compat
 from omnistage.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from omnistage.models import _tiny_common as common
+from omnistage.models._qwen_omni.expansion import video_options
 from omnistage.models._qwen_omni.tiny import write_processor
 from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.qwen2_5_omni import tiny as omni
@@ -170,6 +171,8 @@ def test_special_tokens_keep_their_place_when_the_vocabulary_leaves_a_gap(tmp_pa
 @pytest.mark.parametrize("kind", ["text", "image", "audio", "video", "audio in video"])
 def test_stock_generate_answers_with_text_and_sound(kind: str, model: Any, processor: Any) -> None:
     image, sound, video = media()
+    with_sound: Any = video_options(processor, 2.0, [0], with_sound=True)
+    with_sound["videos_kwargs"] |= SMALL_VIDEO
     part, given = {
         "text": ([], {}),
         "image": ([{"type": "image"}], {"images": [image]}),
@@ -177,7 +180,7 @@ def test_stock_generate_answers_with_text_and_sound(kind: str, model: Any, proce
         "video": ([{"type": "video"}], {"videos": [video], "videos_kwargs": SMALL_VIDEO}),
         "audio in video": (
             [{"type": "video"}],
-            {"videos": [video], "audio": [sound], "videos_kwargs": {**SMALL_VIDEO, "use_audio_in_video": True}},
+            {"videos": [video], "audio": [sound], **with_sound},
         ),
     }[kind]
     conversation = [{"role": "user", "content": [*part, {"type": "text", "text": "What is this? 🦊"}]}]
