@@ -165,16 +165,23 @@ def _only(modality: Modality, output: Modality | None, engine: str) -> Modality 
     return output
 
 
+Ranks = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=64)]
+
+
 class ARStageConfig(_StageConfig):
     """A stage on the autoregressive engine."""
 
     engine: Literal["autoregressive"]
     params: SamplingParams = Field(default_factory=SamplingParams)
     budget: ARBudget = Field(default_factory=ARBudget)
-    tensor_parallel: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=64)] = Field(
+    tensor_parallel: Ranks = Field(
         default=1,
         description="Processes among which the model is divided, each with a GPU, from `device` on.",
     )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel
 
     @field_validator("output")
     @classmethod
@@ -289,6 +296,15 @@ class DiffusionStageConfig(_StageConfig):
     engine: Literal["diffusion"]
     params: DiffusionParams = Field(default_factory=DiffusionParams)
     budget: DiffusionBudget = Field(default_factory=DiffusionBudget)
+    context_parallel: Ranks = Field(
+        default=1,
+        description="Processes that compute each picture together, each with the whole model and a GPU, from `device` "
+        "on.",
+    )
+
+    @property
+    def ranks(self) -> int:
+        return self.context_parallel
 
     @field_validator("output")
     @classmethod

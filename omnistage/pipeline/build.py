@@ -279,7 +279,7 @@ class StageFactory:
         self._registry = registry
         self._component: object | None = None
         """Kept where a new stage can run it again: stages of the other engines close theirs."""
-        self._keeps_component = isinstance(stage_cfg, ARStageConfig) and stage_cfg.tensor_parallel == 1
+        self._keeps_component = isinstance(stage_cfg, ARStageConfig) and stage_cfg.ranks == 1
         self._planned: PlannedStage | None = None
         self._name = name
         self._on_gpu = (
@@ -358,7 +358,7 @@ def build_stage(
     def build() -> Stage:
         if progress is not None:
             progress("weights", 0.0)
-        if isinstance(stage_cfg, ARStageConfig) and stage_cfg.tensor_parallel > 1:
+        if isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) and stage_cfg.ranks > 1:
             from omnistage.pipeline.ranks import parallel_stage
 
             with _enough_memory(name):

@@ -1,10 +1,11 @@
-"""A process that computes one rank of a tensor parallel stage: `python -m omnistage.pipeline.rank SOCKET`.
+"""A process that computes one rank of a stage: `python -m omnistage.pipeline.rank SOCKET`.
 
 It is started by `pipeline.ranks`, does what rank 0 says, and ends when the other end of its socket does.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -13,16 +14,16 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
-from omnistage.config import ARStageConfig
+from omnistage.config import ARStageConfig, DiffusionStageConfig
 from omnistage.config.checkpoint import read_model_config
 from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.errors import InternalError, OmniError
 from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
 from omnistage.engines.ar.step_plan import Forward, Logits
+from omnistage.engines.diffusion.step_plan import TransformerCall
 from omnistage.placement.channel import Channel
 from omnistage.placement.messages import Beat, Failed, Message, Ready, Serve, StartRank, Stop
 
@@ -69,14 +70,10 @@ class Rank:
     def _serve(self, start: StartRank) -> None:
         import torch
 
-        from omnistage.engines.ar.parallel import FollowingRank
-        from omnistage.engines.ar.sharding import RankGroup
-        from omnistage.models.registry import REGISTRY
-        from omnistage.pipeline.build import load_component
-        from omnistage.pipeline.ranks import load_share
+        from omnistage.pipeline.ranks import following_rank
 
         torch.set_num_threads(start.torch_threads)
-        stage, device = ARStageConfig.model_validate_json(start.config), torch.device(start.device)
+        stage, device = _stage_config(start.config), torch.device(start.device)
         if device.type == "cuda":  # pragma: no cover  (needs CUDA)
             torch.cuda.set_device(device)
         folder = Path(start.folder)
@@ -90,17 +87,20 @@ class Rank:
             torch_threads=start.torch_threads,
             requested_dtype=start.requested_dtype,
         )
-        group = RankGroup(start.rank, stage.tensor_parallel)
-        component = load_share(context, group, partial(load_component, registry=REGISTRY))
-        rank = FollowingRank(component, group, stage.budget)
+        rank = following_rank(context, stage, start.rank)
         self._channel.send(Ready())
         threading.Thread(target=self._beat, name="omnistage-beat", daemon=True).start()
         while not isinstance(message := self._messages.get(), Stop):
             if isinstance(message, Serve):
-                group.connect(start.backend, start.store, device)
+                rank.group.connect(start.backend, start.store, device)
                 rank.serve(message.kv_blocks)
-            elif isinstance(message, Forward | Logits):
+            elif isinstance(message, Forward | Logits | TransformerCall):
                 rank.run(message)
+
+
+def _stage_config(data: str) -> ARStageConfig | DiffusionStageConfig:
+    kind = ARStageConfig if json.loads(data)["engine"] == "autoregressive" else DiffusionStageConfig
+    return kind.model_validate_json(data)
 
 
 def main(arguments: list[str]) -> None:

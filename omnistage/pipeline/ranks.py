@@ -1,4 +1,4 @@
-"""A tensor parallel stage: its other ranks are processes, spawned beside the one that runs the stage."""
+"""A stage over several ranks: the others are processes, spawned beside the one that runs the stage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from pathlib import Path
 
 import torch
 
-from omnistage.config import ARStageConfig
+from omnistage.config import ARStageConfig, DiffusionStageConfig
 from omnistage.core.errors import ConfigError, StageLostError, UnsupportedModelError
 from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
 from omnistage.core.stage import Stage
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.parallel import ParallelStage
+from omnistage.engines.ar.parallel import FollowingComponent, ParallelStage
 from omnistage.engines.ar.sharding import RankGroup
 from omnistage.engines.ar.step_plan import Forward, Logits
+from omnistage.engines.diffusion.step_plan import TransformerCall
+from omnistage.engines.ranks import ComputeGroup, FollowingRank
+from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import load_component
 from omnistage.pipeline.rank import BEAT_SECONDS
 from omnistage.placement.devices import resolve_device
 from omnistage.placement.messages import Failed, Message, Ready, Serve, StartRank, Stop
@@ -36,20 +40,60 @@ _MAX_MISSED_BEATS = 10
 """Then a rank is taken for hung. They are counted, since this process may have been stopped itself."""
 
 
-def parallel_stage(context: LoadContext, stage_cfg: ARStageConfig, load: Callable[[LoadContext], object]) -> Stage:
-    """Load a stage over `tensor_parallel` ranks, of which this process is the first."""
+RankedConfig = ARStageConfig | DiffusionStageConfig
+Load = Callable[[LoadContext], object]
+
+
+def parallel_stage(context: LoadContext, stage_cfg: RankedConfig, load: Load) -> Stage:
+    """Load a stage over several ranks, of which this process is the first."""
     with ExitStack() as undo:
-        ranks = Ranks(context, stage_cfg)
-        undo.callback(ranks.close)
-        component = load_share(context, ranks.group, load)
-        ranks.wait_loaded()
-        stage = ParallelStage(context.stage_name, component, stage_cfg.budget, ranks)
+        if isinstance(stage_cfg, ARStageConfig):
+            stage, ranks = _tensor_parallel(context, stage_cfg, load, undo)
+        else:
+            stage, ranks = _context_parallel(context, stage_cfg, load, undo)
         ranks.on_lost = lambda: stage.wake() if stage.wake is not None else None
         undo.pop_all()
     return stage
 
 
-def load_share(context: LoadContext, group: RankGroup, load: Callable[[LoadContext], object]) -> ARComponent:
+def _tensor_parallel(
+    context: LoadContext, stage_cfg: ARStageConfig, load: Load, undo: ExitStack
+) -> tuple[Stage, Ranks]:
+    group = RankGroup(0, stage_cfg.tensor_parallel)
+    ranks = Ranks(context, stage_cfg, group)
+    undo.callback(ranks.close)
+    component = load_share(context, group, load)
+    ranks.wait_loaded()
+    return ParallelStage(context.stage_name, component, stage_cfg.budget, ranks), ranks
+
+
+def _context_parallel(
+    context: LoadContext, stage_cfg: DiffusionStageConfig, load: Load, undo: ExitStack
+) -> tuple[Stage, Ranks]:
+    from omnistage.engines.diffusion.context_parallel import ContextGroup, ParallelDenoiseStage, divisible
+
+    denoiser = divisible(load(context), stage_cfg.budget, stage_cfg.context_parallel)
+    group = ContextGroup(0, stage_cfg.context_parallel)
+    ranks = Ranks(context, stage_cfg, group)
+    undo.callback(ranks.close)
+    ranks.wait_loaded()
+    name, params = context.stage_name, stage_cfg.params
+    return ParallelDenoiseStage(name, denoiser, stage_cfg.budget, params, ranks, group), ranks
+
+
+def following_rank(context: LoadContext, stage_cfg: RankedConfig, rank: int) -> FollowingRank:
+    """What a process of ranks 1 and up computes."""
+    load = partial(load_component, registry=REGISTRY)
+    if isinstance(stage_cfg, ARStageConfig):
+        group = RankGroup(rank, stage_cfg.tensor_parallel)
+        return FollowingComponent(load_share(context, group, load), group, stage_cfg.budget)
+    from omnistage.engines.diffusion.context_parallel import ContextGroup, FollowingDenoiser, divisible
+
+    denoiser = divisible(load(context), stage_cfg.budget, stage_cfg.context_parallel)
+    return FollowingDenoiser(denoiser, ContextGroup(rank, stage_cfg.context_parallel), context.device)
+
+
+def load_share(context: LoadContext, group: RankGroup, load: Load) -> ARComponent:
     """One rank's share of a component: loaded in host memory, since the whole may be too large for a device."""
     component = load(replace(context, device=torch.device("cpu"), target=context.device))
     if not isinstance(component, ARComponent):
@@ -58,11 +102,10 @@ def load_share(context: LoadContext, group: RankGroup, load: Callable[[LoadConte
     return component
 
 
-def rank_devices(device: torch.device, size: int, stage: str) -> list[torch.device]:
+def rank_devices(device: torch.device, size: int, param: str) -> list[torch.device]:
     """The device of each rank: the CPU for all, or one GPU each from the stage's own on."""
     if device.type == "cpu":
         return [device] * size
-    param = f"pipeline.stages.{stage}.tensor_parallel"
     if device.type != "cuda":
         raise ConfigError(f"ranks run on the CPU or on CUDA, not on {device}; set it to 1", param=param)
     first = device.index or 0
@@ -72,14 +115,14 @@ def rank_devices(device: torch.device, size: int, stage: str) -> list[torch.devi
 class Ranks:
     """The processes of ranks 1 and up, from their start to their end. One that ends is the end of all."""
 
-    def __init__(self, context: LoadContext, stage_cfg: ARStageConfig) -> None:
+    def __init__(self, context: LoadContext, stage_cfg: RankedConfig, group: ComputeGroup) -> None:
         """They load while this process does."""
-        size = stage_cfg.tensor_parallel
-        self.group = RankGroup(0, size)
+        size, self.group = group.size, group
         self.lost: StageLostError | None = None
         self.on_lost: Callable[[], None] = lambda: None
         self._name, self._device = context.stage_name, context.device
-        devices = rank_devices(context.device, size, self._name)
+        key = "tensor_parallel" if isinstance(stage_cfg, ARStageConfig) else "context_parallel"
+        devices = rank_devices(context.device, size, f"pipeline.stages.{self._name}.{key}")
         self._backend = "nccl" if len({str(device) for device in devices}) == size else "gloo"
         self._folder = Path(tempfile.mkdtemp(prefix="omnistage-ranks-"))
         self._lock, self._ended, self._closing = threading.Lock(), threading.Event(), False
@@ -95,7 +138,7 @@ class Ranks:
             raise
 
     def _start_message(
-        self, context: LoadContext, stage_cfg: ARStageConfig, rank: int, device: torch.device
+        self, context: LoadContext, stage_cfg: RankedConfig, rank: int, device: torch.device
     ) -> StartRank:
         return StartRank(
             folder=str(context.model.folder),
@@ -128,14 +171,14 @@ class Ranks:
 
     # ------------------------------------------------------------------------------------------------- steps
 
-    def serve(self, kv_blocks: int) -> None:
+    def serve(self, kv_blocks: int = 0) -> None:
         for worker in self._workers:
             worker.send(Serve(kv_blocks))
         self.group.connect(self._backend, self._store, self._device)
         shutil.rmtree(self._folder, ignore_errors=True)
         threading.Thread(target=self._watch, name=f"omnistage-{self._name}-ranks", daemon=True).start()
 
-    def send(self, step: Forward | Logits) -> None:
+    def send(self, step: Forward | Logits | TransformerCall) -> None:
         for worker in self._workers:
             worker.send(step)
 
@@ -183,6 +226,7 @@ class Ranks:
             worker.send(Stop())
         for worker in self._workers:
             worker.stop()
+        self.group.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -10,6 +10,7 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import StageStats, StepSeconds
 from omnistage.core.types import DTypeName, StageChunk, StageFeed, StageInput
 from omnistage.engines.ar.step_plan import Forward, Logits
+from omnistage.engines.diffusion.step_plan import TransformerCall
 from omnistage.placement.device_memory import Region
 
 WINDOW = 64
@@ -39,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
-    """Load one rank of a tensor parallel stage; the first message of all. `Serve`, then steps follow."""
+    """Load one rank of a stage that several compute; the first message of all. `Serve`, then steps follow."""
 
     folder: str
     family: str
@@ -47,7 +48,7 @@ class StartRank:
     """Its name."""
     stage: str
     config: str
-    """The stage's `ARStageConfig` as JSON."""
+    """The stage's `ARStageConfig` or `DiffusionStageConfig` as JSON."""
     rank: int
     device: str
     dtype: str
@@ -62,7 +63,7 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Meet the other ranks, and allocate a KV pool of so many blocks."""
+    """Meet the other ranks, and allocate a KV pool of so many blocks where the engine has one."""
 
     kv_blocks: int
 
@@ -172,7 +173,7 @@ class Beat:
     """A stage that has been in one step for too long."""
 
 
-ToRank = StartRank | Serve | Forward | Logits
+ToRank = StartRank | Serve | Forward | Logits | TransformerCall
 ToWorker = Start | Submit | Feed | Abort | Check | Taken | Stop
 FromWorker = Loading | Ready | Failed | Checked | Chunks | Beat
 Message = ToWorker | ToRank | FromWorker | Copied

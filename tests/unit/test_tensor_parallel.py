@@ -32,7 +32,7 @@ from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.memory import block_bytes
-from omnistage.engines.ar.parallel import FollowingRank, ParallelStage
+from omnistage.engines.ar.parallel import FollowingComponent, ParallelStage
 from omnistage.engines.ar.sharding import RankGroup, shard_model
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.ar.step_plan import Forward, Logits
@@ -89,14 +89,14 @@ class ThreadRanks:
             share, group = copy.deepcopy(component), RankGroup(rank, size)
             share.shard(group, torch.device("cpu"))
             self._queues.append(queue.SimpleQueue())
-            follower = FollowingRank(share, group, budget)
+            follower = FollowingComponent(share, group, budget)
             self._threads.append(threading.Thread(target=self._follow, args=(follower, group, self._queues[-1])))
             self._threads[-1].start()
         component.shard(self.group, torch.device("cpu"))
 
     def _follow(
         self,
-        follower: FollowingRank,
+        follower: FollowingComponent,
         group: RankGroup,
         steps: queue.SimpleQueue[int | Forward | Logits | None],
     ) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import InternalError, StageLostError, UnsupportedModelError
-from omnistage.core.types import ARInput, RequestInfo, StageChunk
+from omnistage.core.errors import InternalError, UnsupportedModelError
+from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current, make_backend
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import max_length_of, plan_blocks, zeros
@@ -19,29 +18,11 @@ from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.sharding import RankGroup
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.ar.step_plan import Forward, Logits
+from omnistage.engines.ranks import OtherRanks, RankedStage
 from omnistage.engines.streams import upload
 
 _PLAIN_STEPS = {"cuda_graphs": False, "compile": False, "run_ahead": False}
 """Ranks are told what to compute step by step, so no step may be captured or launched ahead."""
-
-
-class OtherRanks(Protocol):
-    """The other ranks of a stage, as rank 0 sees them."""
-
-    group: RankGroup
-    lost: StageLostError | None
-    """Why no step can be computed any more."""
-
-    def serve(self, kv_blocks: int) -> None:
-        """Have them allocate their KV pools."""
-
-    def send(self, step: Forward | Logits) -> None:
-        """Tell them what is computed next."""
-
-    def fail(self, error: BaseException) -> StageLostError:
-        """Give them up after a step that rank 0 could not finish; what requests are told."""
-
-    def close(self) -> None: ...
 
 
 class LeadingRank(ARComponent):
@@ -108,12 +89,12 @@ class LeadingRank(ARComponent):
         return Forward(layout.query_lengths, layout.sequence_lengths, np.concatenate(tables))
 
 
-class FollowingRank:
+class FollowingComponent:
     """Another rank's share of a component: computes what rank 0 says, over its own KV pool."""
 
     def __init__(self, component: ARComponent, group: RankGroup, budget: ARBudget) -> None:
         self._component = component
-        self._group = group
+        self.group = group
         self._block_size = budget.block_size
         self._backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
         prepare_layers(component, budget.model_copy(update=_PLAIN_STEPS), kernels=self._backend.name == "triton")
@@ -130,15 +111,15 @@ class FollowingRank:
         device, dtype = component.device, component.dtype
         if isinstance(step, Logits):
             hidden = torch.empty(step.rows, step.width, device=device, dtype=dtype)
-            self._group.broadcast(hidden)
+            self.group.broadcast(hidden)
             component.logits(hidden)
             return
         tokens = int(step.query_lengths.sum())
         embeds = torch.empty(tokens, spec.embed_size, device=device, dtype=dtype)
         kind = torch.float64 if spec.fractional_positions else torch.int64
         positions = torch.empty(spec.position_dims, tokens, device=device, dtype=kind)
-        self._group.broadcast(embeds)
-        self._group.broadcast(positions)
+        self.group.broadcast(embeds)
+        self.group.broadcast(positions)
         layout, slots = self._layout(step)
         paged = current.paged = PagedContext(
             self._backend, upload(slots, device), self._backend.plan(layout, device), layout
@@ -157,7 +138,7 @@ class FollowingRank:
         return BatchLayout(step.query_lengths, step.sequence_lengths, slots, tables), np.concatenate(new)
 
 
-class ParallelStage(ARStage):
+class ParallelStage(RankedStage, ARStage):
     """A stage on the autoregressive engine whose steps several ranks compute. It fails as a whole with any of them."""
 
     def __init__(self, name: str, component: ARComponent, budget: ARBudget, ranks: OtherRanks) -> None:
@@ -166,16 +147,3 @@ class ParallelStage(ARStage):
         ranks.serve(blocks)
         settings = {"kv_blocks": blocks, **_PLAIN_STEPS}
         super().__init__(name, LeadingRank(component, ranks, budget.block_size), budget.model_copy(update=settings))
-
-    def has_work(self) -> bool:
-        return self._ranks.lost is not None or super().has_work()
-
-    def step(self) -> list[StageChunk]:
-        chunks = [] if self._ranks.lost is not None else super().step()
-        if self._ranks.lost is not None:  # what was computed without a rank is not passed on
-            raise self._ranks.lost
-        return chunks
-
-    def close(self) -> None:
-        self._ranks.close()
-        super().close()

@@ -89,6 +89,9 @@ class RankGroup:
         if self._group is not None and self._group.name() == "nccl":  # pragma: no cover  (needs two GPUs)
             self._group.abort()
 
+    def close(self) -> None:
+        """It ends with its last reference."""
+
 
 class RowParallelLinear(nn.Module):
     """A linear layer over a share of its inputs: the ranks' outputs are added up."""

@@ -137,6 +137,8 @@ class Denoiser(ABC):
     """What caches and `torch.compile` are applied to."""
     default_guidance: float = 1.0
     """Where a request does not say."""
+    text_multiple: int = 1
+    """Families that pad texts pad them to a multiple of this."""
 
     @property
     def transformers(self) -> tuple[nn.Module, ...]:

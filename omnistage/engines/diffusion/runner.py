@@ -76,7 +76,7 @@ class DiffusionRunner:
         condition = self.denoiser.planned_condition(width, height, num_frames)
         if condition is None:
             return
-        with self._stream.use(), _fast_attention(self._stream.cuda is not None), distinct_sizes():
+        with self._stream.use(), fast_attention(self._stream.cuda is not None), distinct_sizes():
             rows = [
                 Row(self.denoiser.open(each, DiffusionParams(), torch.Generator()), "positive")
                 for each in (condition, _shortened(condition, 0.99), _shortened(condition, 0.5))
@@ -202,7 +202,7 @@ class DiffusionRunner:
     def _forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         self.forwards += 1
         self.rows += len(rows)
-        with _fast_attention(self._stream.cuda is not None):
+        with fast_attention(self._stream.cuda is not None):
             if self._cache is not None:
                 return self._cache.forward(self.denoiser, rows)
             return self._graphs.forward(rows)
@@ -255,7 +255,7 @@ def _moved(condition: Condition, device: torch.device) -> Condition:
 
 
 @contextmanager
-def _fast_attention(cuda: bool) -> Iterator[None]:
+def fast_attention(cuda: bool) -> Iterator[None]:
     """Prefer cuDNN's attention on CUDA: for the long sequences of pictures it is the fastest of torch's on Hopper."""
     if not cuda:
         yield

@@ -135,8 +135,8 @@ class Denoiser(DiffusersDenoiser):
             "hidden_states": latents.to(self.dtype),
             "timestep": torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
             "encoder_hidden_states": torch.stack([row.tensors["embeds"] for row in rows]),
-            "txt_ids": first.context["text_ids"],
-            "img_ids": first.context["ids"],
+            "txt_ids": first.context["text_ids"][None],
+            "img_ids": first.context["ids"][None],
         }
 
     def result(self, lane: Lane) -> Tensor:

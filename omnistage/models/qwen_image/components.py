@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from omnistage.core.errors import InvalidRequestError, PromptTooLongError, UnsupportedModelError
 from omnistage.core.family import LoadContext
@@ -193,14 +193,15 @@ class Denoiser(DiffusersDenoiser):
         latents = torch.stack([torch.cat([row.lane.latents, *row.lane.context["images"]]) for row in rows])
         texts = [row.tensors["embeds"] for row in rows]
         lengths = [len(text) for text in texts]
+        longest = -(-max(lengths) // self.text_multiple) * self.text_multiple
         mask = None
-        if len(set(lengths)) > 1:
-            places = torch.arange(max(lengths), device=latents.device)
+        if set(lengths) != {longest}:
+            places = torch.arange(longest, device=latents.device)
             mask = places[None] < torch.tensor(lengths, device=latents.device)[:, None]
         predicted = self.transformer(
             hidden_states=latents,
             timestep=torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
-            encoder_hidden_states=pad_sequence(texts, batch_first=True),
+            encoder_hidden_states=torch.stack([pad(text, (0, 0, 0, longest - len(text))) for text in texts]),
             encoder_hidden_states_mask=mask,
             img_shapes=[row.lane.context["shapes"] for row in rows],
             return_dict=False,
