@@ -25,6 +25,14 @@ _MODEL_CONFIG = "config.json"
 _PIPELINE_INDEX = "model_index.json"
 ANY_PIPELINE = "*Pipeline"
 """Claimed by the family that serves the diffusers pipelines of no other family."""
+_SENTENCE_MODULES = "modules.json"
+SENTENCE_TRANSFORMER = "SentenceTransformer"
+"""What a checkpoint in the layout of sentence-transformers is, before the network inside it."""
+_TASKS = {"*ForSequenceClassification": ("SEQUENCE_CLASSIFICATION",)}
+"""Classes that a family may claim together: those of these mappings of transformers' auto classes."""
+_TEXT_MODELS = ("TEXT_ENCODING", "MASKED_LM", "CAUSAL_LM")
+ANY_TEXT_MODEL = "*Model"
+"""Claimed by the family that serves text models without a head, such as BertModel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,10 @@ def read_model_config(folder: Path) -> dict[str, object]:
             f"{folder} has neither config.json nor {_PIPELINE_INDEX}, so it is not a model; give the folder that "
             "holds one"
         )
-    return read_json(path)
+    config = read_json(path)
+    if not (folder / _SENTENCE_MODULES).is_file():
+        return config
+    return {**config, "architectures": [SENTENCE_TRANSFORMER, *_architectures({**config, "model_type": None})]}
 
 
 def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family:
@@ -140,6 +151,9 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
     for family in families.values():
         if "*" in family.architectures and any(map(_is_causal_lm, names)):
             return family
+    for family in families.values():
+        if any(_claims(family, name, hf_config) for name in names):
+            return family
     if "_class_name" in hf_config:
         for family in families.values():
             if ANY_PIPELINE in family.architectures:
@@ -154,9 +168,25 @@ def _is_causal_lm(name: str) -> bool:
     """Whether a class is one that `AutoModelForCausalLM` makes."""
     if name.endswith("ForCausalLM"):
         return True
+    return name in _auto_classes("CAUSAL_LM").values()
+
+
+def _claims(family: Family, name: str, hf_config: Mapping[str, object]) -> bool:
+    """Whether a family claims a class by its task, or as a text model without a head."""
+    tasks = [task for task in _TASKS if task in family.architectures]
+    if any(name in _auto_classes(mapping).values() for task in tasks for mapping in _TASKS[task]):
+        return True
+    if ANY_TEXT_MODEL not in family.architectures or not name.endswith("Model"):
+        return False
+    return any(hf_config.get("model_type") in _auto_classes(mapping) for mapping in _TEXT_MODELS)
+
+
+def _auto_classes(task: str) -> Mapping[str, str]:
+    """Classes by model type, as transformers' auto classes list them."""
     from omnistage.hf import transformers
 
-    return name in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names: Mapping[str, str] = getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    return names
 
 
 def _architectures(hf_config: Mapping[str, object]) -> list[str]:

@@ -18,6 +18,7 @@ from omnistage.core.types import (
     StageChunk,
     StageFeed,
     StagePayloadIn,
+    TextBatch,
 )
 
 if TYPE_CHECKING:
@@ -156,6 +157,14 @@ class Transcriber(Protocol):
     @property
     def audio_sample_rate(self) -> int:
         """Samples a second that it hears."""
+
+
+@runtime_checkable
+class TextEncoder(Protocol):
+    """An input processor of a model that gives embeddings or scores of texts. Thread-safe."""
+
+    def encode(self, batch: TextBatch) -> StagePayloadIn:
+        """The entry stage's input for these texts; raises for pairs where the model takes single texts only."""
 
 
 @runtime_checkable

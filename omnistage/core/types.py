@@ -32,6 +32,10 @@ class Modality(StrEnum):
     IMAGE = "image"
     AUDIO = "audio"
     VIDEO = "video"
+    EMBEDDING = "embedding"
+    """A vector for each text."""
+    SCORES = "scores"
+    """A number for each class, for each text or pair of texts."""
 
 
 class FinishReason(StrEnum):
@@ -58,6 +62,14 @@ class OmniTokensPrompt:
 
     prompt_token_ids: tuple[int, ...] = ()
     prompt_embeds: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """Texts to be encoded in one request, each a text or its token ids; with `seconds` each is a pair of texts."""
+
+    texts: tuple[str | tuple[int, ...], ...]
+    seconds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +214,10 @@ class Latents:
     seed: int | None = None
     preview: bool = False
     final: bool = True
+
+
+TOKEN_IDS = "token_ids"
+"""Key of a module's input: the tokens of its texts, `int64 [n]`, which count as the prompt's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

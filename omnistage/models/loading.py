@@ -166,9 +166,13 @@ def load_model(
     tensors: dict[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    attention: str | None = "sdpa",
+    unused: str | None = None,
 ) -> Model:
     """A `transformers` model with these weights, ready for inference. Missing and wrongly shaped ones are an error.
 
+    `attention` is transformers' own choice where it is None; weights whose names begin with `unused` may be missing.
     On the meta device it has shapes alone, and `tensors` are not looked at.
     """
     check_quantisation(config)
@@ -181,7 +185,8 @@ def load_model(
             skeleton = cls(config)
         outline = _outlines[key] = _Outline.of(skeleton)
         if device.type == "meta":
-            skeleton.set_attn_implementation("sdpa")
+            if attention is not None:
+                skeleton.set_attn_implementation(attention)
             skeleton.to(dtype)
             planned: Model = freeze(skeleton)
             return planned
@@ -192,11 +197,13 @@ def load_model(
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         ignore_mismatched_sizes=True,  # so that we can name them
         output_loading_info=True,
         **straight_to(device),
     )
+    if unused is not None:
+        info = {**info, "missing_keys": [key for key in info["missing_keys"] if not key.startswith(unused)]}
     check_complete(cls.__name__, info)
     loaded: Model = freeze(model)
     return on_device(loaded, device)

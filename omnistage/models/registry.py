@@ -19,6 +19,7 @@ BUILTIN = (
     "wan",
     "glm_image",
     "diffusers_pipeline",
+    "text_encoder",
     "causal_lm",
 )
 

@@ -22,12 +22,21 @@ from omnistage.core.family import (
     DrawingProcessor,
     InputProcessor,
     OptionalInputs,
+    TextEncoder,
     Thinking,
     VoicePrompts,
 )
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
-from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt, RequestInfo, StagePayloadIn
+from omnistage.core.types import (
+    ARInput,
+    ChatInput,
+    Modality,
+    OmniTokensPrompt,
+    RequestInfo,
+    StagePayloadIn,
+    TextBatch,
+)
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
 from omnistage.media.budget import media_hold
 from omnistage.media.context import current_owner
@@ -38,8 +47,9 @@ if TYPE_CHECKING:
 
     from omnistage.config import LimitsConfig
 
-Prompt = str | OmniTokensPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
-"""Text, tokens, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of chat messages."""
+Prompt = str | OmniTokensPrompt | TextBatch | Mapping[str, object] | Sequence[Mapping[str, object]]
+"""Text, tokens, texts to encode, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of
+chat messages."""
 ParamsLike = StageParams | Mapping[str, StageParams | Mapping[str, object]] | None
 """Parameters of the lead stage (the one that gives text, else the entry), or by stage name."""
 MAX_PRIORITY = 1000
@@ -207,6 +217,8 @@ class RequestFactory:
             return self._text(processor, prompt)
         if isinstance(prompt, OmniTokensPrompt):
             return processor.tokens(prompt)
+        if isinstance(prompt, TextBatch):
+            return self._batch(processor, prompt)
         if isinstance(prompt, Mapping):
             return self._mapping(processor, prompt)
         if isinstance(prompt, list | tuple):
@@ -249,6 +261,15 @@ class RequestFactory:
                 f"{len(prompt)} characters exceed the limit of {limit}; shorten it", param="prompt"
             )
         return processor.text(prompt)
+
+    def _batch(self, processor: InputProcessor, batch: TextBatch) -> StagePayloadIn:
+        if not isinstance(processor, TextEncoder):
+            raise UnsupportedModalityError("this model gives no embeddings or scores; use one that does", param="model")
+        limit = self._limits.media.max_text_chars
+        chars = sum(len(text) for text in (*batch.texts, *batch.seconds) if isinstance(text, str))
+        if chars > limit:
+            raise LimitExceededError(f"{chars} characters exceed the limit of {limit}; send fewer texts", param="input")
+        return processor.encode(batch)
 
     def _mapping(self, processor: InputProcessor, prompt: Mapping[str, object]) -> StagePayloadIn:
         known = ("prompt", "prompt_token_ids", "prompt_embeds")

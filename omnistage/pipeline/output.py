@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from omnistage.core.errors import OmniError, StageError
 from omnistage.core.types import (
@@ -14,12 +15,16 @@ from omnistage.core.types import (
     FinishReason,
     ImageChunk,
     Modality,
+    ModuleOutput,
     Progress,
     StageChunk,
     TokenChunk,
     VideoChunk,
 )
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Sink = Callable[[OutputChunk], None]
 """Takes a request's stream items, one call at a time and in order; the last carries `final`.
@@ -33,6 +38,8 @@ _PAYLOADS: dict[Modality, tuple[type, ...]] = {
     Modality.AUDIO: (AudioChunk,),
     Modality.IMAGE: (ImageChunk, VideoChunk),
     Modality.VIDEO: (VideoChunk, ImageChunk),
+    Modality.EMBEDDING: (ModuleOutput,),
+    Modality.SCORES: (ModuleOutput,),
 }
 """What a stage emits for each modality: a picture may be a video's only frame."""
 
@@ -60,6 +67,7 @@ class OutputAssembler:
         self._audio: list[AudioChunk] = []
         self._pictures: dict[int, ImageChunk] = {}
         self._videos: dict[int, VideoChunk] = {}
+        self._arrays: dict[str, np.ndarray] = {}
         self.closed = False
 
     def add(self, chunk: StageChunk) -> OutputChunk | None:
@@ -99,6 +107,8 @@ class OutputAssembler:
             if not payload.preview:
                 self._videos[payload.index] = payload
             return item(payload.index, video=payload)
+        elif isinstance(payload, ModuleOutput):
+            self._arrays |= payload.arrays
         return item(chunk.index) if chunk.finish is not None else None
 
     def final(self, reason: FinishReason, error: OmniError | None, usage: Usage, trace: Trace) -> OutputChunk:
@@ -115,6 +125,7 @@ class OutputAssembler:
             audio = AudioOutput(whole.samples, whole.sample_rate)
         usage.audio_seconds = audio.seconds if audio is not None else 0.0
         output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
+        output.arrays = self._arrays
         if self._pictures or self._videos:
             self._add_pictures(output)
         return OutputChunk(self._request_id, self._main_modality, final=output)

@@ -18,6 +18,8 @@ from omnistage.core.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from omnistage.media.audio_output import AudioOutput
     from omnistage.media.image_output import ImageOutput
     from omnistage.media.video_output import VideoOutput
@@ -110,6 +112,8 @@ class OmniRequestOutput:
     trace: Trace | None = None
     images: list[ImageOutput] = field(default_factory=list)
     videos: list[VideoOutput] = field(default_factory=list)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """By the name of its modality: `embedding` `[texts, dimensions]`, `scores` `[texts, classes]`."""
 
     @property
     def image(self) -> ImageOutput | None:

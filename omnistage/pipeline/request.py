@@ -15,6 +15,7 @@ from omnistage.core.failures import internal_error, log_defect
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import (
+    TOKEN_IDS,
     ARInput,
     AudioChunk,
     ChatInput,
@@ -62,6 +63,8 @@ def count_tokens(payload: StagePayloadIn) -> int:
     if isinstance(payload, ChatInput) and payload.tokens is not None:
         tokens = payload.tokens
         return len(tokens.prompt_token_ids) if tokens.prompt_embeds is None else tokens.prompt_embeds.shape[0]
+    if isinstance(payload, ModuleInput):
+        return len(payload.arrays.get(TOKEN_IDS, ()))
     return len(payload.codes) if isinstance(payload, CodecInput) else 0
 
 
