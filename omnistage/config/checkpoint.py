@@ -33,6 +33,8 @@ _TASKS = {"*ForSequenceClassification": ("SEQUENCE_CLASSIFICATION",)}
 _TEXT_MODELS = ("TEXT_ENCODING", "MASKED_LM", "CAUSAL_LM")
 ANY_TEXT_MODEL = "*Model"
 """Claimed by the family that serves text models without a head, such as BertModel."""
+ANY_MULTIMODAL = "*MultimodalLM"
+"""Claimed by the family that serves the vision- and audio-language models of no other family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,10 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
             raise RegistryError(f"the families {both} both claim {name}; uninstall the package of one")
         if claims:
             return claims[0]
+    if _is_multimodal(hf_config.get("model_type"), names):
+        for family in families.values():
+            if ANY_MULTIMODAL in family.architectures:
+                return family
     for family in families.values():
         if "*" in family.architectures and any(map(_is_causal_lm, names)):
             return family
@@ -162,6 +168,19 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
         f"no family serves {', '.join(names)}; families: "
         + ("; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families.values()) or "none")
     )
+
+
+def _is_multimodal(model_type: object, names: Sequence[str]) -> bool:
+    """Whether `AutoModelForMultimodalLM` makes a checkpoint's class, and it is no causal LM without a processor."""
+    if not isinstance(model_type, str):
+        return False
+    own = _auto_classes("MULTIMODAL_LM").get(model_type)
+    if own is None or names[0] not in (own, model_type):
+        return False
+    from omnistage.hf import transformers
+
+    processors = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+    return own != _auto_classes("CAUSAL_LM").get(model_type) or model_type in processors
 
 
 def _is_causal_lm(name: str) -> bool:

@@ -21,6 +21,7 @@ BUILTIN = (
     "diffusers_pipeline",
     "text_encoder",
     "causal_lm",
+    "multimodal_lm",
 )
 
 

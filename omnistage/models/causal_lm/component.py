@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -96,11 +96,15 @@ class CausalLM(DecoderComponent):
         check_logits(self, type(self.model).__name__, expected)
 
 
-def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
-    """The component of a model folder; `adapter` is the class of it."""
+Component = TypeVar("Component", bound=CausalLM)
+
+
+def load(context: LoadContext, adapter: type[Component] = CausalLM, auto: Any = None) -> Component:  # type: ignore[assignment]
+    """The component of a model folder; `adapter` is the class of it, `auto` transformers' own for its model."""
     folder = context.model.folder
+    auto = auto or transformers.AutoModelForCausalLM
     if context.device.type == "meta":
-        return adapter(_skeleton(folder, None).to(context.dtype))
+        return adapter(_skeleton(folder, None, auto).to(context.dtype))
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
     generation = read_generation_config(folder)
@@ -110,14 +114,14 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
         "output_loading_info": True,
         **straight_to(context.device),
     }
-    skeleton = _skeleton(folder, Checkpoint(folder))
+    skeleton = _skeleton(folder, Checkpoint(folder), auto)
     try:
         if straight_to(context.device) and not check_quantisation(skeleton.config):
             tensors = read_weights(context)
             model, info = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=tensors, **options)
         else:
             options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+            model, info = auto.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     check_complete(type(model).__name__, info)
@@ -126,13 +130,13 @@ def load(context: LoadContext, adapter: type[CausalLM] = CausalLM) -> CausalLM:
     return adapter(on_device(model, context.device), load_tokenizer(folder))
 
 
-def _skeleton(folder: Path, weights: Checkpoint | None) -> PreTrainedModel:
+def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrainedModel:
     """The model without weights; with those of its checkpoint, a config that asks for far more is found out here."""
     config = read_auto_config(folder)
     kv_shape(config.get_text_config())
     check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
     if weights is not None:
         # Up to sixteen quantised numbers lie packed in one.
         check_size(skeleton, weights.num_elements() * (16 if check_quantisation(config) else 1))

@@ -6,7 +6,7 @@ may pass soft caps or sinks. Configs name these in many ways or not at all; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -66,21 +66,30 @@ class AttentionCall:
     """Neither soft caps nor sinks, and values as wide as keys: what every backend computes."""
 
 
-def record_attention(model: PreTrainedModel, vocab_size: int) -> list[AttentionCall]:
-    """The attention calls of a forward of `model`, in order. Its attention implementation is changed by it.
+def record_attention(
+    model: PreTrainedModel,
+    vocab_size: int,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    decoder: PreTrainedModel | None = None,
+) -> list[AttentionCall]:
+    """The attention calls of a forward of `model`, in order; those of its `decoder` alone, where one is given.
+
+    `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
 
     Raises `UnsupportedModelError` for attention that a paged cache cannot serve. On the `meta` device it works as far
     as the model does not look at its data; what it raises there is left to the caller.
     """
     name = type(model).__name__
     calls: list[AttentionCall] = []
-    model.set_attn_implementation(RECORDING_NAME)
+    (decoder or model).set_attn_implementation(RECORDING_NAME)
     _current.calls = calls
     try:
-        ids = torch.arange(4, device=model.device)[None] % vocab_size
-        with torch.inference_mode():
+        if inputs is None:
+            ids = torch.arange(4, device=model.device)[None] % vocab_size
             # With a mask given, positions are not searched for packed sequences, which the `meta` device cannot do.
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with torch.inference_mode():
+            model(**inputs, use_cache=False)
     finally:
         _current.calls = None
     if not calls:

@@ -1,0 +1,144 @@
+"""A multimodal LM of `transformers`, unpatched, on the autoregressive engine.
+
+Text goes as with any causal LM. A media item is merged with its placeholders by the model's own forward, which runs up
+to the decoder (`capture.py`); the rows that arrive there are the item's, whatever prompt it stands in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import StageError, UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.core.types import ARInput, MediaSpan, RequestInfo
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import ARComponent
+from omnistage.hf import transformers
+from omnistage.models._qwen_omni.positions import vision_bytes
+from omnistage.models.causal_lm.component import CausalLM
+from omnistage.models.causal_lm.component import load as load_causal_lm
+from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from omnistage.engines.ar.sharding import RankGroup
+
+
+class MultimodalLM(CausalLM):
+    """Adapter around the decoder and head of `AutoModelForMultimodalLM`, with all that the model has before them."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+        encoders = {module: module.config._attn_implementation for module in _encoders(model)}
+        self.stock_attention: str = model.get_decoder().config._attn_implementation
+        super().__init__(model, tokenizer)
+        for module, implementation in encoders.items():
+            module.set_attn_implementation(implementation)
+        self._capture = DecoderCapture(model, self.decoder)
+        self._rope = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
+        vision = getattr(model.config, "vision_config", None)
+        levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        self.spec = replace(
+            self.spec,
+            position_dims=1 if self._rope is None else 3,
+            deep_size=levels * self.spec.embed_size,
+        )
+
+    def shard(self, group: RankGroup, device: torch.device) -> None:
+        ARComponent.shard(self, group, device)  # refuses: the encoders have no share yet
+
+    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
+        del info
+        if self._rope is None or not payload.media:
+            return payload
+        ids = torch.tensor([payload.token_ids])
+        values = {**payload.context, "attention_mask": torch.ones_like(ids)}
+        rule: Any = self._rope.get_rope_index
+        named = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
+        positions, delta = rule(ids, **named)
+        return replace(payload, positions=positions[:, 0], position_delta=int(delta))
+
+    def encode(self, span: MediaSpan) -> torch.Tensor:
+        found = self.captured(span.inputs)
+        if self.spec.deep_size:
+            if found.deep is None:
+                return found.embeds
+            if found.deep.shape[1] != self.spec.deep_size:
+                raise StageError(f"media give {found.deep.shape[1]} numbers a token for deeper layers, not as planned")
+            return torch.cat((found.embeds, found.deep), dim=1)
+        return found.embeds
+
+    def captured(self, inputs: Mapping[str, torch.Tensor]) -> DecoderInputs:
+        """What the model's forward hands to its decoder for a processor's outputs."""
+        return self._capture.run(self.on_device(inputs))
+
+    def on_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model takes of a processor's outputs, in its dtype."""
+        return {
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            for name, value in inputs.items()
+            if self._capture.accepts(name)
+        }
+
+    def media_bytes(self, tokens: int) -> int:
+        vision = getattr(self.model.config, "vision_config", None)
+        sizes = ("temporal_patch_size", "patch_size", "hidden_size", "intermediate_size", "spatial_merge_size")
+        if vision is None or not all(isinstance(getattr(vision, name, None), int) for name in sizes):
+            return 0
+        return vision_bytes(vision, self.dtype, tokens)
+
+    def forward_media(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedContext,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        out = self.decoder(
+            inputs_embeds=embeds[None],
+            position_ids=positions[:, None] if self.spec.position_dims > 1 else positions,
+            use_cache=False,
+            paged=paged,
+            visual_pos_masks=places[None],
+            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def load(context: LoadContext) -> MultimodalLM:
+    """The component of a model folder, compared with transformers on prompts with media."""
+    prepare_torchvision(required=False)
+    component = load_causal_lm(context, MultimodalLM, transformers.AutoModelForMultimodalLM)
+    if context.device.type != "meta":
+        from omnistage.models.multimodal_lm.probe import check_media
+
+        processor = MultimodalProcessor.load(context.model.folder)
+        if len(processor.input_modalities) < 2:
+            raise UnsupportedModelError(
+                f"{type(component.model).__name__}: no placeholder of a media item was found in its chat template; "
+                "check that the folder has the chat template and processor that the model came with"
+            )
+        check_media(component, processor)
+    return component
+
+
+def _encoders(model: PreTrainedModel) -> list[Any]:
+    """The models inside it that are neither its decoder nor lead to it."""
+    decoder: nn.Module = model.get_decoder()
+    inside = set(decoder.modules())
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, transformers.PreTrainedModel)
+        and module not in inside
+        and not any(child is decoder for child in module.modules())
+    ]

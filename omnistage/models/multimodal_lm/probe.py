@@ -1,0 +1,197 @@
+"""Checks at load that prompts with media give on the engine what they give in transformers, or the model is refused.
+
+For each kind of media: a chat of two items goes through transformers' processor and forward as a whole, and through
+ours item by item. Token ids, what arrives at the decoder, the attention masks and the logits are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnistage.core.errors import MediaError, OmniError, UnsupportedModelError
+from omnistage.core.messages import ChatMessage, Part, TextPart
+from omnistage.core.types import ARInput, Modality, RequestInfo
+from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current
+from omnistage.engines.ar.attention.recording import record_attention
+from omnistage.engines.ar.attention.sdpa import SdpaBackend
+from omnistage.models.loading import use_paged_attention
+from omnistage.models.multimodal_lm.capture import DecoderInputs
+from omnistage.models.multimodal_lm.component import MultimodalLM
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.multimodal_lm.verify import media_part
+
+_TOLERANCE = 1e-3
+"""Of the numbers' range; the rows and logits of other dtypes are rounded."""
+_ROUNDED_TOLERANCE = 0.05
+_FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, OmniError)
+
+
+def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> None:
+    """Refuse a model whose prompts with media would be answered otherwise than by transformers."""
+    for kind in sorted(processor.input_modalities - {Modality.TEXT}):
+        _check_kind(component, processor, kind)
+
+
+def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
+    name = f"{type(component.model).__name__} with {kind} input"
+    try:
+        inputs, payload = _probe_inputs(processor, kind)
+        expected, logits = _stock(component, inputs)
+        ours = component.prepare(RequestInfo("probe"), payload)
+        rows, deep = _rows(component, ours)
+        _compare(name, component, expected, ours, rows, deep)
+        got = _paged_logits(component, ours, rows, deep)
+    except UnsupportedModelError:
+        raise
+    except torch.OutOfMemoryError:
+        raise
+    except _FORWARD_ERRORS as error:
+        detail = str(error) if isinstance(error, OmniError) else type(error).__name__
+        raise UnsupportedModelError(f"{name} cannot be run as the engine does: {detail}") from error
+    if (worst := _difference(got, logits)) >= _tolerance(component.dtype):
+        raise UnsupportedModelError(
+            f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
+            + _others(expected)
+        )
+
+
+def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[str, torch.Tensor], ARInput]:
+    """Two items in one chat, by transformers' processor as a whole and by ours; one where it takes only one."""
+    for count in (2, 1):
+        parts: list[Part] = [TextPart("a b")]
+        for number in range(count):
+            parts += [media_part(processor, kind, number), TextPart(f"c {number}")]
+        messages = [ChatMessage("user", tuple(parts))]
+        try:
+            rendered, media, _guarded = processor.rendered(messages)
+            outputs = processor.items.call(rendered, media)[1]
+            payload = processor.chat(messages)
+        except MediaError:
+            if count == 1:
+                raise
+            continue
+        inputs = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        ids = tuple(inputs["input_ids"][0].tolist())
+        if ids != payload.token_ids:
+            raise UnsupportedModelError(
+                f"the processor makes {len(ids)} tokens of a chat with {count} {kind} items, and "
+                f"{len(payload.token_ids)} of its items one by one; such processors are not served yet"
+            )
+        return inputs, payload
+    raise UnsupportedModelError(f"the processor takes no {kind}")
+
+
+@torch.inference_mode()
+def _stock(component: MultimodalLM, inputs: dict[str, torch.Tensor]) -> tuple[DecoderInputs, torch.Tensor]:
+    """What transformers hands to the decoder, and its logits `[n, V]`; refuses masks that are not causal."""
+    own = component.on_device(inputs)
+    model: Any = component.model
+    decoder: Any = component.decoder
+    expected = component.captured(inputs)
+    try:
+        record_attention(model, component.spec.vocab_size, own, decoder)
+        decoder.set_attn_implementation(component.stock_attention)
+        logits = model(**own, use_cache=False).logits[0]
+    finally:
+        use_paged_attention(decoder)
+    return expected, logits
+
+
+@torch.inference_mode()
+def _rows(component: MultimodalLM, payload: ARInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Embeddings `[n, E]` of the prompt and its rows `[n, deep_size]` for deeper layers, as the engine puts them."""
+    size = component.spec.embed_size
+    embeds = component.embed(torch.tensor(payload.token_ids, device=component.device)).clone()
+    deep = embeds.new_zeros(len(embeds), component.spec.deep_size) if component.spec.deep_size else None
+    for span in payload.media:
+        encoded = component.encode(span).to(embeds.dtype)
+        embeds[span.positions] = encoded[:, :size]
+        if deep is not None and encoded.shape[1] > size:
+            deep[span.positions] = encoded[:, size:]
+    return embeds, deep
+
+
+def _compare(
+    name: str,
+    component: MultimodalLM,
+    expected: DecoderInputs,
+    payload: ARInput,
+    rows: torch.Tensor,
+    deep: torch.Tensor | None,
+) -> None:
+    tolerance = _tolerance(component.dtype)
+    if (worst := _difference(rows, expected.embeds)) >= tolerance:
+        raise UnsupportedModelError(
+            f"{name}: the rows of a media item depend on the rest of the prompt (by {worst:.1e} of their range), so "
+            "items cannot be encoded one by one"
+        )
+    if not torch.equal(_positions(component, payload), _expected_positions(component, expected, len(rows))):
+        raise UnsupportedModelError(f"{name} counts positions by a rule of its own, which is not served yet")
+    if expected.deep is not None and (deep is None or _difference(deep, expected.deep) >= tolerance):
+        raise UnsupportedModelError(f"{name}: what media add to deeper layers depends on the rest of the prompt")
+
+
+def _positions(component: MultimodalLM, payload: ARInput) -> torch.Tensor:
+    known = payload.positions
+    if known is None:
+        known = torch.arange(len(payload.token_ids))
+    return _at_least_2d(known).expand(component.spec.position_dims, -1)
+
+
+def _expected_positions(component: MultimodalLM, expected: DecoderInputs, count: int) -> torch.Tensor:
+    if expected.positions is None:
+        return torch.arange(count).expand(component.spec.position_dims, -1)
+    # Some models put the plain positions, by which they mask, before the three of m-RoPE.
+    return _at_least_2d(expected.positions)[-component.spec.position_dims :]
+
+
+def _at_least_2d(positions: torch.Tensor) -> torch.Tensor:
+    return positions.reshape(-1, positions.shape[-1]).cpu()
+
+
+@torch.inference_mode()
+def _paged_logits(
+    component: MultimodalLM, payload: ARInput, embeds: torch.Tensor, deep: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits `[n, V]` of the prompt on the paged engine, in three steps."""
+    device, count = component.device, len(embeds)
+    new = component.spec.empty_caches(1, count, lambda shape: torch.zeros(shape, device=device, dtype=component.dtype))
+    bind_caches(component.attention_modules, new)
+    backend, slots, table = SdpaBackend(), np.arange(count), np.zeros(1, dtype=np.int32)
+    positions = _positions(component, payload).to(device)
+    media = torch.zeros(count, dtype=torch.bool, device=device)
+    for span in payload.media:
+        media[span.positions] = True
+    parts = []
+    for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
+        queries, length = (np.full(1, n, dtype=np.int32) for n in (end - start, end))
+        plan = backend.plan(BatchLayout(queries, length, [slots], [table]), device)
+        where = torch.arange(start, end, device=device)
+        paged = current.paged = PagedContext(backend, where, plan)
+        arguments = embeds[start:end], positions[:, start:end].contiguous(), paged
+        if deep is not None and bool(media[start:end].any()):
+            places = media[start:end]
+            hidden = component.forward_media(*arguments, places, deep[start:end][places])
+        else:
+            hidden = component.forward(*arguments)
+        parts.append(component.logits(hidden))
+    return torch.cat(parts)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    scale = float(expected.abs().max()) or 1.0
+    difference = float((got.float() - expected.float()).abs().max()) / scale
+    return difference if difference == difference else float("inf")
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE if dtype == torch.float32 else _ROUNDED_TOLERANCE
+
+
+def _others(expected: DecoderInputs) -> str:
+    if not expected.others:
+        return ""
+    return f"; its decoder also takes {', '.join(expected.others)}, which a flattened batch does not carry"

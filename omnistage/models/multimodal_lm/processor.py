@@ -1,0 +1,290 @@
+"""Chats with text, pictures, sounds and videos into a multimodal LM's input, by its own template and processor."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from omnistage.compat import prepare_torchvision
+from omnistage.core.cancellation import locked
+from omnistage.core.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    LimitExceededError,
+    MediaError,
+    OmniError,
+    UnsupportedModelError,
+)
+from omnistage.core.family import ThinkBlock
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart
+from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
+from omnistage.hf import transformers
+from omnistage.media.budget import current_hold
+from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
+from omnistage.models.loading import max_sequence_length, positive, read_auto_config
+from omnistage.models.multimodal_lm.items import KINDS, ItemProcessor, Media, MediaItem, find, sample_media
+from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+_MIN_SECONDS = 0.03
+_COPIES = 8
+"""Bytes reserved for each byte of decoded media: the processor's float32 copy, and another while it is made."""
+_SENTINEL = re.compile("[\ue0f0\ue0f1]")
+
+
+class MultimodalProcessor:
+    """Thread-safe: `transformers`' processor is used by one thread at a time."""
+
+    def __init__(self, processor: ProcessorMixin, vocab_size: int, embed_size: int, max_tokens: int) -> None:
+        self._vocab_size, self._embed_size = vocab_size, embed_size
+        self._processor = processor
+        tokenizer = processor.tokenizer
+        self._prompts = PromptTokenizer(tokenizer, max_tokens)
+        self._lock = threading.Lock()
+        self._bos = tokenizer.bos_token or ""
+        self._prefix, self._suffix = _added_around(tokenizer)
+        self.items = ItemProcessor(processor, self._prompts)
+        self._template = ChatTemplate(self._render, tokenizer, parts=True)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
+        self._placeholders = self._find_placeholders()
+        self._joint = {kind for kind in self._placeholders if not self._is_separate(kind)}
+        self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
+
+    @classmethod
+    def load(cls, folder: Path) -> MultimodalProcessor:
+        config = read_auto_config(folder).get_text_config()
+        vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
+        return cls(load_processor(folder), vocab_size, embed_size, max_sequence_length(config))
+
+    # --------------------------------------------------------------------------------------------- inputs
+
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+    ) -> ARInput:
+        rendered, media, guarded = self.rendered(messages, tools, thinking)
+        if not media:
+            return ARInput(self._encode(rendered, guarded))
+        self._check_size(rendered, media)
+        with locked(self._lock):
+            items, pieces = self._items(rendered, media)
+        return self._spliced(items, pieces, guarded)
+
+    def rendered(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), thinking: bool | None = None
+    ) -> tuple[str, list[Media], GuardedText]:
+        """The chat by the processor's own template, and its media in order."""
+        if not self._processor.chat_template:
+            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+        media: list[Media] = []
+        guarded = self._prompts.guarded()
+        turns = [turn_of(m, [self._template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
+        return self._template.text(turns, tools, guarded, thinking), media, guarded
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        return self._template.think_block(thinking)
+
+    def text(self, prompt: str) -> ARInput:
+        return self._prompts.text_input(prompt)
+
+    def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
+        payload = tokens_input(prompt, self._vocab_size, self._embed_size)
+        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values()}
+        if payload.embeds is None and ids & set(payload.token_ids):
+            raise InvalidRequestError(
+                "prompt_token_ids hold media placeholders without media; use chat() to send media",
+                param="prompt_token_ids",
+            )
+        return payload
+
+    def voices(self) -> Sequence[str]:
+        return ()
+
+    def clip_seconds(self) -> tuple[float, float]:
+        extractor = self.items.audio_processor
+        samples = getattr(extractor, "n_samples", None)
+        return _MIN_SECONDS, samples / self.items.audio_rate if samples else float("inf")
+
+    # ------------------------------------------------------------------------------------------- template
+
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+        fixed = {"tokenize": False, "add_generation_prompt": True}
+        text = self._processor.apply_chat_template(turns, tools=tools, **fixed, **options)
+        return str(text[0] if isinstance(text, list) else text)
+
+    def _template_part(self, part: Part, media: list[Media], guarded: GuardedText) -> dict[str, str]:
+        """What the chat template sees of a part; media are collected on the way."""
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": guarded.guard(part.text)}
+        if isinstance(part, ImagePart):
+            media.append((Modality.IMAGE, part.image))
+        elif isinstance(part, AudioPart):
+            if part.clip.sample_rate != self.items.audio_rate:
+                raise InvalidRequestError(
+                    f"audio must be at {self.items.audio_rate} Hz, got {part.clip.sample_rate}", param="messages"
+                )
+            media.append((Modality.AUDIO, part.clip.samples))
+        elif part.use_audio:
+            raise InvalidRequestError("this model does not take the audio of videos; set use_audio_in_video: false")
+        else:
+            media.append((Modality.VIDEO, part.clip))
+        kind = str(media[-1][0])
+        return {"type": kind, kind: ""}
+
+    def _find_placeholders(self) -> dict[Modality, str]:
+        """The special token that a chat template writes for an item of each kind that the processor takes."""
+        found = {}
+        for kind in KINDS:
+            candidates = self._candidates(kind)
+            names = (f"{kind}_token", "boi_token" if kind is Modality.IMAGE else "")
+            preferred = [getattr(self._processor, name, None) for name in names]
+            for text in [*(t for t in preferred if t in candidates), *candidates]:
+                try:
+                    item = self.items.item(text, [sample_media(kind, 0, self.items.audio_rate)])
+                except OmniError:
+                    continue
+                if len(item.inputs) > 1:
+                    found[kind] = text
+                    break
+        return found
+
+    def _candidates(self, kind: Modality) -> list[str]:
+        """Special tokens that are in a chat for an item of this kind alone."""
+        parts = [{"type": "text", "text": "a"}], [{"type": str(kind), str(kind): ""}, {"type": "text", "text": "a"}]
+        try:
+            plain, filled = (self._render([{"role": "user", "content": content}], None) for content in parts)
+        except Exception:  # the template is a program of the checkpoint's: it may raise anything
+            return []
+        added = self._processor.tokenizer.get_added_vocab()
+        return [token for token in added if filled.count(token) > plain.count(token)]
+
+    def _is_separate(self, kind: Modality) -> bool:
+        """Whether two items become in one prompt what each becomes alone."""
+        placeholder, media = self._placeholders[kind], [sample_media(kind, i, self.items.audio_rate) for i in (0, 1)]
+        alone = [self.items.call(placeholder, [one])[0] for one in media]
+        try:
+            return self.items.call(placeholder * 2, media)[0] == "".join(alone)
+        except MediaError:  # only one in a prompt, which says so itself
+            return True
+
+    # ---------------------------------------------------------------------------------------------- media
+
+    def _check_size(self, rendered: str, media: Sequence[Media]) -> None:
+        """Refuse what cannot fit, by sizes alone, and reserve memory for the processor's work."""
+        self._prompts.check_length(rendered)
+        limits = self._prompts.limits
+        if (count := self.items.count_tokens(media)) is not None and count > limits.max_tokens:
+            raise limits.too_long(f"{count} tokens of media")
+        longest = self.clip_seconds()[1]
+        size = 0
+        for kind, value in media:
+            if kind is Modality.IMAGE:
+                size += 3 * value.width * value.height
+            else:
+                size += value.nbytes if kind is Modality.AUDIO else value.frames.nbytes
+            if kind is Modality.AUDIO and len(value) > longest * self.items.audio_rate:
+                raise LimitExceededError(
+                    f"a clip may last at most {longest:.0f} s with this model; split it into several", param="messages"
+                )
+        try:
+            current_hold().reserve(_COPIES * size)
+        except LimitExceededError as error:
+            error.param = "messages"
+            raise
+
+    def _items(self, rendered: str, media: Sequence[Media]) -> tuple[list[MediaItem], list[str]]:
+        """The items and the text around them, one piece more."""
+        pattern = re.compile("|".join(re.escape(self._placeholders[kind]) for kind in sorted({k for k, _ in media})))
+        places = list(pattern.finditer(rendered))
+        if [match.group() for match in places] != [self._placeholders[kind] for kind, _ in media]:
+            raise InvalidRequestError(
+                f"the chat template has {len(places)} places for {len(media)} media, or another order; send media in "
+                "user messages",
+                param="messages",
+            )
+        kinds = {kind for kind, _ in media}
+        if len(media) > 1 and kinds & self._joint:
+            start, end = places[0].start(), places[-1].end()
+            if _SENTINEL.search(rendered, start, end):
+                raise InvalidRequestError(
+                    "this model cannot take the spelling of a special token between media; remove it", param="messages"
+                )
+            return [self.items.item(rendered[start:end], media)], [rendered[:start], rendered[end:]]
+        cuts = [0, *(place for match in places for place in match.span()), len(rendered)]
+        pieces = [rendered[cuts[i] : cuts[i + 1]] for i in range(0, len(cuts), 2)]
+        return [self.items.item(self._placeholders[one[0]], [one]) for one in media], pieces
+
+    def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:
+        text = pieces[0] + "".join(item.text + piece for item, piece in zip(items, pieces[1:], strict=True))
+        ids = self._encode(text, guarded)
+        array, start = np.asarray(ids), 0
+        spans: list[MediaSpan] = []
+        sizes: dict[str, list[torch.Tensor]] = {}
+        by_token: dict[str, torch.Tensor] = {}
+        for item in items:
+            place = find(array, item.token_ids, start)
+            if place is None:
+                raise InvalidRequestError("the placeholders of a media item are not in the prompt", param="messages")
+            start = place + len(item.token_ids)
+            spans.append(MediaSpan(item.kind, item.key, torch.arange(place, start), item.inputs))
+            for name, value in item.by_token().items():
+                by_token.setdefault(name, value.new_zeros(1, len(ids)))[:, place:start] = value
+            for name, value in item.sizes().items():
+                sizes.setdefault(name, []).append(value)
+        context = {name: torch.cat(values) for name, values in sizes.items()} | by_token
+        return ARInput(ids, media=tuple(spans), context=context)
+
+    def _encode(self, text: str, guarded: GuardedText) -> tuple[int, ...]:
+        """As the processor's own call does: with the tokenizer's first token, where the template has not written it."""
+        ids = self._prompts.encode(text, guarded)
+        if self._bos and text.startswith(self._bos):
+            return ids
+        return (*self._prefix, *ids, *self._suffix)
+
+
+def load_processor(folder: Path) -> ProcessorMixin:
+    """The processor of a folder, with all its parts."""
+    prepare_torchvision()
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # `tokenizers` raises bare ones for a file that it cannot read
+        raise CheckpointError(
+            f"no usable processor in {folder}; it needs tokenizer.json, tokenizer_config.json and "
+            f"preprocessor_config.json as the model came with them: {error}"
+        ) from error
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None:
+        raise UnsupportedModelError(f"{type(processor).__name__} in {folder} has no tokenizer beside a media processor")
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"the tokenizer in {folder} has no fast (tokenizer.json) form; convert it first")
+    return processor
+
+
+def _added_around(tokenizer: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the tokenizer adds before and after a text."""
+    with_special = list(tokenizer("a")["input_ids"])  # type: ignore[operator]
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])  # type: ignore[operator]
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return tuple(with_special[:start]), tuple(with_special[start + len(plain) :])
+    return (), ()
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts with neighbouring texts made one: a special token must not hide across their border."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            merged[-1] = TextPart(last.text + part.text)
+        else:
+            merged.append(part)
+    return merged

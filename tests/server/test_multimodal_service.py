@@ -1,0 +1,86 @@
+"""Pictures, sounds and videos of OpenAI's own client, to three multimodal LMs that have no code of their own here."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import openai
+import pytest
+import soundfile
+
+from omnistage.omni import AsyncOmni
+from tests.server.harness import SERVE_LIMITS, data_url, make
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AsyncOmni]]:
+    place = tmp_path_factory.mktemp("served")
+    made = {}
+    for variant in ("qwen2_5_vl", "llava", "qwen2_audio"):
+        folder = make("multimodal_lm", place / variant, variant=variant)
+        made[variant] = AsyncOmni(folder, device="cpu", dtype="float32", overrides=SERVE_LIMITS, progress=False)
+    yield made
+    for omni in made.values():
+        asyncio.run(omni.shutdown(drain=False))
+
+
+def sound() -> dict[str, Any]:
+    data = io.BytesIO()
+    samples = 0.1 * np.random.default_rng(0).standard_normal(8_000)
+    soundfile.write(data, samples, 16_000, format="WAV")
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data.getvalue()).decode(), "format": "wav"}}
+
+
+def video() -> dict[str, Any]:
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(8):
+            pixels = np.random.default_rng(number).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    url = f"data:video/mp4;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def picture(seed: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(seed)}}
+
+
+def ask(client: openai.OpenAI, model: str, *parts: dict[str, Any]) -> Any:
+    content: Any = [*parts, {"type": "text", "text": "What is it?"}]
+    return client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("llava", [picture(0)]),
+        ("llava", [picture(0), picture(1)]),
+        ("qwen2_5_vl", [picture(0), video()]),
+        ("qwen2_audio", [sound(), sound()]),
+    ],
+)
+def test_media_of_the_official_client_are_answered(
+    client: openai.OpenAI, model: str, parts: list[dict[str, Any]]
+) -> None:
+    text, answer = ask(client, model), ask(client, model, *parts)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage.prompt_tokens > text.usage.prompt_tokens + 8 * len(parts)
+    assert answer.choices[0].message.content != text.choices[0].message.content
+
+
+@pytest.mark.parametrize(("model", "part"), [("llava", sound()), ("llava", video()), ("qwen2_audio", picture(0))])
+def test_media_that_a_model_does_not_take_are_refused(client: openai.OpenAI, model: str, part: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not take"):
+        ask(client, model, part)
