@@ -231,7 +231,7 @@ class Runner:
             if logits is None or not keys:
                 step.done = self._stream.mark()
                 return step
-            numbers = self._residual_numbers(keys) if codes is None else None
+            numbers = self._residual_numbers(keys) if codes is None and self.predictor is not None else None
             step.tokens = self.sampler.launch(logits, keys, ids)
             if step.tokens.ids is not None and ids is None:
                 self.last_ids[: len(keys)] = step.tokens.ids

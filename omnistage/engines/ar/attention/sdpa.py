@@ -177,8 +177,8 @@ def _attend_single(
     k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
     v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
     q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out = how.attend(q, k, v, plan.single_mask(how.window))
-    return out.reshape(batch, heads, values.shape[2])
+    mask = plan.single_mask(how.window) if plan.lengths is not None or how.window is not None else None
+    return how.attend(q, k, v, mask).reshape(batch, heads, values.shape[2])
 
 
 def _attend_adjacent(
@@ -200,8 +200,8 @@ def _attend_adjacent(
     v.select(2, length - 1).copy_(value)
     heads, kv_heads = query.shape[1], k.shape[1]
     q = query.reshape(1, kv_heads, heads // kv_heads, k.shape[3])
-    out = how.attend(q, k, v, plan.single_mask(how.window))
-    return out.reshape(1, heads, v.shape[3])
+    mask = plan.single_mask(how.window) if how.window is not None else None
+    return how.attend(q, k, v, mask).reshape(1, heads, v.shape[3])
 
 
 def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor:
