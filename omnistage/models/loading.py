@@ -328,7 +328,7 @@ def use_paged_attention(decoder: PreTrainedModel) -> None:
 
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(layers, kv heads, head dim) of a text config."""
-    if not getattr(config, "num_attention_heads", None):
+    if not _is_stated(config, "num_attention_heads"):
         raise UnsupportedModelError(
             f"{type(config).__name__} names no attention heads; recurrent and other models without attention are not "
             "served yet"
@@ -357,14 +357,15 @@ def positive(config: PreTrainedConfig, name: str) -> int:
     return value
 
 
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions", "context_length")
+_UNBOUNDED_LENGTH = 2**17
+"""Of models that name none, as recurrent ones and those with relative positions (ALiBi)."""
+
+
 def max_sequence_length(config: PreTrainedConfig) -> int:
     """Positions that the model can serve without one request changing another's rotary embedding."""
-    if not getattr(config, "max_position_embeddings", None):
-        raise UnsupportedModelError(
-            f"{type(config).__name__} names no maximum sequence length, as recurrent models and those with relative "
-            "positions (ALiBi) do; these are not served yet"
-        )
-    max_length = int(config.max_position_embeddings)
+    named = (getattr(config, name, None) for name in _LENGTHS)
+    max_length = next((value for value in named if isinstance(value, int) and value > 0), _UNBOUNDED_LENGTH)
     rope = getattr(config, "rope_parameters", None) or {}
     # longrope changes all frequencies once any position of the batch passes the original length, dynamic likewise.
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # by the kind of layer

@@ -42,6 +42,26 @@ class ResidualCodes:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnState:
+    """Bytes of a sequence whose state the component keeps itself (`OwnSequence`)."""
+
+    token_bytes: int
+    """For each of its tokens."""
+    fixed_bytes: int
+    """Whatever its length: the state of recurrent layers."""
+    alone: bool = False
+    """The model keeps part of it, so that a sequence must end before the next begins."""
+
+
+class OwnSequence(ABC):
+    """A sequence that a component computes by itself, with the cache that its model makes for it."""
+
+    @abstractmethod
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`int64 [T]`, which follow those of the calls before → logits `[V]` of the token after them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ARSpec:
     """Shapes that the engine plans with."""
 
@@ -76,6 +96,10 @@ class ARSpec:
     """Of each attention module, where they are not all `num_kv_heads` of `head_dim`."""
     plain_attention: bool = True
     """Without soft caps, sinks or values of another width than keys, so that every attention backend computes it."""
+    own_state: OwnState | None = None
+    """Sequences run one by one, and the component keeps their state: `open_sequence`. None: in the engine's pool."""
+    usual_length: int = 0
+    """Tokens of the longest sequence where the budget does not say; 0: `max_length`."""
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -145,6 +169,10 @@ class ARComponent(ABC):
     @abstractmethod
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         """`[T, E]`, `int64 [position_dims, T]` → final hidden states `[T, H]`."""
+
+    def open_sequence(self) -> OwnSequence:
+        """A new sequence, where there is an `own_state`; nothing else of a forward is called then."""
+        raise StageError(f"{type(self).__name__} keeps its sequences in the engine's pool")
 
     def forward_media(
         self,

@@ -38,6 +38,9 @@ _SAMPLED_BYTES = 4
 _ESTIMATED_WIDTH = 24
 """Numbers a token at the peak of a step, in widths of the residual stream, where a model cannot run without data."""
 _HOST_ALIGNMENT = 64  # as torch's own allocator has it
+OWN_RUNNING = 8
+"""Sequences at once of a component that keeps their state itself: they take turns, so more gain nothing."""
+_SHORT_PROMPTS = (16, 32, 64)
 _GRAPH_BYTES = 8 << 20
 """What the driver takes for a captured step, beside its buffers."""
 
@@ -45,13 +48,28 @@ _GRAPH_BYTES = 8 << 20
 def block_bytes(component: ARComponent, block_size: int) -> int:
     """Bytes of one block: keys and values of all layers, and the hidden rows kept beside them."""
     spec = component.spec
+    if spec.own_state is not None:
+        return max(1, spec.own_state.token_bytes) * block_size
     per_token = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in spec.kv_shapes) + spec.emit_size
     return per_token * block_size * component.dtype.itemsize
 
 
 def max_length_of(component: ARComponent, budget: ARBudget) -> int:
     """Tokens of the longest sequence that the model and the budget allow."""
-    return min(budget.max_model_len or component.spec.max_length, component.spec.max_length)
+    spec = component.spec
+    return min(budget.max_model_len or spec.usual_length or spec.max_length, spec.max_length)
+
+
+def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
+    """The budget without what does not apply where the component keeps the state of sequences itself.
+
+    That state cannot be shared: a recurrent one holds all tokens at once. Blocks then only count its tokens.
+    """
+    own = component.spec.own_state
+    if own is None:
+        return budget
+    running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
+    return budget.model_copy(update={"max_running": running, "prefix_caching": False, "cuda_graphs": False})
 
 
 def plan_blocks(component: ARComponent, budget: ARBudget, max_length: int) -> int:
@@ -127,6 +145,7 @@ class ARNeeds:
 
 def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds:
     """What a stage needs around a component on the meta device."""
+    budget = effective_budget(component, budget)
     max_length = max_length_of(component, budget)
     size = block_bytes(component, budget.block_size)
     useful = -(-max_length // budget.block_size) * budget.max_running
@@ -135,11 +154,13 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
         fixed = int(budget.kv_memory) // size
     rows = min(budget.max_running, budget.max_batch_tokens)
     media = component.media_bytes(max_length) // max_length
+    own = component.spec.own_state
     memory = StageMemory(
         weights=weight_bytes(component.modules),
-        activations=_step_bytes(component, budget.max_batch_tokens, rows),
+        # Where sequences run one by one, a prompt is computed whole.
+        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
         graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
-        caches=budget.encoder_cache if media else 0,
+        caches=(budget.encoder_cache if media else 0) + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
     fixed = None if fixed is None else min(fixed, useful)
     return ARNeeds(memory, media, size, budget.block_size, max_length, useful, fixed)
@@ -163,16 +184,31 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     bind_caches(component.attention_modules, spec.empty_caches(1, 1, lambda shape: zeros(shape, META, component.dtype)))
     try:
         with _few_layers(component.decoder):
-            peak = peak_bytes(step)
+            peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it looks at its data, like a router of experts
         peak = tokens * spec.embed_size * _ESTIMATED_WIDTH * component.dtype.itemsize
     return max(peak, rows * spec.vocab_size * (component.dtype.itemsize + _SAMPLING_BYTES))
 
 
+def _prompt_bytes(component: ARComponent, tokens: int) -> int:
+    """Peak of a whole prompt where sequences run one by one, from short ones: recurrent layers may loop over tokens."""
+
+    def peak(count: int) -> int:
+        ids = torch.empty(count, dtype=torch.int64, device=META)
+        return peak_bytes(lambda: component.open_sequence().forward(ids))
+
+    small, middle, large = _SHORT_PROMPTS
+    first, second = (peak(middle) - peak(small)) / (middle - small), (peak(large) - peak(middle)) / (large - middle)
+    # Scores of attention grow with the square of the length.
+    square = max(0.0, (second - first) / (large - small))
+    linear = max(0.0, second - square * (large + middle))
+    return int(peak(large) + linear * max(0, tokens - large) + square * max(0, tokens**2 - large**2))
+
+
 @contextmanager
 def _few_layers(decoder: nn.Module) -> Iterator[None]:
     """Leave two layers of each kind: what one takes is given back before the next but one runs."""
-    layers = decoder.layers
+    layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         yield
         return

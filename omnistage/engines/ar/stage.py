@@ -33,7 +33,8 @@ from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
-from omnistage.engines.ar.memory import max_length_of, plan_blocks
+from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
+from omnistage.engines.ar.own_state import OwnStateRunner
 from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
@@ -74,7 +75,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         priority = FED_PRIORITY if component.spec.side_input else PRIORITY
         super().__init__(name, component.device, stream_priority=priority)
         self.component = component
-        self._budget = budget
+        self._budget = budget = effective_budget(component, budget)
         max_length = max_length_of(component, budget)
         num_blocks = plan_blocks(component, budget, max_length)
         self.max_length = min(max_length, num_blocks * budget.block_size)
@@ -93,7 +94,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton")
         on_cuda = component.device.type == "cuda"
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
-        self.runner = Runner(
+        self.runner = (Runner if component.spec.own_state is None else OwnStateRunner)(
             component,
             backend,
             self.stream,
@@ -424,6 +425,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             preemptions=self.scheduler.preemptions,
             capacity=self._budget.max_running,
             extra={
+                "one_by_one": float(self.component.spec.own_state is not None),
                 "blocks": pool.num_blocks,
                 "blocks_free": pool.free_blocks,
                 "prefix_lookups": pool.lookups,

@@ -12,8 +12,10 @@ from torch import nn
 
 from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.core.family import LoadContext
+from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.head import ModelHead, model_head
+from omnistage.models.causal_lm.own_cache import OwnCacheLM
 from omnistage.models.causal_lm.probe import Expected, attention_calls, check_logits, stock_logits
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.decoder import DecoderComponent
@@ -100,11 +102,26 @@ Component = TypeVar("Component", bound=CausalLM)
 
 
 def load(context: LoadContext, adapter: type[Component] = CausalLM, auto: Any = None) -> Component:  # type: ignore[assignment]
-    """The component of a model folder; `adapter` is the class of it, `auto` transformers' own for its model."""
+    """A model folder's component on the paged engine; `adapter` is its class, `auto` transformers' own of its model."""
+    return adapter(*_read(context, auto))
+
+
+def load_any(context: LoadContext) -> ARComponent:
+    """The component of a model folder: on the paged engine, or where that cannot be with transformers' own cache."""
+    try:
+        return CausalLM(*_read(context))
+    except UnsupportedModelError as error:
+        reason = str(error)
+    # Read again: what was tried has changed the model's attention and its layers.
+    return OwnCacheLM(*_read(context), reason=reason)
+
+
+def _read(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | None]:
+    """The model of a folder with its tokenizer; on the `meta` device without both weights and tokenizer."""
     folder = context.model.folder
     auto = auto or transformers.AutoModelForCausalLM
     if context.device.type == "meta":
-        return adapter(_skeleton(folder, None, auto).to(context.dtype))
+        return _skeleton(folder, None, auto).to(context.dtype), None
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
     generation = read_generation_config(folder)
@@ -127,13 +144,12 @@ def load(context: LoadContext, adapter: type[Component] = CausalLM, auto: Any = 
     check_complete(type(model).__name__, info)
     if generation is not None:
         model.generation_config = generation
-    return adapter(on_device(model, context.device), load_tokenizer(folder))
+    return on_device(model, context.device), load_tokenizer(folder)
 
 
 def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrainedModel:
     """The model without weights; with those of its checkpoint, a config that asks for far more is found out here."""
     config = read_auto_config(folder)
-    kv_shape(config.get_text_config())
     check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)

@@ -102,8 +102,7 @@ def _check_positions(calls: list[AttentionCall]) -> None:
             continue
         if "get_seq_length" in source:
             raise UnsupportedModelError(
-                f"{kind.__name__} counts positions in transformers' own cache, which is not used here; serve it "
-                "from a family of its own"
+                f"{kind.__name__} counts positions in transformers' own cache, which the paged engine does not use"
             )
 
 
@@ -136,17 +135,14 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
     if not worst < tolerance:
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range): it "
-            "uses token ids, positions or state that a flattened batch does not carry; serve it from its own family"
+            "uses token ids, positions or state that a flattened batch does not carry"
         )
 
 
 def _refusal(name: str, error: Exception) -> UnsupportedModelError:
     # Torch's and Python's own messages name tensors and lines of transformers, which tell a user nothing.
     detail = f": {error}" if isinstance(error, StageError) else f" ({type(error).__name__} in its forward)"
-    return UnsupportedModelError(
-        f"{name} cannot run in a flattened batch without transformers' own cache{detail}; serve it from a family of "
-        "its own"
-    )
+    return UnsupportedModelError(f"{name} cannot run in a flattened batch without transformers' own cache{detail}")
 
 
 @torch.inference_mode()

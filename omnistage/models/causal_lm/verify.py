@@ -18,10 +18,9 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.component import ARComponent, OwnSequence
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
-from omnistage.models.loading import positive, read_auto_config
 
 LOGITS_TOLERANCE = 1e-4
 _NEW_TOKENS = 16
@@ -39,10 +38,10 @@ def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progres
     """Two rows for each of `cases` random prompts: differing tokens, and the logits' largest relative difference."""
     check_cases(cases)
     report = progress or (lambda _what, _done: None)
-    config = read_auto_config(runner.folder).get_text_config()
-    prompts = _prompts(cases, seed, positive(config, "vocab_size"), positive(config, "max_position_embeddings"))
     report("loading the engine's model", 0.0)
     component = _load(runner)
+    spec = component.spec
+    prompts = _prompts(cases, seed, spec.prompt_vocab_size or spec.vocab_size, spec.max_length)
     report("running the engine", 0.3)
     ours = _ours(component, prompts)
     eos, device = component.eos_token_ids, component.device
@@ -85,6 +84,8 @@ class _Tap(ARComponent):
         self.device, self.dtype = inner.device, inner.dtype
         self.eos_token_ids, self.suppress_token_ids = inner.eos_token_ids, inner.suppress_token_ids
         self.steps: list[torch.Tensor] = []
+        self.firsts: list[torch.Tensor] = []
+        """Of each sequence, in their order, where the component computes them one by one."""
 
     @property
     def attention_modules(self) -> Sequence[nn.Module]:
@@ -99,6 +100,23 @@ class _Tap(ARComponent):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._inner.logits(hidden)
         self.steps.append(logits.float().cpu())
+        return logits
+
+    def open_sequence(self) -> OwnSequence:
+        return _TapSequence(self._inner.open_sequence(), self.firsts)
+
+
+class _TapSequence(OwnSequence):
+    """The sequence, with its first logits kept."""
+
+    def __init__(self, inner: OwnSequence, kept: list[torch.Tensor]) -> None:
+        self._inner, self._kept, self._first = inner, kept, True
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        logits = self._inner.forward(token_ids)
+        if self._first:
+            self._kept.append(logits.float().cpu())
+        self._first = False
         return logits
 
 
@@ -122,7 +140,7 @@ def _ours(component: ARComponent, prompts: Sequence[tuple[int, ...]]) -> list[_A
             raise chunk.error
         if isinstance(chunk.payload, TokenChunk):
             tokens[chunk.request_id].extend(chunk.payload.token_ids)
-    first = tap.steps[0]
+    first = tap.firsts or tap.steps[0]
     return [_Answer(tuple(tokens[str(number)]), first[number]) for number in range(len(prompts))]
 
 

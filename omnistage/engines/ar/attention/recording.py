@@ -95,12 +95,12 @@ def record_attention(
     if not calls:
         raise UnsupportedModelError(
             f"{name} computes attention in its own code instead of transformers' AttentionInterface, so it cannot use "
-            "the paged cache; serve it from a family of its own"
+            "the paged cache"
         )
     if len({id(call.module) for call in calls}) < len(calls):
         raise UnsupportedModelError(
             f"{name} runs the same attention module several times in a forward, which needs several caches for one "
-            "module; serve it from a family of its own"
+            "module"
         )
     return calls
 

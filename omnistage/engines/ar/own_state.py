@@ -1,0 +1,75 @@
+"""Runs sequences one by one, where a component keeps their state itself: the slow way, for models that need it.
+
+Everything else of a stage stays as it is: the scheduler's blocks count tokens, so that their number and memory are
+bounded, and a sequence that loses its blocks loses its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnistage.engines.ar.component import OwnSequence
+from omnistage.engines.ar.graphs import StepTensors
+from omnistage.engines.ar.rows import UNREAD
+from omnistage.engines.ar.runner import LaunchedStep, Runner
+from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
+from omnistage.engines.streams import upload
+
+
+@dataclass(slots=True)
+class _State:
+    sequence: OwnSequence
+    length: int = 0
+    """Tokens that it has computed."""
+    logits: torch.Tensor | None = None
+    """`[V]` after the last of them, which may have to be sampled from again."""
+
+
+class OwnStateRunner(Runner):
+    """A prompt is computed whole, however it is cut: many recurrent layers cannot go on with several tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._states: dict[str, _State] = {}
+        super().__init__(*args, **options)
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self._states.pop(key, None)
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        for key in output.preempted:
+            self._states.pop(key, None)
+        return super().launch(output)
+
+    def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
+        logits = []
+        for item in batch:
+            row = self._advance(item)
+            if item.sample and row is not None:
+                logits.append(row)
+        return StepTensors(torch.stack(logits) if logits else None, None, None)
+
+    def _advance(self, item: ScheduledSequence) -> torch.Tensor | None:
+        """Compute a sequence up to the end of its chunk; its logits there. None: its prompt is not complete."""
+        rows, end = self._rows[item.key], item.start + item.count
+        if end < rows.prompt_length:
+            return None
+        state = self._states.get(item.key)
+        if state is None:
+            state = self._states[item.key] = _State(self.component.open_sequence())
+        # After a preemption too the prompt is one forward and each generated token another, as at first: recurrent
+        # layers and windows may give other numbers for both in one.
+        while state.length < end:
+            start, state.length = state.length, max(rows.prompt_length, state.length + 1)
+            state.logits = state.sequence.forward(self._token_ids(rows.tokens[start : state.length], rows.sampled_row))
+        return state.logits
+
+    def _token_ids(self, tokens: np.ndarray, sampled_row: int) -> torch.Tensor:
+        if tokens[0] == UNREAD:
+            return self.last_ids[sampled_row, None].clamp(min=0)
+        return upload(tokens, self.component.device)

@@ -1,0 +1,253 @@
+"""A causal LM as `transformers` itself runs it: its own forward and its own cache, one sequence at a time.
+
+For models that cannot run in a flattened batch over the paged cache: recurrent layers, attention in their own code,
+positions or masks that only their own cache knows. Exact, and slow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModelError
+from omnistage.core.types import ARInput, RequestInfo
+from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.component import ARComponent, ARSpec, OwnSequence, OwnState
+from omnistage.hf import transformers
+from omnistage.models.loading import end_token_ids, freeze, max_sequence_length, positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+USUAL_LENGTH = 4096
+"""Tokens of the longest sequence where `max_model_len` does not say: a prompt is computed whole, in one forward."""
+_PROMPTS = ((5, 9, 2, 7, 3, 8, 4, 6, 1, 5, 3), (8, 2, 6, 4, 7, 3))
+_NEW_TOKENS = 3
+_TOLERANCE = 1e-3
+"""Of the logits' range: both sides run the same operators over the same shapes."""
+_CUTS = (5, 9)
+_CAUSAL_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
+"""Of the same text cut there, in float32 and in narrower dtypes; sparse attention may differ at one of the cuts."""
+_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
+"""What a model's own code may raise."""
+
+_Generated = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""Tokens `[n]`, and the logits `[V]` of each."""
+
+logger = logging.getLogger(__name__)
+
+
+class OwnCacheLM(ARComponent):
+    """Adapter around `AutoModelForCausalLM` and what its `generate` does for one token after the other."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None, *, reason: str = ""
+    ) -> None:
+        """`reason`: why it is not served from the paged cache."""
+        config = model.config.get_text_config()
+        name = type(model).__name__
+        if not model.can_generate():
+            raise UnsupportedModelError(f"transformers cannot generate text with {name}; it is no language model")
+        self.model, self.decoder = freeze(model), model.base_model
+        self.device, self.dtype, self.tokenizer = model.device, model.dtype, tokenizer
+        self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
+        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's.
+        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
+        vocab_size, width = positive(config, "vocab_size"), 0
+        if model.device.type == "meta":
+            state = _planned_state(model, config)
+        else:
+            try:
+                width, state = self._probe(vocab_size)
+            except torch.OutOfMemoryError:
+                raise
+            except _ERRORS as error:
+                raise UnsupportedModelError(
+                    f"{name} cannot be served: transformers' own generate fails with it ({type(error).__name__})"
+                ) from error
+            logger.warning(
+                "%s is served slowly, one sequence at a time with transformers' own cache and without prefix reuse%s",
+                name,
+                reason and f": {reason}",
+            )
+        self.spec = ARSpec(
+            num_layers=0,
+            num_kv_heads=0,
+            head_dim=0,
+            vocab_size=width or vocab_size,
+            prompt_vocab_size=vocab_size,
+            embed_size=positive(config, "hidden_size"),
+            max_length=max_sequence_length(config),
+            usual_length=USUAL_LENGTH,
+            own_state=state,
+        )
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
+
+    @property
+    def attention_modules(self) -> Sequence[nn.Module]:
+        return ()
+
+    @property
+    def decoders(self) -> tuple[nn.Module, ...]:
+        return ()
+
+    def check(self, info: RequestInfo, payload: ARInput) -> None:
+        del info
+        if payload.embeds is not None:
+            raise InvalidRequestError("this model takes token ids, not embeddings", param="prompt_embeds")
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        raise StageError("sequences with transformers' own cache take token ids")
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        raise StageError("sequences with transformers' own cache are computed one by one")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise StageError("sequences with transformers' own cache give logits themselves")
+
+    def open_sequence(self) -> OwnSequence:
+        return GeneratedSequence(self.model)
+
+    @torch.inference_mode()
+    def _probe(self, vocab_size: int) -> tuple[int, OwnState]:
+        """Compare what will be served with `generate`; the width of logits and what a sequence takes."""
+        model, name = self.model, type(self.model).__name__
+        prompts = [torch.tensor(ids, device=self.device) % vocab_size for ids in _PROMPTS]
+        expected = [_generated(model, ids) for ids in prompts]
+        # In turn: a model that remembers anywhere but in its cache, as RecurrentGemma does, takes one for the other.
+        alone = not _same(model, prompts, expected)
+        if alone and not all(_same(model, prompts[i : i + 1], expected[i : i + 1]) for i in range(len(prompts))):
+            raise UnsupportedModelError(f"{name} gives other logits each time; it cannot be served")
+        whole, ids = model(input_ids=prompts[0][None], use_cache=False).logits[0], prompts[0]
+        gaps = [_difference(whole[cut - 1], GeneratedSequence(model).forward(ids[:cut])) for cut in _CUTS]
+        if not min(gaps) < (_CAUSAL_TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE):
+            raise UnsupportedModelError(
+                f"{name} gives other logits for the same text where the prompt ends elsewhere, as an encoder does: its "
+                "tokens attend to later ones, and only causal models are served"
+            )
+        sequence, sizes = GeneratedSequence(model), []
+        for part in (ids, ids[:1], ids[:1]):
+            sequence.forward(part)
+            sizes.append(sequence.num_bytes())
+        growth = max(0, sizes[2] - sizes[1])
+        return whole.shape[-1], OwnState(growth, max(0, sizes[2] - growth * (len(ids) + 2)), alone)
+
+
+def _same(model: PreTrainedModel, prompts: Sequence[torch.Tensor], expected: Sequence[_Generated]) -> bool:
+    """Whether the sequences, computed in turn, give what `generate` gives for each."""
+    sequences = [GeneratedSequence(model) for _ in prompts]
+    for step in range(_NEW_TOKENS):
+        for ids, sequence, (tokens, logits) in zip(prompts, sequences, expected, strict=True):
+            got = sequence.forward(tokens[step - 1, None] if step else ids)
+            if not _difference(got, logits[step]) < _TOLERANCE:
+                return False
+    return True
+
+
+class GeneratedSequence(OwnSequence):
+    """One sequence, prepared and continued as `generate` does it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._ids: torch.Tensor | None = None
+        """`[1, n]`: all tokens so far."""
+        self._arguments: dict[str, Any] = {}
+        """Of the next forward: the cache, and what else the model keeps between two."""
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        model, ids = self._model, token_ids[None]
+        if ids.device.type == "meta":  # `generate` looks at its data
+            return model(input_ids=ids, use_cache=True, return_dict=True).logits[0, -1]  # type: ignore[no-any-return]
+        first = self._ids is None
+        if self._ids is None:
+            self._arguments = _prepared(model, ids)
+        self._ids = ids if self._ids is None else torch.cat((self._ids, ids), dim=1)
+        inputs = model.prepare_inputs_for_generation(
+            self._ids, next_sequence_length=len(token_ids), is_first_iteration=first, **self._arguments
+        )
+        out = model(**inputs, return_dict=True)
+        self._arguments = model._update_model_kwargs_for_generation(out, self._arguments)
+        # A copy: the logits of a whole prompt would stay with those of its last token.
+        return out.logits[0, -1].clone()  # type: ignore[no-any-return]
+
+    def num_bytes(self) -> int:
+        """Of its cache."""
+        held = [item for item in self._arguments.values() if not isinstance(item, torch.Tensor)]  # no masks
+        storages = [tensor.untyped_storage() for tensor in _tensors(held, set())]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _prepared(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
+    """What `generate` hands to its loop for a prompt `[1, n]`: a new cache above all."""
+
+    def take(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> dict[str, Any]:
+        del model, input_ids
+        for name in ("logits_processor", "stopping_criteria", "generation_config"):
+            options.pop(name, None)
+        return options
+
+    # With 1 new token a cache may be made too short: none of the dynamic ones is, and only these are used here.
+    return model.generate(  # type: ignore[no-any-return]
+        ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1
+    )
+
+
+def _generated(model: PreTrainedModel, ids: torch.Tensor) -> _Generated:
+    """Greedy tokens of `generate` and the logits `[V]` of each."""
+    out = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids[None]),
+        max_new_tokens=_NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(ids) :], [logits[0] for logits in out.logits]
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the range of `expected`; infinite where shapes differ."""
+    if got.shape != expected.shape:
+        return float("inf")
+    return float((got.float() - expected.float()).abs().max()) / (float(expected.abs().max()) or 1.0)
+
+
+def _tensors(item: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors that an object holds, in whatever it is made of; networks are left out."""
+    if id(item) in seen or isinstance(item, (nn.Module, transformers.PreTrainedConfig)):
+        return
+    seen.add(id(item))
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, dict):
+        for value in item.values():
+            yield from _tensors(value, seen)
+    elif isinstance(item, (list, tuple, set)):
+        for value in item:
+            yield from _tensors(value, seen)
+    elif hasattr(item, "__dict__"):
+        yield from _tensors(vars(item), seen)
+
+
+def _planned_state(model: PreTrainedModel, config: Any) -> OwnState:
+    """What a sequence takes, from a run without data; where the model looks at its data, an estimate."""
+    sizes = []
+    try:
+        with torch.inference_mode():
+            for length in (8, 16):
+                ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+                out = model(input_ids=ids, use_cache=True, return_dict=True)
+                held = [t for t in _tensors(dict(out), set()) if t is not out.logits]
+                sizes.append(sum(t.numel() * t.element_size() for t in held))
+    except _ERRORS:
+        layers = getattr(config, "num_hidden_layers", 32)
+        row = int(layers) * positive(config, "hidden_size") * model.dtype.itemsize
+        return OwnState(2 * row, 64 * row)
+    growth = max(0, sizes[1] - sizes[0]) // 8
+    return OwnState(growth, max(0, sizes[0] - 8 * growth))
