@@ -18,7 +18,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
-_TEST_PATH = re.compile(r"(^|/)(tests?|testing)/|(^|/)(test_[^/]*|[^/]*_test|conftest)\.py$")
+_TEST_PATH = re.compile(
+    r"(^|/)(tests?|testing|test_utils)/|(^|/)(test_[^/]*|[^/]*_test|conftest|testing|testing_utils)\.py$"
+)
 _SIDE_PATH = re.compile(
     r"(^|/)(benchmarks?|bench|examples?|tools?|scripts?|docs?|training|train|notebooks)/|(^|/)setup\.py$"
 )
@@ -87,6 +89,16 @@ class ParsedFile:
     def function(self, node: ast.AST) -> Function | None:
         """The nearest function around a node."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, FUNCTIONS)), None)
+
+    def comes_before(self, statement: ast.stmt, node: ast.AST) -> bool:
+        """Whether a statement always runs before a node that follows it: it is in a block that holds both."""
+        block, inner = self.parent(statement), node
+        while (outer := self.parent(inner)) is not None:
+            if outer is block:
+                bodies = [value for _, value in ast.iter_fields(outer) if isinstance(value, list)]
+                return any(statement in body and inner in body for body in bodies)
+            inner = outer
+        return False
 
     def class_of(self, function: ast.AST) -> ast.ClassDef | None:
         """The class whose method a function is."""

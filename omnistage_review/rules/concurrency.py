@@ -105,7 +105,8 @@ def collective_in_branch(file: ParsedFile) -> Hits:
 def _asks_for_rank(test: ast.expr) -> bool:
     """`rank == 0`, `get_rank() != 0`, `is_main_process`; a group's size is the same on all ranks."""
     return any(
-        re.search(r"(^|_)rank$|is_main|is_master|is_driver|is_first_rank|is_last_rank", name) for name in names_in(test)
+        re.search(r"(?<!per)(^|_)rank$|is_main|is_master|is_driver|is_first_rank|is_last_rank", name)
+        for name in names_in(test)
     )
 
 

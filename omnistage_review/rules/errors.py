@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import FUNCTIONS, ParsedFile, decorator_names, parameters, targets
+from omnistage_review.syntax import FUNCTIONS, Function, ParsedFile, decorator_names, parameters
 
 _BROAD = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 _MUTABLE_CALLS = {"list", "dict", "set", "collections.defaultdict", "collections.deque", "collections.OrderedDict"}
@@ -38,16 +38,19 @@ def assert_validation(file: ParsedFile) -> Hits:
         if any("jit" in name.rpartition(".")[2] for name in decorator_names(file, function)):
             continue  # a kernel's assertions are run by its compiler
         names = {item.arg for item in parameters(function)} - {"self", "cls"}
-        rebound = {
-            target.id
-            for inner in ast.walk(function)
-            for target in targets(inner)
-            if isinstance(target, ast.Name) and inner.lineno < node.lineno  # type: ignore[attr-defined]
-        }
         used = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
-        if used & (names - rebound):
-            shown = ", ".join(f"`{name}`" for name in sorted(used & (names - rebound)))
+        # What the function has computed itself is an invariant rather than an argument.
+        if used & names and not used & _local_names(function):
+            shown = ", ".join(f"`{name}`" for name in sorted(used & names))
             yield node, f"`{function.name}` checks its argument {shown} with assert"
+
+
+def _local_names(function: Function) -> set[str]:
+    """Names that the function binds: assignments, loops, handlers."""
+    names = {
+        inner.id for inner in ast.walk(function) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+    }
+    return names | {inner.name for inner in ast.walk(function) if isinstance(inner, ast.ExceptHandler) and inner.name}
 
 
 def _reraises(handler: ast.ExceptHandler) -> bool:
@@ -96,11 +99,20 @@ def swallowed(file: ParsedFile) -> Hits:
     if file.is_test:
         return
     for handler in file.nodes(ast.ExceptHandler):
-        if _broad(file, handler.type) and _does_nothing(handler.body) and not _in_cleanup(file, handler):
+        excused = _in_cleanup(file, handler) or _probes_import(file, handler)
+        if _broad(file, handler.type) and _does_nothing(handler.body) and not excused:
             yield handler, f"`except {ast.unparse(handler.type or ast.Name('Exception'))}` with an empty body"
     for call in file.nodes(ast.Call):
         if file.name(call.func) == "contextlib.suppress" and any(_broad(file, item) for item in call.args):
             yield call, "`contextlib.suppress` of every exception"
+
+
+def _probes_import(file: ParsedFile, handler: ast.ExceptHandler) -> bool:
+    """Whether the `try` asks if something can be imported: any failure is the answer no."""
+    outer = file.parent(handler)
+    return isinstance(outer, ast.Try) and any(
+        isinstance(node, ast.Import | ast.ImportFrom) for statement in outer.body for node in ast.walk(statement)
+    )
 
 
 def _in_cleanup(file: ParsedFile, node: ast.AST) -> bool:

@@ -8,6 +8,7 @@ import re
 from omnistage_review.registry import Hits, rule
 from omnistage_review.syntax import (
     FUNCTIONS,
+    Function,
     ParsedFile,
     decorator_names,
     has_star_kwargs,
@@ -52,9 +53,11 @@ def unbounded_cache(file: ParsedFile) -> Hits:
     if not file.is_shipped:
         return
     for function in file.functions():
-        if _cached_for_ever(file, function) and [
-            item for item in parameters(function) if item.arg not in ("self", "cls")
-        ]:
+        if (
+            _cached_for_ever(file, function)
+            and not _few_keys(function)
+            and [item for item in parameters(function) if item.arg not in ("self", "cls")]
+        ):
             yield function, f"every result of `{function.name}` is kept for ever"
     for node in file.assignments():
         if not _empty_mapping(file, node.value):
@@ -78,6 +81,15 @@ def _cached_for_ever(file: ParsedFile, function: ast.FunctionDef | ast.AsyncFunc
         and maxsize.value is None
         for node in function.decorator_list
     )
+
+
+def _few_keys(function: Function) -> bool:
+    """Whether all parameters are of types with few values: numbers of devices, classes, switches."""
+    names = [
+        ast.unparse(item.annotation).partition("[")[0] if item.annotation is not None else ""
+        for item in parameters(function)
+    ]
+    return set(names) <= {"int", "bool", "type", "torch.device", "torch.dtype", "Literal", "device", "dtype"}
 
 
 def _lives_long(file: ParsedFile, node: ast.AST, target: ast.expr) -> bool:

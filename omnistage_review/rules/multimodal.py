@@ -6,7 +6,7 @@ import ast
 import re
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import ParsedFile, keyword, last_name, method, names_in
+from omnistage_review.syntax import ParsedFile, has_star_kwargs, keyword, last_name, method, names_in
 
 _MODALITIES = {
     "text": re.compile(r"(^|_)(text|txt|prompt|caption|token)s?(_|$)"),
@@ -74,8 +74,8 @@ def assumed_sample_rate(file: ParsedFile) -> Hits:
         name = file.name(node.value.func)
         if name.startswith("librosa.") and keyword(node.value, "sr") is not None:
             continue  # it resamples
-        if name == "soundfile.read" and keyword(node.value, "samplerate") is not None:
-            continue  # raw samples
+        if keyword(node.value, "samplerate") is not None or has_star_kwargs(node.value):
+            continue  # raw samples, of a rate that the caller gives
         target = node.targets[0]
         rate_at = 0 if name.startswith("scipy.") else 1
         if isinstance(target, ast.Tuple) and len(target.elts) == 2 and last_name(target.elts[rate_at]).strip("_") == "":

@@ -66,7 +66,7 @@ def half_precision(file: ParsedFile) -> Hits:
 
 
 def _assigned_half(file: ParsedFile, call: ast.Call, operand: ast.expr) -> bool:
-    """Whether the last assignment before the call, in the same block, converts the operand to 16 bits."""
+    """Whether the last assignment before the call, in a block around it, converts the operand to 16 bits."""
     if not isinstance(operand, ast.Name):
         return False
     last: ast.expr | None = None
@@ -74,7 +74,7 @@ def _assigned_half(file: ParsedFile, call: ast.Call, operand: ast.expr) -> bool:
     for node in walk_scope(file.scope(call)):
         if not isinstance(node, ast.Assign) or not line < node.lineno < call.lineno:
             continue
-        if any(last_name(target) == operand.id for target in targets(node)):
+        if any(last_name(target) == operand.id for target in targets(node)) and file.comes_before(node, call):
             last, line = node.value, node.lineno
     return _casts_to_half(file, last)
 

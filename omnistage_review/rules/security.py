@@ -18,7 +18,7 @@ from omnistage_review.syntax import (
     walk_scope,
 )
 
-_CONFIG = re.compile(r"(^|_)(cfg|config|conf|settings|yaml|options|opts|manifest|spec)(s?$|_)", re.IGNORECASE)
+_CONFIG = re.compile(r"(^|_)(cfg|config|conf|settings|yaml|options|opts|manifest)(s?$|_)", re.IGNORECASE)
 _PICKLE_MODULES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle")
 _PICKLES = {"joblib.load", "shelve.open", "pandas.read_pickle", "numpy.core.multiarray.load"} | {
     f"{module}.{name}" for module in _PICKLE_MODULES for name in ("load", "loads", "Unpickler")

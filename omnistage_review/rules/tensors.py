@@ -23,31 +23,11 @@ _CUDA = re.compile(r"cuda(:\d+)?\Z")
 _FACTORIES = {
     f"torch.{name}" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "arange", "tensor", "cat", "stack")
 }
-_FRESH = _FACTORIES | {
-    "torch.concat",
-    "torch.from_numpy",
-    "torch.as_tensor",
-    "torch.zeros_like",
-    "torch.empty_like",
-} - {
-    "torch.from_numpy",
-    "torch.as_tensor",
-}
+_FRESH = _FACTORIES | {"torch.concat", "torch.zeros_like", "torch.empty_like"}
 _GUARDS = {"no_grad", "inference_mode", "set_grad_enabled", "enable_grad"}
 _MODELS = {"model", "transformer", "unet", "vae", "network", "net", "text_encoder", "vocoder", "language_model", "dit"}
-_ENTRIES = {
-    "generate",
-    "predict",
-    "infer",
-    "step",
-    "run",
-    "execute_model",
-    "decode",
-    "encode",
-    "sample",
-    "__call__",
-    "denoise",
-}
+_ENTRIES = {"generate", "predict", "infer", "sample", "transcribe", "synthesize", "main", "run", "__call__"}
+_LOADERS = {"from_pretrained", "load_state_dict", "load_file", "load_model"}
 MIN_DIMENSION = 16
 
 
@@ -215,8 +195,9 @@ def _has_guard(file: ParsedFile, node: ast.AST) -> bool:
 def no_inference_mode(file: ParsedFile) -> Hits:
     if not file.is_shipped or "torch" not in {name.partition(".")[0] for name in file.imports.values()}:
         return
-    if _has_guard(file, file.tree) or any(method(call) == "backward" for call in file.nodes(ast.Call)):
-        return
+    called = {method(call) for call in file.nodes(ast.Call)}
+    if _has_guard(file, file.tree) or "backward" in called or not called & _LOADERS:
+        return  # only where the file itself loads the model: otherwise a caller may have turned gradients off
     for function in file.functions():
         if (
             function.name not in _ENTRIES
