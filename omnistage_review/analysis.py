@@ -17,7 +17,7 @@ from omnistage_review.rules.change import BAD_SUPPRESSION, new_modules_without_t
 from omnistage_review.syntax import ParsedFile, own_lines
 
 MAX_FILE_CHARACTERS = 2_000_000
-MAX_FRAGMENT_TRIALS = 40
+MAX_DROPPED_LINES = 7  # at the ends of a hunk, until it parses
 
 _ALLOW = re.compile(r"#\s*review:\s*allow\s*\[([^\]]*)\][\s:,-]*(.*)")
 _REGISTERED = rules.__all__
@@ -98,22 +98,22 @@ def _parse(file: ChangedFile, notes: list[str]) -> Iterator[ParsedFile]:
 
 
 def _fragments(path: str, lines: tuple[str, ...], start: int) -> Iterator[ParsedFile]:
-    """The largest piece of a hunk that parses by itself, with its lines where they are in the file."""
-    first, last = 0, len(lines)
-    for trial in range(MAX_FRAGMENT_TRIALS):
-        piece = textwrap.dedent("\n".join(lines[first:last]))
+    """A hunk as a file of its own, without lines at its ends where these do not parse; lines keep their numbers."""
+    drops = [(total - last, last) for total in range(MAX_DROPPED_LINES + 1) for last in range(total + 1)]
+    for first, last in drops:
+        piece = [line.expandtabs(8) for line in lines[first : len(lines) - last]]
+        indents = [len(line) - len(line.lstrip()) for line in piece if line.strip()]
+        if not indents:
+            return
+        # A hunk often begins deeper than it ends: blocks around its first lines are opened for it.
+        headers = [" " * indent + "if True:" for indent in sorted(set(indents)) if indent < indents[0]]
+        text = textwrap.dedent("\n".join([*headers, *piece]))
         try:
-            yield ParsedFile(path, "\n" * (start + first - 1) + piece + "\n", partial=True)
+            yield ParsedFile(path, "\n" * (start + first - 1 - len(headers)) + text + "\n", partial=True)
             return
-        except SyntaxError as error:
-            bad = (error.lineno or 1) - (start + first) + first
-            if "indent" in (error.msg or "") or trial % 2:
-                first = max(first + 1, min(bad, last - 1)) if "unindent" in (error.msg or "") else first + 1
-            else:
-                last -= 1
+        except SyntaxError:
+            continue
         except (ValueError, RecursionError, MemoryError):
-            return
-        if first >= last:
             return
 
 

@@ -9,10 +9,12 @@ from typing import Any
 from urllib.parse import quote
 
 from omnistage_review import __version__
+from omnistage_review.areas import AreaSummary, area_of
 from omnistage_review.model import Finding, Severity
 from omnistage_review.registry import RULES
 from omnistage_review.report import Report
 
+MAX_FILES = 5  # of a critical area
 MAX_SHOWN = 100  # findings of one severity in Markdown; JSON and SARIF hold all
 _LEVELS = {Severity.HIGH: "error", Severity.MEDIUM: "warning", Severity.LOW: "note"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -65,7 +67,8 @@ def to_markdown(report: Report) -> str:
         lines.append(
             f"| {area.area} | {len(area.files)} | {area.lines} | {area.risk} | {'yes' if area.critical else ''} |"
         )
-    lines += ["", "## Findings", ""]
+    critical = [f"**{area.area}**: {_largest(report, area)}" for area in report.areas if area.critical]
+    lines += ["", *_section("Critical areas", critical), "## Findings", ""]
     for level in reversed(Severity):
         lines += _findings(report, level)
     if not report.findings:
@@ -79,6 +82,15 @@ def to_markdown(report: Report) -> str:
     lines += _section("Questions for the author", [_message(text) for text in report.questions])
     lines += _section("Limits of this report", [_plain_keep(_CONTROL.sub(" ", note)) for note in report.notes])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _largest(report: Report, area: AreaSummary) -> str:
+    """The files of an area that change most."""
+    sizes = {file.path: file.size for file in report.change.files}
+    paths = sorted(area.files, key=lambda path: -sizes[path])
+    rest = len(paths) - MAX_FILES
+    shown = ", ".join(f"{_code(path)} ({sizes[path]} lines)" for path in paths[:MAX_FILES])
+    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _section(title: str, items: list[str]) -> list[str]:
@@ -132,6 +144,16 @@ def to_json(report: Report) -> str:
         "areas": [
             {"area": area.area, "files": area.files, "lines": area.lines, "risk": area.risk, "critical": area.critical}
             for area in report.areas
+        ],
+        "files": [
+            {
+                "path": file.path,
+                "status": file.status,
+                "area": area_of(file.path),
+                "lines": file.size,
+                "binary": file.binary,
+            }
+            for file in change.files
         ],
         "findings": [_finding_data(item) for item in report.findings],
         "suppressed": [{**_finding_data(item), "reason": reason} for item, reason in report.suppressed],

@@ -44,12 +44,23 @@ def _commit(name: str, root: Path) -> str:
     return _text(found).strip()
 
 
+def _before_first(name: str, root: Path) -> str:
+    """The empty tree for the parent of a commit that has none; nothing for all else."""
+    if name.startswith("-") or not name.endswith(("^", "~")):
+        return ""
+    found = git(["rev-list", "--parents", "--max-count=1", name[:-1], "--"], root)
+    if found.code or b" " in found.data:
+        return ""
+    return _text(git(["hash-object", "-t", "tree", "--stdin"], root)).strip()
+
+
 def from_range(spec: str, root: Path) -> Change:
     """What a branch adds since it left its base: the diff from their merge base, without what it merged from there."""
     base_name, dots, head_name = spec.partition("...") if "..." in spec else spec.partition("..")
     if not dots:
         raise ReviewError(f"{spec!r} is not a range; use BASE..HEAD, for one commit {spec}^..{spec}")
-    base, head = _commit(base_name or "HEAD", root), _commit(head_name or "HEAD", root)
+    head = _commit(head_name or "HEAD", root)
+    base = _before_first(base_name, root) or _commit(base_name or "HEAD", root)
     found = git(["merge-base", base, head], root)
     start = _text(found).strip() if found.code == 0 else base  # no common commit, or a tree: the plain difference
     output = git(["diff", *_DIFF_OPTIONS, start, head, "--"], root)
@@ -58,7 +69,8 @@ def from_range(spec: str, root: Path) -> Change:
     change = Change(f"range {spec}", files=parse_diff(_text(output)))
     if output.cut:
         change.notes.append(cut_note("the diff"))
-    log = git(["log", "--format=%s%n%n%b", "--max-count=100", f"{start}..{head}", "--"], root)
+    span = f"{start}..{head}" if found.code == 0 else head
+    log = git(["log", "--format=%s%n%n%b", "--max-count=100", span, "--"], root)
     messages = _text(log).strip() if log.code == 0 else ""
     change.title, _, change.description = messages.partition("\n")
     for file in change.files:

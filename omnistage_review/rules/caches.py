@@ -57,7 +57,7 @@ def _off_by_one(index: ast.expr) -> str:
     if _CAPACITY.match(last_name(index)):
         return f"`{ast.unparse(index)}` is the size of the cache: the last place is one before it"
     shifted = _shifted(index)
-    if shifted is not None and _POSITION.search(last_name(shifted[0])):
+    if shifted is not None and shifted[1] == 1 and _POSITION.search(last_name(shifted[0])):
         return f"it writes at `{ast.unparse(index)}`, the next token is at `{ast.unparse(shifted[0])}`"
     return ""
 

@@ -157,7 +157,7 @@ def _is_checked(file: ParsedFile, call: ast.Call, value: ast.expr) -> bool:
 @rule(
     "TEN04",
     "Needless clone or contiguous",
-    "medium",
+    "low",
     "memory",
     why="It copies, or seems to promise a copy, where the tensor is already new or the next call copies by itself.",
     fix="Remove the call.",
