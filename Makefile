@@ -3,6 +3,7 @@
 #          Without a network: demo-random, small checkpoints with random weights
 # test     the tests, with coverage; those of the real starter run where its parts can be fetched
 # lint     ruff and mypy
+# review   the review tool on the whole tree; fails on findings of high severity
 # bench    the benchmarks (BENCH="--quick" for a short run)
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ BENCH ?=
 # torchvision publishes no CPU build for this torch: its Python code is used without its extension.
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: install demo demo-random demo-noise starter-for-tests test lint format bench clean
+.PHONY: install demo demo-random demo-noise starter-for-tests test lint review format bench clean
 
 install: $(STAMP)
 
@@ -98,8 +99,12 @@ test: $(STAMP) starter-for-tests
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict omnistage starter/omnistage_starter
+	$(BIN)/mypy --strict omnistage omnistage_review starter/omnistage_starter
 	$(BIN)/mypy --explicit-package-bases benchmarks tools
+
+review: $(STAMP)
+	@mkdir -p build
+	$(BIN)/python tools/review_pr.py --tree . --fail-on high --export build/review.md --export build/review.sarif
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -46,7 +46,7 @@ def _message(text: str) -> str:
 
 
 def _plain_keep(text: str) -> str:
-    return re.sub(r"([<>\[\]|*_@])", r"\\\1", text)
+    return re.sub(r"([<>\[\]|*@]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
 def to_markdown(report: Report) -> str:

@@ -288,14 +288,12 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "logger.info(f'generating for {prompt}')",
             "import logging\nlogging.warning('bad key %s', self.api_key)",
             "self.logger.debug('%s' % request.messages)",
-            "log.error('failed', extra, messages[-1])",
         ],
         [
             "logger.info(f'generating {len(prompt)} characters')",
             "logger.info('request %s', request.id)",
             "logger.info('prompt is too long')",
             "print(prompt)",
-            "logger.info('tokens: %d', tokens)",
         ],
     ),
     "SEC09": (
@@ -313,7 +311,7 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "import torch\ndef denoise(self, x, n):\n    self.scheduler.set_timesteps(n)\n"
             "    for t in self.scheduler.timesteps:\n        x = self.scheduler.step(f(x, t), t, x)",
             "import torch\nclass EulerScheduler:\n    def prepare(self, n):\n"
-            "        timesteps = torch.linspace(1000, 0, n)\n",
+            "        timesteps = torch.linspace(1000, 0, n)\n"
             "        self.scheduler.step(timesteps)",
             "import torch\ndef embed(n):\n    timesteps = torch.arange(n)\n    return f(timesteps)",
         ],
@@ -390,7 +388,6 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         ["import asyncio\nasync def f():\n    asyncio.create_task(g())"],
         [
             "import asyncio\nasync def f():\n    task = asyncio.create_task(g())\n    await task",
-            "group.create_task(g())",
         ],
     ),
     "CON03": (

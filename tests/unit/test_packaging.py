@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import omnistage_review
 from omnistage import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,11 @@ def test_the_wheel_is_small_and_holds_no_weights(wheel: Path) -> None:
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.endswith((".safetensors", ".onnx", ".pt", ".pth", ".gguf"))] == []
-    assert {name.partition("/")[0] for name in names} == {"omnistage", f"omnistage-{__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        "omnistage",
+        "omnistage_review",
+        f"omnistage-{__version__}.dist-info",
+    }
 
 
 def test_the_wheel_holds_all_that_the_package_reads(wheel: Path) -> None:
@@ -65,10 +70,11 @@ def test_the_wheel_holds_all_that_the_package_reads(wheel: Path) -> None:
     assert {"omnistage/py.typed", "omnistage/__main__.py", *pipelines, *page} <= names
 
 
-def test_the_wheel_installs_the_command(wheel: Path) -> None:
+def test_the_wheel_installs_the_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"omnistage-{__version__}.dist-info/entry_points.txt").decode()
     assert "omnistage = omnistage.cli:app" in entry_points
+    assert "omnistage-review = omnistage_review.cli:main" in entry_points
     assert "omnistage.families" not in entry_points
 
 
@@ -85,6 +91,10 @@ def test_the_starter_registers_through_the_entry_point_of_third_parties() -> Non
     assert any(name.startswith("omnistage[") for name in starter["dependencies"])
     assert project(ROOT)["optional-dependencies"]["starter"] == [starter["name"]]
     assert starter["version"] == __version__
+
+
+def test_the_review_tool_has_the_version_of_the_package() -> None:
+    assert omnistage_review.__version__ == __version__
 
 
 def test_both_distributions_have_the_same_licence_text() -> None:
