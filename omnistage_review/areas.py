@@ -75,6 +75,6 @@ def summarise(files: Iterable[ChangedFile], findings: Iterable[Finding]) -> list
 
 
 def risk_of(areas: list[AreaSummary]) -> tuple[int, str]:
-    """The risk of the whole change, from 0 to 100, and its level."""
-    score = min(100, sum(area.risk for area in areas))
+    """The risk of the whole change, from 0 to 100, and its level: the sum of its areas, ever nearer to 100."""
+    score = round(100 * (1 - math.exp(-sum(area.risk for area in areas) / 100)))
     return score, "low" if score < 25 else "medium" if score < 60 else "high"

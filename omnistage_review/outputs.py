@@ -89,8 +89,12 @@ def _largest(report: Report, area: AreaSummary) -> str:
     sizes = {file.path: file.size for file in report.change.files}
     paths = sorted(area.files, key=lambda path: -sizes[path])
     rest = len(paths) - MAX_FILES
-    shown = ", ".join(f"{_code(path)} ({sizes[path]} lines)" for path in paths[:MAX_FILES])
+    shown = ", ".join(f"{_code(path)} ({_count(sizes[path])})" for path in paths[:MAX_FILES])
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _count(lines: int) -> str:
+    return f"{lines} line{'' if lines == 1 else 's'}"
 
 
 def _section(title: str, items: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ _GUARDS = {"no_grad", "inference_mode", "set_grad_enabled", "enable_grad"}
 _MODELS = {"model", "transformer", "unet", "vae", "network", "net", "text_encoder", "vocoder", "language_model", "dit"}
 _ENTRIES = {"generate", "predict", "infer", "sample", "transcribe", "synthesize", "main", "run", "__call__"}
 _LOADERS = {"from_pretrained", "load_state_dict", "load_file", "load_model"}
-MIN_DIMENSION = 16
+MIN_DIMENSION = 33  # up to 32 a size is often one of the format: bits of a word, a patch, a warp
 
 
 def _device_literal(node: ast.AST | None) -> bool:
