@@ -19,7 +19,7 @@ from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
-from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, TextBatch
+from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, SpeechPrompt, TextBatch
 from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
 from omnistage.pipeline.build import EngineParts, Report, build_parts
 from omnistage.pipeline.health import OrchestratorStats, StageHealth
@@ -273,7 +273,9 @@ class Omni(_Front):
         while it runs gives an output with `error` set and leaves the others alone; a prompt that was given alone
         raises its error. A passed timeout is no error: the output holds what there was, with reason "deadline".
         """
-        single = isinstance(prompts, str | Mapping | OmniTokensPrompt | TextBatch) or is_conversation(prompts)
+        single = isinstance(prompts, str | Mapping | OmniTokensPrompt | TextBatch | SpeechPrompt) or is_conversation(
+            prompts
+        )
         batch: Sequence[Prompt] = [prompts] if single else prompt_list(prompts)  # type: ignore[list-item]
         options = RequestOptions(modalities, voice, priority, timeout)
         return self._run_all(batch, sampling_params, options, progress, raising=single)

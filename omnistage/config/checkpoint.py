@@ -28,7 +28,7 @@ ANY_PIPELINE = "*Pipeline"
 _SENTENCE_MODULES = "modules.json"
 SENTENCE_TRANSFORMER = "SentenceTransformer"
 """What a checkpoint in the layout of sentence-transformers is, before the network inside it."""
-_TASKS = {"*ForSequenceClassification": ("SEQUENCE_CLASSIFICATION",)}
+_TASKS = {"*ForSequenceClassification": ("SEQUENCE_CLASSIFICATION",), "*ForCTC": ("CTC", "RNNT", "TDT")}
 """Classes that a family may claim together: those of these mappings of transformers' auto classes."""
 _TEXT_MODELS = ("TEXT_ENCODING", "MASKED_LM", "CAUSAL_LM")
 ANY_TEXT_MODEL = "*Model"

@@ -287,7 +287,7 @@ class CodecStageConfig(_StageConfig):
     @field_validator("output")
     @classmethod
     def _is_audio(cls, output: Modality | None) -> Modality | None:
-        if output in (Modality.EMBEDDING, Modality.SCORES):  # of one-shot modules
+        if output in (Modality.EMBEDDING, Modality.SCORES, Modality.TEXT):  # of one-shot modules
             return output
         return _only(Modality.AUDIO, output, "a codec")
 

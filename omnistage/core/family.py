@@ -19,6 +19,7 @@ from omnistage.core.types import (
     StageFeed,
     StagePayloadIn,
     TextBatch,
+    TranscriptionOptions,
 )
 
 if TYPE_CHECKING:
@@ -165,6 +166,21 @@ class TextEncoder(Protocol):
 
     def encode(self, batch: TextBatch) -> StagePayloadIn:
         """The entry stage's input for these texts; raises for pairs where the model takes single texts only."""
+
+
+@runtime_checkable
+class SpeechRecognizer(Protocol):
+    """An input processor of a model whose stage transcribes speech. Thread-safe."""
+
+    @property
+    def audio_sample_rate(self) -> int:
+        """Samples a second that it hears."""
+
+    @property
+    def has_timestamps(self) -> bool: ...
+
+    def recognize(self, clip: AudioClip, options: TranscriptionOptions) -> StagePayloadIn:
+        """The stage's input for audio at `audio_sample_rate`. Raises for options that the model does not have."""
 
 
 @runtime_checkable

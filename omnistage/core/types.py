@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from omnistage.core.clips import AudioClip
     from omnistage.core.messages import ChatMessage
 
 
@@ -70,6 +71,29 @@ class TextBatch:
 
     texts: tuple[str | tuple[int, ...], ...]
     seconds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionOptions:
+    """How speech is to be written down."""
+
+    language: str | None = None
+    """A code such as `en`; None: the model's choice, or what it detects."""
+    translate: bool = False
+    """Into English."""
+    prompt: str = ""
+    """Text that may help with names and spelling."""
+    timestamps: bool = False
+    stream: bool = False
+    """Emit text while it is generated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeechPrompt:
+    """Audio to be transcribed: an encoded file, or samples with their rate."""
+
+    audio: bytes | AudioClip
+    options: TranscriptionOptions = TranscriptionOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +275,22 @@ class ChatInput:
     """A bare prompt as a user's message: what is read where only a picture is asked for."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeechInput:
+    """One clip for a stage that transcribes: mono samples at the rate of its model. Always complete."""
+
+    samples: np.ndarray
+    options: TranscriptionOptions
+
+
 @dataclass(frozen=True, slots=True)
 class LinkedInput:
     """In place of a first input: it comes from a stage in the same process, over an edge that is folded there."""
 
 
-StagePayloadIn = ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput | LinkedInput
+StagePayloadIn = (
+    ARInput | CodecInput | DiffusionInput | Condition | Latents | ModuleInput | ChatInput | SpeechInput | LinkedInput
+)
 StageFeed = SideRows | CodecFrames | Latents | ModuleInput
 
 
@@ -377,7 +411,33 @@ class ModuleOutput:
     """Tokens; a conversation of text where the language model behind it has the tokenizer."""
 
 
-ChunkPayload = TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk | ModuleOutput
+@dataclass(frozen=True, slots=True)
+class TranscriptSegment:
+    """What is said between two times of a clip, in seconds."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """Text of a clip: what is new, and with the last chunk all of it, with the times of its segments."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    whole: str | None = None
+    """All text; None before the last chunk."""
+    language: str = ""
+    segments: tuple[TranscriptSegment, ...] = ()
+    seconds: float = 0.0
+    """Of the clip."""
+
+
+ChunkPayload = (
+    TokenChunk | AudioChunk | Condition | Latents | Progress | ImageChunk | VideoChunk | ModuleOutput | Transcript
+)
 
 
 @record

@@ -20,6 +20,7 @@ BUILTIN = (
     "glm_image",
     "diffusers_pipeline",
     "text_encoder",
+    "speech_to_text",
     "causal_lm",
     "multimodal_lm",
 )

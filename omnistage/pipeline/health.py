@@ -22,6 +22,7 @@ from omnistage.core.types import (
     StageFeed,
     StageInput,
     TokenChunk,
+    Transcript,
     VideoChunk,
 )
 from omnistage.placement.replicas import ReplicaStats
@@ -135,6 +136,7 @@ PAYLOADS = (
     ImageChunk,
     VideoChunk,
     ModuleOutput,
+    Transcript,
 )
 """What a chunk may carry; a tuple, which `isinstance` goes through faster than a union."""
 

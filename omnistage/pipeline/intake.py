@@ -22,6 +22,7 @@ from omnistage.core.family import (
     DrawingProcessor,
     InputProcessor,
     OptionalInputs,
+    SpeechRecognizer,
     TextEncoder,
     Thinking,
     VoicePrompts,
@@ -34,6 +35,7 @@ from omnistage.core.types import (
     Modality,
     OmniTokensPrompt,
     RequestInfo,
+    SpeechPrompt,
     StagePayloadIn,
     TextBatch,
 )
@@ -47,9 +49,9 @@ if TYPE_CHECKING:
 
     from omnistage.config import LimitsConfig
 
-Prompt = str | OmniTokensPrompt | TextBatch | Mapping[str, object] | Sequence[Mapping[str, object]]
-"""Text, tokens, texts to encode, a mapping with one of `prompt`, `prompt_token_ids`, `prompt_embeds`, or a list of
-chat messages."""
+Prompt = str | OmniTokensPrompt | TextBatch | SpeechPrompt | Mapping[str, object] | Sequence[Mapping[str, object]]
+"""Text, tokens, texts to encode, audio to transcribe, a mapping with one of `prompt`, `prompt_token_ids`,
+`prompt_embeds`, or a list of chat messages."""
 ParamsLike = StageParams | Mapping[str, StageParams | Mapping[str, object]] | None
 """Parameters of the lead stage (the one that gives text, else the entry), or by stage name."""
 MAX_PRIORITY = 1000
@@ -217,6 +219,8 @@ class RequestFactory:
             return self._text(processor, prompt)
         if isinstance(prompt, OmniTokensPrompt):
             return processor.tokens(prompt)
+        if isinstance(prompt, SpeechPrompt):
+            return self._speech(processor, prompt)
         if isinstance(prompt, TextBatch):
             return self._batch(processor, prompt)
         if isinstance(prompt, Mapping):
@@ -261,6 +265,24 @@ class RequestFactory:
                 f"{len(prompt)} characters exceed the limit of {limit}; shorten it", param="prompt"
             )
         return processor.text(prompt)
+
+    def _speech(self, processor: InputProcessor, prompt: SpeechPrompt) -> StagePayloadIn:
+        from omnistage.media.audio import decode_audio
+        from omnistage.media.context import notify_inspector
+
+        if not isinstance(processor, SpeechRecognizer):
+            raise UnsupportedModalityError("this model transcribes no speech; use one that does", param="model")
+        limits = self._limits.media
+        if self._audio_limits is not None:
+            longest = min(limits.max_audio_seconds, self._audio_limits.clip_seconds()[1])
+            limits = limits.model_copy(update={"max_audio_seconds": longest})
+        try:
+            clip = decode_audio(prompt.audio, limits, processor.audio_sample_rate)
+        except InvalidRequestError as error:
+            error.param = "audio"
+            raise
+        notify_inspector(clip)
+        return processor.recognize(clip, prompt.options)
 
     def _batch(self, processor: InputProcessor, batch: TextBatch) -> StagePayloadIn:
         if not isinstance(processor, TextEncoder):

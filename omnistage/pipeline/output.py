@@ -19,6 +19,7 @@ from omnistage.core.types import (
     Progress,
     StageChunk,
     TokenChunk,
+    Transcript,
     VideoChunk,
 )
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage
@@ -34,7 +35,7 @@ It is called from stage threads, so it must return at once and never wait for th
 
 
 _PAYLOADS: dict[Modality, tuple[type, ...]] = {
-    Modality.TEXT: (TokenChunk,),
+    Modality.TEXT: (TokenChunk, Transcript),
     Modality.AUDIO: (AudioChunk,),
     Modality.IMAGE: (ImageChunk, VideoChunk),
     Modality.VIDEO: (VideoChunk, ImageChunk),
@@ -68,6 +69,7 @@ class OutputAssembler:
         self._pictures: dict[int, ImageChunk] = {}
         self._videos: dict[int, VideoChunk] = {}
         self._arrays: dict[str, np.ndarray] = {}
+        self._transcript: Transcript | None = None
         self.closed = False
 
     def add(self, chunk: StageChunk) -> OutputChunk | None:
@@ -94,6 +96,11 @@ class OutputAssembler:
                     self._request_id, modality, chunk.index, text, ids, logprobs, None, None, None, None, finish
                 )
         item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
+        if isinstance(payload, Transcript):
+            self._transcript = payload
+            self._answers[0].token_ids += payload.token_ids
+            self._text[0].append(payload.text)
+            return item(0, text=payload.text, token_ids=payload.token_ids)
         if modality is Modality.AUDIO and isinstance(payload, AudioChunk) and len(payload.samples):
             if self._audio and self._audio[0].sample_rate != payload.sample_rate:
                 raise StageError(f"stage {chunk.stage!r} changed its sample rate within a request")
@@ -125,7 +132,7 @@ class OutputAssembler:
             audio = AudioOutput(whole.samples, whole.sample_rate)
         usage.audio_seconds = audio.seconds if audio is not None else 0.0
         output = OmniRequestOutput(self._request_id, self._answers, audio, reason, error, usage, trace)
-        output.arrays = self._arrays
+        output.arrays, output.transcript = self._arrays, self._transcript
         if self._pictures or self._videos:
             self._add_pictures(output)
         return OutputChunk(self._request_id, self._main_modality, final=output)

@@ -14,6 +14,7 @@ from omnistage.core.types import (
     Modality,
     Progress,
     TokenLogprobs,
+    Transcript,
     VideoChunk,
 )
 
@@ -114,6 +115,8 @@ class OmniRequestOutput:
     videos: list[VideoOutput] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """By the name of its modality: `embedding` `[texts, dimensions]`, `scores` `[texts, classes]`."""
+    transcript: Transcript | None = None
+    """Of a model that transcribes: its last chunk, with all of the text."""
 
     @property
     def image(self) -> ImageOutput | None:

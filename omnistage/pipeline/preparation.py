@@ -22,7 +22,7 @@ from typing import TypeVar
 from omnistage.core.cancellation import Cancellation
 from omnistage.core.errors import DeadlineExceededError
 from omnistage.core.threads import DaemonThreads
-from omnistage.core.types import OmniTokensPrompt, TextBatch
+from omnistage.core.types import OmniTokensPrompt, SpeechPrompt, TextBatch
 from omnistage.media.context import current_owner
 from omnistage.pipeline.event_loop import call_soon
 
@@ -111,6 +111,8 @@ def lane_of(prompt: object, tools: object = ()) -> Lane:
         return Lane.LONG if any(map(_is_long, prompt.values())) else Lane.SHORT
     if isinstance(prompt, OmniTokensPrompt):
         return Lane.LONG if _is_long(prompt.prompt_token_ids) else Lane.SHORT
+    if isinstance(prompt, SpeechPrompt):
+        return Lane.MEDIA
     if isinstance(prompt, TextBatch):
         return Lane.LONG if sum(map(len, (*prompt.texts, *prompt.seconds))) > SHORT_CHARS else Lane.SHORT
     if not isinstance(prompt, list | tuple):

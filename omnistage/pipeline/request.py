@@ -36,6 +36,7 @@ from omnistage.core.types import (
     StageFeed,
     StagePayloadIn,
     TokenChunk,
+    Transcript,
     VideoChunk,
 )
 from omnistage.media.budget import MediaHold
@@ -255,6 +256,9 @@ class RequestRun:
                 if chunk.stage == self.lead and chunk.index == 0:
                     self.cached_tokens += payload.cached_tokens
                     self.prompt_tokens = payload.prompt_tokens or self.prompt_tokens
+            elif isinstance(payload, Transcript):
+                carries_output = bool(payload.token_ids or payload.text)
+                trace.tokens += len(payload.token_ids)
             elif isinstance(payload, Progress):
                 carries_output = False
                 trace.tokens = self.steps = payload.step

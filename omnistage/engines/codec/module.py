@@ -22,14 +22,16 @@ from omnistage.core.types import (
     ModuleInput,
     ModuleOutput,
     RequestInfo,
+    SpeechInput,
     StageChunk,
     StageFeed,
     StageInput,
+    Transcript,
 )
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.stage import BatchedStage
 
-ModulePayload = ModuleInput | ChatInput
+ModulePayload = ModuleInput | ChatInput | SpeechInput
 
 
 class Unfinished(Enum):
@@ -40,7 +42,17 @@ class Unfinished(Enum):
 
 UNFINISHED: Final = Unfinished.UNFINISHED
 """What `run` gives for a job that is not done yet: others have their turn, then it is run again."""
-JobResult = AudioChunk | ModuleOutput | Unfinished
+ModuleChunk = AudioChunk | ModuleOutput | Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What `run` gives for a job that is not done yet, and of which something is to be emitted already."""
+
+    chunk: ModuleChunk
+
+
+JobResult = ModuleChunk | Partial | Unfinished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +69,7 @@ class Job:
 class ModuleComponent(ABC):
     """A one-shot module behind a codec stage: every piece of input gives one chunk."""
 
-    input_type: type[ModuleInput] | type[ChatInput] = ModuleInput
+    input_type: type[ModuleInput] | type[ChatInput] | type[SpeechInput] = ModuleInput
     max_batch: int = 1
     """Most jobs that one `run` takes."""
     uses_torch: bool = False
@@ -283,9 +295,9 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
     def _emit(self, request_id: str, result: JobResult | OmniError) -> list[StageChunk]:
         if isinstance(result, OmniError):
             return [self._fail(request_id, result)]
-        if isinstance(result, Unfinished):
+        if isinstance(result, Unfinished | Partial):
             self._scheduler.resume(request_id)
-            return []
+            return [StageChunk(request_id, self.name, result.chunk)] if isinstance(result, Partial) else []
         self._pieces += 1
         if isinstance(result, AudioChunk):
             self._audio_seconds += len(result.samples) / result.sample_rate
@@ -321,5 +333,7 @@ def _check_result(result: JobResult) -> None:
             raise StageError(f"the module returned samples at {result.sample_rate} Hz")
         if not np.isfinite(result.samples).all():
             raise StageError("the module returned samples that are not finite")
-    elif not isinstance(result, ModuleOutput | Unfinished):
+    elif isinstance(result, Partial):
+        _check_result(result.chunk)
+    elif not isinstance(result, ModuleOutput | Transcript | Unfinished):
         raise StageError(f"the module returned a {type(result).__name__}; it must return AudioChunk or ModuleOutput")

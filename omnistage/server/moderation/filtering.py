@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from omnistage.core.params import DiffusionParams, StageParams
-from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, TextBatch, TokenLogprobs
+from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, SpeechPrompt, TextBatch, TokenLogprobs
 from omnistage.media.audio_output import AudioOutput
 from omnistage.media.context import inspect_media
 from omnistage.omni import AsyncOmni
@@ -82,6 +82,8 @@ def prompt_texts(prompt: Prompt, params: ParamsLike, options: RequestOptions) ->
         yield PromptText(prompt)
     elif isinstance(prompt, OmniTokensPrompt):
         raise ContentFilterError("tokens cannot be checked by the content filter; send text", param="prompt")
+    elif isinstance(prompt, SpeechPrompt):
+        yield PromptText(prompt.options.prompt)
     elif isinstance(prompt, TextBatch):
         for text in (*prompt.texts, *prompt.seconds):
             if not isinstance(text, str):

@@ -1,1 +1,1 @@
-"""`/v1/audio/speech` and `/v1/audio/transcriptions`."""
+"""`/v1/audio/speech`, `/v1/audio/transcriptions` and `/v1/audio/translations`."""

@@ -29,7 +29,7 @@ TIMED_OUT = "the timeout passed before the transcription was complete; allow mor
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
+class DirectTranscript:
     text: str
     seconds: float
     """Of the audio."""
@@ -37,7 +37,7 @@ class Transcript:
 
 async def transcribe(
     service: Service, holder: Holder, model: ServedModel, transcriber: Transcriber, data: bytes, timeout: float | None
-) -> Transcript:
+) -> DirectTranscript:
     """The text of an audio file. It counts as a request of the holder's while anything works on it.
 
     The content filter sees the audio, and its text twice: as input of the client's, and as output of the service's.
@@ -74,7 +74,7 @@ async def transcribe(
         except InvalidRequestError as error:
             error.param = "file"
             raise
-        transcript = Transcript(text, clip.seconds)
+        transcript = DirectTranscript(text, clip.seconds)
         return transcript if request_filter is None else await _filtered(request_filter, transcript)
 
 
@@ -87,11 +87,11 @@ def _limits(model: ServedModel) -> MediaLimits:
     return limits.model_copy(update={"max_audio_seconds": longest})
 
 
-async def _filtered(request_filter: RequestFilter, transcript: Transcript) -> Transcript:
+async def _filtered(request_filter: RequestFilter, transcript: DirectTranscript) -> DirectTranscript:
     verdict = await request_filter.check_prompt((PromptText(transcript.text, "user"),))
     if isinstance(verdict, Refuse | Redact):
         raise ContentFilterError("the content filter refuses what is said in it; send another", param="file")
     verdict = await request_filter.check_output(AnswerText(held=transcript.text, ended=True))
     if isinstance(verdict, Refuse):
         raise AnswerFilteredError("the content filter ended this transcription")
-    return Transcript(verdict.text, transcript.seconds) if isinstance(verdict, Redact) else transcript
+    return DirectTranscript(verdict.text, transcript.seconds) if isinstance(verdict, Redact) else transcript

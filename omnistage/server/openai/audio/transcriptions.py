@@ -1,9 +1,9 @@
-"""`/v1/audio/transcriptions`: a chat model with audio input transcribes, or the audio input itself can."""
+"""`/v1/audio/transcriptions` and `/translations`: by speech recognition, or a chat model with audio input."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NotRequired
 
 from fastapi import Form, Request, Response, UploadFile
@@ -18,34 +18,38 @@ from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
     OmniError,
+    StageError,
     UnsupportedModalityError,
 )
-from omnistage.core.family import Transcriber
+from omnistage.core.family import SpeechRecognizer, Transcriber
 from omnistage.core.params import SamplingParams
-from omnistage.core.types import FinishReason
+from omnistage.core.types import FinishReason, SpeechPrompt, Transcript, TranscriptionOptions
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import decode_for
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.preparation import Lane, prepare
+from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.audio.capabilities import require_audio_input
-from omnistage.server.openai.audio.transcriber import TIMED_OUT, Transcript, transcribe
+from omnistage.server.openai.audio.subtitles import as_srt, as_vtt
+from omnistage.server.openai.audio.transcriber import TIMED_OUT, DirectTranscript, transcribe
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.request_models import Finite
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import events_of, final_of, writes
+from omnistage.server.openai.running import events_of, final_of, final_output, writes
+from omnistage.server.service import ServedModel, Service
 
 router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
 _MAX_TOKENS = 1_000_000
 """The largest value: a transcription is as long as the speech, so that the model's context is its limit."""
-_TIMED = ("srt", "vtt", "diarized_json")
+_TIMED = ("srt", "vtt")
 _ENGLISH = ("en", "english")
 _NO_SPEAKERS = "speakers are not distinguished; leave it out"
 Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
@@ -60,7 +64,7 @@ class TranscriptionForm(WireModel):
     languages: list[Language] = Field(default=[], alias="languages[]", max_length=32)
     prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
     keywords: list[str] = Field(default=[], alias="keywords[]", max_length=128)
-    response_format: Literal["json", "text", "verbose_json"] = "json"
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: Finite = Field(default=0.0, ge=0, le=2)
     stream: bool = False
     # OpenAI's, refused with a reason
@@ -74,17 +78,17 @@ class TranscriptionForm(WireModel):
     known_speaker_references: Annotated[list[str], only([], why=_NO_SPEAKERS)] = Field(
         default=[], alias="known_speaker_references[]"
     )
-    timestamp_granularities: Annotated[list[str], only([], why="timestamps are not supported; leave it out")] = Field(
-        default=[], alias="timestamp_granularities[]"
-    )
+    timestamp_granularities: Annotated[
+        list[str], only([], ["segment"], why="timestamps are not supported for words; ask for segments")
+    ] = Field(default=[], alias="timestamp_granularities[]")
     # Ours
     timeout: Finite | None = None
 
     @field_validator("response_format", mode="before")
     @classmethod
-    def _without_times(cls, value: object) -> object:
-        if value in _TIMED:
-            raise ValueError(f"{value} needs timestamps or speakers, which are not supported; use json or text")
+    def _without_speakers(cls, value: object) -> object:
+        if value == "diarized_json":
+            raise ValueError("diarized_json needs timestamps and speakers, which are not told apart; use verbose_json")
         return value
 
     @field_validator("keywords")
@@ -107,6 +111,32 @@ class TranscriptionForm(WireModel):
             parts.append(f"Context that may help with names and spelling: {self.prompt}")
         return " ".join(parts)
 
+    def reject_timestamps(self) -> None:
+        """Raise for options that only speech recognition with timestamps has."""
+        if self.response_format in _TIMED:
+            raise InvalidRequestError(
+                f"{self.response_format} needs timestamps, which this model does not give; use json or text",
+                param="response_format",
+            )
+        if self.timestamp_granularities:
+            raise InvalidRequestError(
+                "timestamps are not supported by this model; leave it out", param="timestamp_granularities"
+            )
+
+    def options(self) -> TranscriptionOptions:
+        """What speech recognition is asked for. Raises for what only a chat model understands."""
+        if self.languages or self.keywords:
+            name = "languages" if self.languages else "keywords"
+            raise InvalidRequestError(f"`{name}` is not supported by this model; leave it out", param=name)
+        if self.temperature:
+            raise InvalidRequestError("`temperature` must be 0 with this model; leave it out", param="temperature")
+        timed = self.response_format in (*_TIMED, "verbose_json") or bool(self.timestamp_granularities)
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise InvalidRequestError(
+                "needs response_format verbose_json; ask for that, or leave it out", param="timestamp_granularities"
+            )
+        return TranscriptionOptions(self.language, False, self.prompt or "", timed, self.stream)
+
     def reject_unsupported_options(self) -> None:
         """Raise for options that only a chat model understands."""
         languages = [language for language in (self.language, *self.languages) if language]
@@ -115,6 +145,18 @@ class TranscriptionForm(WireModel):
         for name in ("prompt", "keywords", "temperature"):
             if getattr(self, name):
                 raise InvalidRequestError(f"`{name}` is not supported by this model; leave it out", param=name)
+
+
+class TranslationForm(WireModel):
+    """`POST /v1/audio/translations`."""
+
+    file: UploadFile = Field(description="An audio file, or a video with audio.")
+    model: str
+    prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
+    temperature: Annotated[Finite, only(0, why="`temperature` must be 0; leave it out")] = 0.0
+    # Ours
+    timeout: Finite | None = None
 
 
 class TokensUsed(TokenCounts):
@@ -126,15 +168,26 @@ class SecondsUsed(TypedDict):
     seconds: float
 
 
+class Segment(TypedDict):
+    """Times are seconds from the beginning of the audio."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+
+
 class Transcription(TypedDict):
     """`duration`, `language`, `segments` and `task` come with `verbose_json`."""
 
     text: str
     usage: TokensUsed | SecondsUsed
-    task: NotRequired[Literal["transcribe"]]
+    task: NotRequired[Literal["transcribe", "translate"]]
     language: NotRequired[str]
     duration: NotRequired[float]
-    segments: NotRequired[list[object]]
+    segments: NotRequired[list[Segment]]
 
 
 class TranscriptionEvent(TypedDict):
@@ -149,12 +202,12 @@ class TranscriptionEvent(TypedDict):
 @router.post(
     "/v1/audio/transcriptions",
     response_model=None,
-    responses=response_docs(Transcription, events=TranscriptionEvent, files=("text/plain",)),
+    responses=response_docs(Transcription, events=TranscriptionEvent, files=("text/plain", "text/vtt")),
 )
 async def transcriptions(
     form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")], request: Request
 ) -> Response:
-    """Transcribe audio. There are no timestamps."""
+    """Transcribe audio; with timestamps where the model gives them."""
     service = service_of(request)
     holder = caller(request)
     served = service.model(form.model)
@@ -163,6 +216,9 @@ async def transcriptions(
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send an audio file", param="file")
+    if isinstance(processor, SpeechRecognizer):
+        return await recognized(form, form.options(), service, holder, served, data)
+    form.reject_timestamps()
     if isinstance(processor, Transcriber):
         form.reject_unsupported_options()
         return await _transcribed(form, await transcribe(service, holder, served, processor, data, form.timeout))
@@ -193,7 +249,93 @@ async def transcriptions(
     return _whole(form, final.text.strip(), _usage(final.usage), form.language or "", seconds)
 
 
-async def _transcribed(form: TranscriptionForm, transcript: Transcript) -> Response:
+@router.post(
+    "/v1/audio/translations",
+    response_model=None,
+    responses=response_docs(Transcription, files=("text/plain", "text/vtt")),
+)
+async def translations(
+    form: Annotated[TranslationForm, Form(media_type="multipart/form-data")], request: Request
+) -> Response:
+    """Transcribe audio in English, whatever its language."""
+    service, holder = service_of(request), caller(request)
+    served = service.model(form.model)
+    if not isinstance(served.omni.processor, SpeechRecognizer):
+        raise UnsupportedModalityError("this model does not translate speech; use one that does", param="model")
+    data = await form.file.read()
+    if not data:
+        raise InvalidRequestError("is empty; send an audio file", param="file")
+    timed = form.response_format in (*_TIMED, "verbose_json")
+    options = TranscriptionOptions(translate=True, prompt=form.prompt or "", timestamps=timed)
+    return await recognized(form, options, service, holder, served, data)
+
+
+async def recognized(
+    form: TranscriptionForm | TranslationForm,
+    options: TranscriptionOptions,
+    service: Service,
+    holder: Holder,
+    model: ServedModel,
+    data: bytes,
+) -> Response:
+    """By a model whose stage transcribes."""
+    processor = model.omni.processor
+    timed = isinstance(processor, SpeechRecognizer) and processor.has_timestamps
+    if form.response_format == "verbose_json" and not timed:
+        options = replace(options, timestamps=False)  # the text and its duration, without segments
+    running = service.run_request(
+        holder,
+        model,
+        SpeechPrompt(data, options),
+        None,
+        RequestOptions(["text"], None, 0, form.timeout),
+        rename={"audio": "file"},
+    )
+    if options.stream:
+        return await stream_response(events_of(running, lambda _: writes(TranscriptEvents().write)))
+    final = await final_output(running)
+    if (failure := _failure(final)) is not None:
+        raise failure
+    transcript, text = final.transcript, final.text.strip()
+    if transcript is None:
+        raise StageError("the stage ended without a transcript")
+    if text != transcript.whole:  # a content filter has changed it
+        if form.response_format in _TIMED:
+            raise ContentFilterError("the content filter changed this transcription; ask for json or text")
+        transcript = replace(transcript, whole=text, segments=())
+    return _written(form, transcript, _usage(final.usage), translated=options.translate)
+
+
+def _written(
+    form: TranscriptionForm | TranslationForm, transcript: Transcript, usage: TokensUsed, *, translated: bool
+) -> Response:
+    text = transcript.whole or ""
+    if form.response_format == "text":
+        return PlainTextResponse(f"{text}\n")
+    if form.response_format == "srt":
+        return PlainTextResponse(as_srt(transcript.segments))
+    if form.response_format == "vtt":
+        return PlainTextResponse(as_vtt(transcript.segments), media_type="text/vtt")
+    body: Transcription = {"text": text, "usage": usage}
+    if form.response_format == "verbose_json":
+        segments: list[Segment] = [
+            {
+                "id": place,
+                "start": one.start,
+                "end": one.end,
+                "text": one.text,
+                "tokens": list(one.token_ids),
+                "temperature": 0.0,
+            }
+            for place, one in enumerate(transcript.segments)
+        ]
+        task: Literal["transcribe", "translate"] = "translate" if translated else "transcribe"
+        language = "english" if translated else transcript.language
+        body |= {"task": task, "language": language, "duration": transcript.seconds, "segments": segments}
+    return JSONResponse(body)
+
+
+async def _transcribed(form: TranscriptionForm, transcript: DirectTranscript) -> Response:
     """The text comes at once, and is counted in seconds, for which OpenAI's events have no field."""
     if not form.stream:
         usage: SecondsUsed = {"type": "duration", "seconds": transcript.seconds}

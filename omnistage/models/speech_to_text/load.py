@@ -1,0 +1,27 @@
+"""Which recognizer runs a checkpoint."""
+
+from __future__ import annotations
+
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.core.family import LoadContext
+from omnistage.engines.codec.module import ModuleComponent
+from omnistage.hf import transformers
+from omnistage.models.loading import Checkpoint, load_model, read_auto_config, read_generation_config
+from omnistage.models.speech_to_text.recognizer import CTCRecognizer, SequenceRecognizer, WhisperRecognizer
+
+
+def load_recognizer(context: LoadContext) -> ModuleComponent:
+    folder = context.model.folder
+    config = read_auto_config(folder)
+    names = config.architectures or []
+    cls = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+    if cls is None:
+        raise UnsupportedModelError(f"transformers {transformers.__version__} has none of {', '.join(names)}")
+    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = load_model(cls, config, Checkpoint(folder).tensors(), context.device, context.dtype, attention=None)
+    if (settings := read_generation_config(folder)) is not None:
+        model.generation_config = settings
+    if config.model_type == "whisper":
+        return WhisperRecognizer(model, processor, context.device)
+    generates = callable(getattr(model, "generate", None))
+    return (SequenceRecognizer if generates else CTCRecognizer)(model, processor, context.device)

@@ -1,0 +1,114 @@
+"""Clips and options for models that transcribe. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.core.checkpoint import read_json
+from omnistage.core.errors import CheckpointError, InvalidRequestError, MediaError, UnsupportedModalityError
+from omnistage.core.messages import AudioPart, ChatMessage
+from omnistage.core.types import Modality, OmniTokensPrompt, SpeechInput, TranscriptionOptions
+from omnistage.hf import transformers
+from omnistage.models.loading import read_auto_config, read_generation_config
+
+if TYPE_CHECKING:
+    from omnistage.core.clips import AudioClip
+
+SAMPLE_RATE = 16_000
+_MAX_SECONDS, _MAX_WHISPER_SECONDS = 120.0, 7200.0
+"""Of a clip: models that read it as a whole take memory with the square of its length."""
+_MIN_SECONDS = 0.02
+_USE = "this model transcribes audio; send one clip to /v1/audio/transcriptions"
+
+
+class RecognizerProcessor:
+    """Options that a checkpoint does not have are refused by name."""
+
+    input_modalities = frozenset({Modality.AUDIO})
+    audio_sample_rate = SAMPLE_RATE
+
+    def __init__(self, *, whisper: bool, languages: Mapping[str, str], multilingual: bool) -> None:
+        self._whisper = whisper
+        self._languages = languages
+        self._multilingual = multilingual
+
+    @classmethod
+    def load(cls, folder: Path) -> RecognizerProcessor:
+        config = read_auto_config(folder)
+        check_rate(folder)
+        if config.model_type != "whisper":
+            return cls(whisper=False, languages={}, multilingual=False)
+        settings = read_generation_config(folder)
+        tokens = getattr(settings, "lang_to_id", None) or {}
+        names = transformers.models.whisper.tokenization_whisper.LANGUAGES
+        codes = [str(token).strip("<|>") for token in tokens]
+        languages = {code: code for code in codes} | {names[code]: code for code in codes if code in names}
+        return cls(whisper=True, languages=languages, multilingual=bool(getattr(settings, "is_multilingual", tokens)))
+
+    @property
+    def has_timestamps(self) -> bool:
+        return self._whisper
+
+    def clip_seconds(self) -> tuple[float, float]:
+        return _MIN_SECONDS, _MAX_WHISPER_SECONDS if self._whisper else _MAX_SECONDS
+
+    def recognize(self, clip: AudioClip, options: TranscriptionOptions) -> SpeechInput:
+        if clip.seconds < _MIN_SECONDS:
+            raise MediaError(f"has {clip.seconds:.3f} s, and at least {_MIN_SECONDS} s are needed", param="audio")
+        language = options.language
+        if language is not None:
+            language = self._language(language)
+        if options.translate and not (self._whisper and self._multilingual):
+            raise InvalidRequestError("this model does not translate; use /v1/audio/transcriptions", param="model")
+        if options.timestamps and not self._whisper:
+            raise InvalidRequestError(
+                "timestamps are not supported by this model; use json or text", param="response_format"
+            )
+        if options.prompt and not self._whisper:
+            raise InvalidRequestError("`prompt` is not supported by this model; leave it out", param="prompt")
+        fields = (options.translate, options.prompt, options.timestamps, options.stream)
+        return SpeechInput(clip.samples, TranscriptionOptions(language, *fields))
+
+    def _language(self, name: str) -> str:
+        if not self._whisper or not self._multilingual:
+            raise InvalidRequestError(
+                "this model has one language, which cannot be chosen; leave `language` out", param="language"
+            )
+        code = self._languages.get(name.lower())
+        if code is None:
+            known = ", ".join(sorted(set(self._languages.values())))
+            raise InvalidRequestError(f"{name} is none of this model's languages: {known}", param="language")
+        return code
+
+    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> SpeechInput:
+        parts = [part for message in messages for part in message.parts]
+        if tools or len(parts) != 1 or not isinstance(parts[0], AudioPart):
+            raise UnsupportedModalityError(_USE, param="messages")
+        return self.recognize(parts[0].clip, TranscriptionOptions())
+
+    def text(self, prompt: str) -> SpeechInput:
+        del prompt
+        raise UnsupportedModalityError(_USE, param="prompt")
+
+    def tokens(self, prompt: OmniTokensPrompt) -> SpeechInput:
+        del prompt
+        raise UnsupportedModalityError(_USE, param="prompt")
+
+    def voices(self) -> Sequence[str]:
+        return ()
+
+
+def check_rate(folder: Path) -> None:
+    """Raise for a checkpoint without a feature extractor, or with one for another rate."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        settings = read_json(path) if path.is_file() else {}
+        inner = settings.get("feature_extractor")
+        rate = inner.get("sampling_rate") if isinstance(inner, dict) else settings.get("sampling_rate")
+        if rate is not None and rate != SAMPLE_RATE:
+            raise CheckpointError(f"{name} asks for {rate} Hz; models that hear {SAMPLE_RATE} Hz are served")
+        if settings:
+            return
+    raise CheckpointError(f"{folder} has neither preprocessor_config.json nor processor_config.json; fetch it again")

@@ -1,0 +1,321 @@
+"""Clips of all requests through transformers' own `generate`, in slices between which other requests have theirs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnistage.core.errors import InternalError
+from omnistage.core.types import SpeechInput, Transcript, TranscriptionOptions, TranscriptSegment
+from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
+from omnistage.hf import transformers
+from omnistage.models.speech_to_text.paused import PausedCall
+from omnistage.models.speech_to_text.processor import SAMPLE_RATE
+
+_SLICE_TOKENS = 8
+"""Generated in a row before others have their turn."""
+_MAX_CALLS = 4
+"""Batches under way at once; clips that come meanwhile begin together."""
+_INCOMPLETE = "\ufffd"
+
+
+def clip_of(job: Job) -> SpeechInput:
+    if not isinstance(job.payload, SpeechInput):
+        raise InternalError(f"a recognizer takes a SpeechInput, not a {type(job.payload).__name__}")
+    return job.payload
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Clips that are transcribed together."""
+
+    request_ids: tuple[str, ...]
+    call: PausedCall[list[Transcript]]
+    wanted: set[str]
+    """Those of them whose requests have not ended."""
+    live: _LiveText = field(default_factory=lambda: _LiveText())
+    """Of a clip that streams, which is always alone."""
+
+
+@dataclass(slots=True)
+class _LiveText:
+    token_ids: tuple[int, ...] = ()
+    """Generated since the last slice."""
+    text: str = ""
+    """All that is complete."""
+    sent: str = ""
+
+
+class Recognizer(ModuleComponent):
+    """A model behind its `generate`. A batch holds clips that can share one; streamed clips are alone in theirs."""
+
+    input_type = SpeechInput
+    uses_torch = True
+    max_batch = 16
+
+    def __init__(self, model: Any, processor: Any, device: torch.device) -> None:
+        self.model = model
+        self.processor = processor
+        self.device = device
+        self._batches: dict[str, _Batch] = {}
+        """By request; several have the same one."""
+
+    @abstractmethod
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+        """All of it, with `hooks` for the model's `generate`."""
+
+    def group(self, job: Job) -> Hashable:
+        clip = clip_of(job)
+        alone = job.info.request_id if clip.options.stream else None
+        return clip.options, self.shape(clip.samples), alone
+
+    def shape(self, samples: np.ndarray) -> Hashable:
+        """Clips share a batch only where this is equal: by default those of one length."""
+        return len(samples)
+
+    def run(self, jobs: Sequence[Job]) -> list[JobResult]:
+        new = [job for job in jobs if job.info.request_id not in self._batches]
+        if new and len({id(batch) for batch in self._batches.values()}) < _MAX_CALLS:
+            self._begin(new)
+        ids = [job.info.request_id for job in jobs]
+        batches = {id(batch): batch for name in ids if (batch := self._batches.get(name)) is not None}
+        for batch in batches.values():
+            try:
+                batch.call.advance()
+            except BaseException:  # each of its clips may begin anew, alone
+                for name in batch.request_ids:
+                    self._batches.pop(name, None)
+                raise
+        return [self._result(name) for name in ids]
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        clips, options = [clip_of(job) for job in jobs], clip_of(jobs[0]).options
+        live = _LiveText()
+
+        def call(paused: PausedCall[list[Transcript]]) -> list[Transcript]:
+            watch = _Watch(paused, self._shown(live) if options.stream else None)
+            hooks = {"stopping_criteria": transformers.StoppingCriteriaList([watch])}
+            with torch.inference_mode():
+                return self.transcribe([clip.samples for clip in clips], options, **hooks)
+
+        ids = tuple(job.info.request_id for job in jobs)
+        batch = _Batch(ids, PausedCall(call, "recognize"), set(ids), live)
+        self._batches |= dict.fromkeys(ids, batch)
+
+    def _shown(self, live: _LiveText) -> Callable[[list[int]], None]:
+        """Takes the tokens of a sequence as it grows, and keeps what is complete of the text."""
+        before: list[int] = []
+        window: list[int] = []
+        complete: list[int] = []
+
+        def show(row: list[int]) -> None:
+            if not before or len(row) <= len(before) or row[: len(before)] != before:
+                complete.extend(self.kept(window, ended=True))
+                before[:], window[:] = row[:-1], []  # the first token behind a prompt: another window has begun
+            window.extend(row[len(before) :])
+            live.token_ids += tuple(row[len(before) :])
+            before[:] = row
+            text = self.decode([*complete, *self.kept(window, ended=False)])
+            live.text = text if not text.endswith(_INCOMPLETE) else live.text
+
+        return show
+
+    def kept(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
+        """Of the tokens of a window, those that will be part of the text; all of them where the clip is one window."""
+        del ended
+        return window
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.processor.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _result(self, request_id: str) -> JobResult:
+        batch = self._batches.get(request_id)
+        if batch is None:
+            return UNFINISHED
+        live = batch.live
+        if not batch.call.done:
+            delta, ids = live.text.removeprefix(live.sent), live.token_ids
+            if not delta or not live.text.startswith(live.sent):
+                return UNFINISHED
+            live.sent, live.token_ids = live.text, ()
+            return Partial(Transcript(delta, ids))
+        del self._batches[request_id]
+        whole = batch.call.result[batch.request_ids.index(request_id)]
+        rest = (whole.whole or "").strip()
+        sent = live.sent.lstrip()
+        new = rest.removeprefix(sent) if rest.startswith(sent) else ""
+        tokens = live.token_ids if live.sent else whole.token_ids
+        return replace(whole, text=new, token_ids=tokens, whole=rest)
+
+    def forget(self, request_id: str) -> None:
+        batch = self._batches.pop(request_id, None)
+        if batch is None:
+            return
+        batch.wanted.discard(request_id)
+        if not batch.wanted:
+            batch.call.cancel()
+
+    def close(self) -> None:
+        for request_id in tuple(self._batches):
+            self.forget(request_id)
+
+
+class _Watch:
+    """A stopping criterion, called by `generate` after each token: pauses it now and then, and stops nothing."""
+
+    def __init__(self, paused: PausedCall[Any], show: Callable[[list[int]], None] | None) -> None:
+        self._paused = paused
+        self._show = show
+        self._count = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
+        del scores, options
+        if self._show is not None:
+            self._show(input_ids[0].tolist())
+        self._count += 1
+        if self._count % _SLICE_TOKENS == 0:
+            self._paused.pause()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+# ------------------------------------------------------------------------------------------------- the kinds
+
+
+class WhisperRecognizer(Recognizer):
+    """Clips of up to 30 seconds in one batch, longer ones, window by window, in another."""
+
+    def shape(self, samples: np.ndarray) -> Hashable:
+        return self.in_windows(samples)
+
+    def in_windows(self, samples: np.ndarray) -> bool:
+        return len(samples) > int(self.processor.feature_extractor.n_samples)
+
+    def kept(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
+        """Up to its last two timestamps in a row, from which the next window begins; all where there are none.
+
+        A window that ends with a single timestamp is complete.
+        """
+        ends = (self.model.generation_config.eos_token_id, self.model.generation_config.pad_token_id)
+        tokens = [token for token in window if token not in ends]
+        first = self.model.generation_config.no_timestamps_token_id + 1
+        times = [token >= first for token in tokens]
+        pairs = [place for place in range(1, len(times)) if times[place - 1] and times[place]]
+        if not pairs or (ended and times[-2:] == [False, True]):
+            return tokens
+        return tokens[: pairs[-1]]
+
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+        features, mask = self._features(clips)
+        settings: dict[str, Any] = dict(hooks)
+        languages = [options.language or ""] * len(clips)
+        config = self.model.generation_config
+        if getattr(config, "is_multilingual", False):
+            if options.language is None:  # as `generate` does it; done here, it is known
+                tokens = self.model.detect_language(features[..., : self._window])
+                languages = [name.strip("<|>") for name in self.processor.tokenizer.convert_ids_to_tokens(tokens)]
+            settings |= {"language": languages, "task": "translate" if options.translate else "transcribe"}
+        if options.prompt:
+            prompt = self.processor.get_prompt_ids(options.prompt, return_tensors="pt")
+            settings["prompt_ids"] = prompt.to(self.device)
+        if self.in_windows(clips[0]) or options.timestamps:
+            settings["return_timestamps"] = True
+        if self.in_windows(clips[0]):
+            settings["attention_mask"] = mask
+        output = self.model.generate(features, return_segments=True, **settings)
+        return [
+            self._transcript(samples, ids, segments, language)
+            for samples, ids, segments, language in zip(
+                clips, output["sequences"], output["segments"], languages, strict=True
+            )
+        ]
+
+    @property
+    def _window(self) -> int:
+        encoder = self.model.model.encoder
+        frames: int = encoder.conv1.stride[0] * encoder.conv2.stride[0] * self.model.config.max_source_positions
+        return frames
+
+    def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
+        options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
+        if self.in_windows(clips[0]):
+            options |= {"truncation": False, "padding": "longest"}
+        rows = [self.processor.feature_extractor(clip, **options).input_features[0] for clip in clips]
+        longest = max(row.shape[-1] for row in rows)
+        features = torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for place, row in enumerate(rows):
+            mask[place, : row.shape[-1]] = 1
+        return features.to(self.device, self.model.dtype), mask.to(self.device)
+
+    def _transcript(self, samples: np.ndarray, ids: torch.Tensor, segments: Any, language: str) -> Transcript:
+        tokens = tuple(int(token) for segment in segments for token in segment["tokens"])
+        parts = tuple(
+            TranscriptSegment(
+                round(float(segment["start"]), 2),
+                round(float(segment["end"]), 2),
+                self.decode(segment["tokens"].tolist()),
+                tuple(segment["tokens"].tolist()),
+            )
+            for segment in segments
+        )
+        seconds = len(samples) / SAMPLE_RATE
+        return Transcript(
+            token_ids=tokens, whole=self.decode(ids.tolist()), language=language, segments=parts, seconds=seconds
+        )
+
+
+class SequenceRecognizer(Recognizer):
+    """Any other model with `generate`: encoder-decoders and transducers."""
+
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        if isinstance(self.model, transformers.GenerationMixin):
+            inputs |= hooks
+        output = self.model.generate(**inputs)
+        rows = getattr(output, "sequences", output)
+        return [self._transcript(clip, row) for clip, row in zip(clips, rows, strict=True)]
+
+    def _transcript(self, clip: np.ndarray, row: torch.Tensor) -> Transcript:
+        ids, text = row.tolist(), self.processor.batch_decode(row[None], skip_special_tokens=True)[0]
+        return Transcript(token_ids=tuple(ids), whole=text, seconds=len(clip) / SAMPLE_RATE)
+
+
+class CTCRecognizer(ModuleComponent):
+    """The likeliest class of each frame, collapsed by the tokenizer."""
+
+    input_type = SpeechInput
+    uses_torch = True
+    max_batch = 16
+
+    def __init__(self, model: Any, processor: Any, device: torch.device) -> None:
+        self.model = model
+        self.processor = processor
+        self.device = device
+
+    def group(self, job: Job) -> Hashable:
+        return len(clip_of(job).samples)  # many of these models look past their mask: nothing is padded
+
+    @torch.inference_mode()
+    def run(self, jobs: Sequence[Job]) -> list[JobResult]:
+        clips = [clip_of(job).samples for job in jobs]
+        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        ids = self.model(**inputs).logits.argmax(dim=-1)
+        texts = self.processor.batch_decode(ids)
+        seconds = len(clips[0]) / SAMPLE_RATE
+        return [Transcript(text.strip(), whole=text.strip(), seconds=seconds) for text in texts]
+
+
+def extract(processor: Any, clips: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The features of clips of one length, as the checkpoint's own extractor makes them."""
+    features = processor.feature_extractor(list(clips), sampling_rate=SAMPLE_RATE, return_tensors="pt")
+    return {
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        for name, value in features.items()
+    }

@@ -1,0 +1,193 @@
+"""Speech recognition equals transformers' `generate`, one clip at a time, on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.core.clips import AudioClip
+from omnistage.core.errors import OmniError
+from omnistage.core.types import SpeechPrompt, TranscriptionOptions
+from omnistage.hf import transformers
+from omnistage.models.speech_to_text.tiny import WINDOW_SECONDS
+from omnistage.omni import AsyncOmni, Omni
+from tests.parity.conftest import Checkpoints
+
+RATE = 16_000
+SHORT, LONG = (0.4, 1.0, 2.5, 3.9, 1.7), (9.3, 5.1, 13.0)
+Options = TranscriptionOptions
+
+
+def sound(seconds: float) -> AudioClip:
+    """Noise whose loudness and pitch change, so that clips differ."""
+    rng = np.random.default_rng(round(seconds * 1000))
+    times = np.arange(round(seconds * RATE)) / RATE
+    tone = np.sin(2 * np.pi * times * (200 + 900 * rng.random()) * (1 + times))
+    return AudioClip((tone * 0.5 + rng.standard_normal(len(times)) * 0.2 * rng.random()).astype(np.float32), RATE)
+
+
+@pytest.fixture(scope="module")
+def whisper(checkpoint_of: Checkpoints) -> Iterator[Omni]:
+    with Omni(checkpoint_of("speech_to_text", "whisper"), progress=False) as omni:
+        yield omni
+        omni.orchestrator.check_idle()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint_of: Checkpoints) -> tuple[Any, Any]:
+    folder = checkpoint_of("speech_to_text", "whisper")
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    return transformers.AutoProcessor.from_pretrained(folder), model
+
+
+def generate(reference: tuple[Any, Any], clip: AudioClip, **settings: Any) -> tuple[str, list[Any]]:
+    """As transformers' documentation has it."""
+    processor, model = reference
+    options: dict[str, Any] = {}
+    if clip.seconds > WINDOW_SECONDS:
+        options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+        settings["return_timestamps"] = True
+    features = processor.feature_extractor(clip.samples, sampling_rate=RATE, return_tensors="pt", **options)
+    if clip.seconds > WINDOW_SECONDS:
+        settings["attention_mask"] = features.attention_mask
+    settings.setdefault("task", "transcribe")
+    output = model.generate(features.input_features, return_segments=True, **settings)
+    text = processor.tokenizer.decode(output["sequences"][0], skip_special_tokens=True)
+    return text.strip(), output["segments"][0]
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG, (*SHORT, *LONG)], ids=["short", "long", "both"])
+def test_clips_at_once_have_the_text_and_the_times_of_each_alone_in_transformers(
+    whisper: Omni, reference: tuple[Any, Any], lengths: tuple[float, ...]
+) -> None:
+    clips = [sound(seconds) for seconds in lengths]
+    outputs = whisper.generate([SpeechPrompt(clip, Options(timestamps=True)) for clip in clips], progress=False)
+    texts = []
+    for clip, output in zip(clips, outputs, strict=True):
+        text, segments = generate(reference, clip, return_timestamps=True)
+        assert output.transcript is not None
+        assert output.text == output.transcript.whole == text
+        found = [(one.start, one.end, one.token_ids) for one in output.transcript.segments]
+        expected = [
+            (round(float(one["start"]), 2), round(float(one["end"]), 2), tuple(one["tokens"].tolist()))
+            for one in segments
+        ]
+        assert found == expected
+        assert output.transcript.seconds == pytest.approx(clip.seconds)
+        texts.append(text)
+    assert len(set(texts)) > 1  # or all of this would compare nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (Options(), {}),
+        (Options(language="de"), {"language": "de"}),
+        (Options(language="German"), {"language": "de"}),
+        (Options(translate=True), {"task": "translate"}),
+    ],
+)
+def test_languages_and_translation_are_those_of_generate(
+    whisper: Omni, reference: tuple[Any, Any], options: Options, settings: dict[str, Any]
+) -> None:
+    output = whisper.generate(SpeechPrompt(sound(2.0), options))[0]
+    assert output.text == generate(reference, sound(2.0), **settings)[0]
+    assert output.transcript is not None
+    assert output.transcript.language == "de" if options.language else output.transcript.language in ("en", "de", "fr")
+
+
+def test_a_prompt_changes_the_text_as_in_generate(whisper: Omni, reference: tuple[Any, Any]) -> None:
+    ids = reference[0].get_prompt_ids("river birds", return_tensors="pt")
+    output = whisper.generate(SpeechPrompt(sound(2.0), Options(prompt="river birds")))[0]
+    assert output.text == generate(reference, sound(2.0), prompt_ids=ids)[0]
+    assert output.text != generate(reference, sound(2.0))[0]
+
+
+@pytest.mark.parametrize("seconds", [3.0, 13.0])
+def test_streamed_pieces_make_up_the_whole_text(checkpoint_of: Checkpoints, seconds: float) -> None:
+    import asyncio
+
+    async def run() -> tuple[list[str], str]:
+        async with AsyncOmni(checkpoint_of("speech_to_text", "whisper"), progress=False) as omni:
+            prompt = SpeechPrompt(sound(seconds), Options(stream=True))
+            items = [item async for item in omni.generate(prompt)]
+            final = items[-1].final
+            assert final is not None
+            assert final.transcript is not None
+            return [item.text for item in items if item.text], final.transcript.whole or ""
+
+    pieces, whole = asyncio.run(run())
+    assert len(pieces) > 1
+    assert "".join(pieces).strip() == whole
+
+
+def test_an_aborted_clip_leaves_the_others_and_nothing_behind(checkpoint_of: Checkpoints) -> None:
+    import asyncio
+
+    async def run() -> str:
+        async with AsyncOmni(checkpoint_of("speech_to_text", "whisper"), progress=False) as omni:
+            leaving = omni.generate(SpeechPrompt(sound(13.0), Options(stream=True)))
+            staying = asyncio.ensure_future(anext(omni.generate(SpeechPrompt(sound(2.0)))))
+            await anext(leaving)
+            await leaving.aclose()
+            text = (await staying).text
+            stage: Any = omni.orchestrator.stages["recognize"]
+            while stage.component._batches:
+                await asyncio.sleep(0)
+            return text
+
+    assert asyncio.run(run())
+
+
+def test_ctc_clips_have_the_text_of_each_alone_in_transformers(checkpoint_of: Checkpoints) -> None:
+    folder = checkpoint_of("speech_to_text", "wav2vec2")
+    clips = [sound(seconds) for seconds in (1.0, 2.5, 1.0)]
+    with Omni(folder, progress=False) as omni:
+        texts = [output.text for output in omni.generate([SpeechPrompt(clip) for clip in clips], progress=False)]
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    model = transformers.Wav2Vec2ForCTC.from_pretrained(folder).eval()
+    for clip, text in zip(clips, texts, strict=True):
+        inputs = processor(clip.samples, sampling_rate=RATE, return_tensors="pt")
+        with torch.inference_mode():
+            ids = model(**inputs).logits.argmax(dim=-1)
+        assert text == processor.batch_decode(ids)[0].strip()
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "words"),
+    [
+        ("whisper", Options(language="xx"), "none of this model's languages: de, en, fr"),
+        ("wav2vec2", Options(language="en"), "one language"),
+        ("wav2vec2", Options(translate=True), "does not translate"),
+        ("wav2vec2", Options(timestamps=True), "timestamps are not supported"),
+        ("wav2vec2", Options(prompt="a"), "`prompt` is not supported"),
+    ],
+)
+def test_options_that_a_model_does_not_have_are_refused(
+    checkpoint_of: Checkpoints, variant: str, options: Options, words: str
+) -> None:
+    with (
+        Omni(checkpoint_of("speech_to_text", variant), progress=False) as omni,
+        pytest.raises(OmniError, match=words),
+    ):
+        omni.generate(SpeechPrompt(sound(1.0), options))
+
+
+def test_clips_that_are_too_long_or_too_short_are_refused(checkpoint_of: Checkpoints) -> None:
+    with Omni(checkpoint_of("speech_to_text", "wav2vec2"), progress=False) as omni:
+        for seconds in (0.01, 121.0):
+            with pytest.raises(OmniError):
+                omni.generate(SpeechPrompt(AudioClip(np.zeros(int(seconds * RATE), np.float32), RATE)))
+
+
+def test_a_conversation_of_one_clip_is_transcribed(whisper: Omni) -> None:
+    clip = sound(2.0)
+    message = {"role": "user", "content": [{"type": "audio", "audio": (clip.samples, RATE)}]}
+    assert whisper.chat([message]).text == whisper.generate(SpeechPrompt(clip))[0].text
+    with pytest.raises(OmniError, match="send one clip"):
+        whisper.chat([{"role": "user", "content": "Hello"}])
