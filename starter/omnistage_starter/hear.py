@@ -23,9 +23,9 @@ from omnistage.core.errors import (
 from omnistage.core.family import LoadContext
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart
 from omnistage.core.params import CodecParams
-from omnistage.core.types import ARInput, ChatInput, Modality, ModuleInput, ModuleOutput, RequestInfo
+from omnistage.core.types import ARInput, ChatInput, Modality, ModuleOutput, RequestInfo
 from omnistage.engines.byte_cache import ByteCache
-from omnistage.engines.codec.module import UNFINISHED, Job, ModuleComponent, Unfinished
+from omnistage.engines.codec.module import UNFINISHED, Job, ModuleComponent, ModulePayload, Unfinished
 from omnistage.media.hashing import content_key
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.loading import positive, read_auto_config
@@ -178,7 +178,7 @@ class ChatToPrompt(ModuleComponent):
         self._media = media
         self._running: dict[str, Generator[None, None, ModuleOutput]] = {}
 
-    def check(self, info: RequestInfo, params: CodecParams, payload: ModuleInput | ChatInput) -> None:
+    def check(self, info: RequestInfo, params: CodecParams, payload: ModulePayload) -> None:
         messages = _chat(payload).messages
         if (text := read_aloud_text(messages)) is not None:
             _check_read_aloud(info, text)
@@ -299,7 +299,7 @@ def media_threads() -> int:
     return min(os.cpu_count() or 1, _MAX_THREADS)
 
 
-def _chat(payload: ModuleInput | ChatInput) -> ChatInput:
+def _chat(payload: ModulePayload) -> ChatInput:
     if not isinstance(payload, ChatInput):
         raise InternalError(f"the hear stage takes a ChatInput, not a {type(payload).__name__}")
     return payload
