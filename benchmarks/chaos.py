@@ -58,6 +58,8 @@ class Chaos:
         """Seconds from a fault to the end of each request that it ended."""
         self.recoveries: list[float] = []
         """Seconds from a fault until all processes are up again."""
+        self.starts: list[float] = []
+        """Seconds of the restarts alone, from the moment at which a process is to be started again."""
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -99,9 +101,21 @@ class Chaos:
         else:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
 
+    def _time_starts(self) -> None:
+        replicas = self._omni._groups[0]._replicas
+        restart = replicas._restart
+
+        def timed(*args: object) -> None:
+            begin = time.monotonic()
+            restart(*args)  # type: ignore[arg-type]
+            self.starts.append(time.monotonic() - begin)
+
+        replicas._restart = timed  # type: ignore[method-assign]
+
     async def _attack(self) -> None:
+        self._time_starts()
         for number in range(self._options.faults):
-            await asyncio.sleep(self._chance.uniform(0.1, 0.6))
+            await asyncio.sleep(self._chance.uniform(0.2, 2.0 * self._options.pause))
             replicas = self._omni.replicas()
             target = self._chance.choice(replicas)
             self._fault_at = time.monotonic()
@@ -140,6 +154,7 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
                 if item.final is not None:
                     expected[prompt] = content(item.final)
     group = ("stages=[talker, token2wav]", f"replicas={options.replicas}", f"max_restarts={options.faults + 5}")
+    group += ("standby=true",) if options.standby else ()
     overrides = (*_POOLS, *(f"deployment.placement.voice.{each}" for each in group))
     async with AsyncOmni(folder, overrides=overrides, **arguments) as omni:  # type: ignore[arg-type]
         before, begin = held(), time.monotonic()
@@ -156,6 +171,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
             print(f"  from a fault to the end of a request that it ended: {worst}")
         recoveries = f"median {statistics.median(chaos.recoveries):.1f} s, longest {max(chaos.recoveries):.1f} s"
         print(f"  from a fault until all processes take requests: {recoveries}")
+        starts = f"median {statistics.median(chaos.starts):.1f} s, longest {max(chaos.starts):.1f} s"
+        print(f"  from a restart until its process takes requests: {starts}")
         print(f"  before and after: {before}, {after}")
     for problem, count in Counter(chaos.problems).most_common(10):
         print(f"PROBLEM, {count} times: {problem}")
@@ -167,6 +184,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--standby", action="store_true", help="keep one more process for restarts")
+    parser.add_argument("--pause", type=float, default=0.4, help="mean seconds between two faults, once all are up")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -386,6 +386,11 @@ class GroupConfig(ConfigModel):
     max_restarts: CountOrZero = Field(
         default=5, description="Restarts of a process that has ended, each within 10 minutes of the last."
     )
+    standby: bool = Field(
+        default=False,
+        description="Keep one more process that has imported its libraries (about 0.4 GB) and loads the stages when "
+        "another one is lost.",
+    )
     restart_requests: bool = Field(
         default=True, description="Start requests again, once, that had given nothing when their process ended."
     )
@@ -396,6 +401,8 @@ class GroupConfig(ConfigModel):
             raise ValueError("replicas, devices and torch_threads are for processes; use kind: process or remove them")
         if self.kind != "ray" and self.model_fields_set & {"num_cpus", "num_gpus"}:
             raise ValueError("num_cpus and num_gpus are what Ray reserves; use kind: ray or remove them")
+        if self.standby and self.kind != "process":
+            raise ValueError("standby is for local processes; use kind: process or remove it")
         return self
 
 

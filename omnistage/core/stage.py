@@ -40,6 +40,16 @@ STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 """Upper bounds in seconds: from a small decode step on a GPU to a large picture's decoding on a CPU."""
 
 
+GROWING = frozenset(
+    {
+        *("steps", "tokens", "preemptions", "forwards", "rows", "windows", "audio_seconds", "prefix_lookups"),
+        *("prefix_hits", "encoder_cache_hits", "encoder_cache_misses", "cache_hits", "cache_misses", "masks_late"),
+        *("remote_errors", "server_restarts"),
+    }
+)
+"""What of `StageStats` and its `extra` only grows; the rest says how it is now."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
     """Steps by how long they took: one count for each of `STEP_BUCKETS`, the last for all that were longer."""

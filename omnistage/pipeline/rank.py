@@ -50,6 +50,7 @@ class Rank:
         start = self._messages.get()
         if not isinstance(start, StartRank):
             return 0
+        threading.Thread(target=self._beat, name="omnistage-beat", daemon=True).start()
         logging.basicConfig(level=start.log_level, format="%(levelname)s %(process)d %(name)s: %(message)s")
         try:
             self._serve(start)
@@ -89,7 +90,6 @@ class Rank:
         )
         rank = following_rank(context, stage, start.rank)
         self._channel.send(Ready())
-        threading.Thread(target=self._beat, name="omnistage-beat", daemon=True).start()
         while not isinstance(message := self._messages.get(), Stop):
             if isinstance(message, Serve):
                 rank.group.connect(start.backend, start.store, device)

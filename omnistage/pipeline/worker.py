@@ -20,7 +20,7 @@ from functools import partial
 from omnistage.config import OmniEngineArgs
 from omnistage.core.errors import InternalError, OmniError
 from omnistage.core.failures import isolate, log_defect
-from omnistage.core.stage import Stage, StageState
+from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, StageChunk
 from omnistage.pipeline.group_build import GroupParts, build_group
@@ -51,6 +51,8 @@ from omnistage.placement.messages import (
 
 _log = logging.getLogger(__name__)
 _CHECK_THREADS = 4
+_STANDBY_SECONDS = 5.0
+"""A process that has had nothing to do for so long waits to take another's place: it imports all that one may need."""
 _FAILED_CODE = 3
 """The exit code of a process one of whose stages has failed for good."""
 
@@ -69,16 +71,22 @@ class WorkerLoop(StageLoop[int]):
 
     def run_pending(self) -> bool:
         busy = super().run_pending()
+        self._send_batch()
+        return busy
+
+    def _send_batch(self) -> None:
         if self._batch:
             batch, self._batch = self._batch, []
             self.turn_started = None  # waiting for the service is not a step that takes too long
             self.window.acquire()
             self._worker.send_chunks(self.health.name, batch)
-        return busy
 
     def give_up(self, error: BaseException, *, permanent: bool = False) -> None:
-        super().give_up(error, permanent=permanent)
-        self._worker.stage_failed()
+        """End the process, which is of no use without one of its stages: the service starts another."""
+        _log.error("stage %s has failed with %s; its process ends", self.health.name, type(error).__name__)
+        self._send_batch()
+        logging.shutdown()
+        os._exit(_FAILED_CODE)
 
 
 class Worker:
@@ -87,8 +95,8 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._start = threading.Event()
         self._message: Start | None = None
+        self._ready = threading.Event()
         self._stopped = threading.Event()
-        self._exit_code = 0
         self._offset = 0.0
         """Of our clock to that of the service, which may be on another machine."""
         self._loops: Mapping[str, WorkerLoop] = {}
@@ -99,9 +107,13 @@ class Worker:
     def run(self) -> int:
         """Until the service says stop, or a stage has failed; the exit code."""
         self._channel.start()
+        threading.Thread(target=self._beat_until_ready, name="omnistage-beat", daemon=True).start()
         import torch  # noqa: F401  (meanwhile: most of a start is importing)
 
-        self._start.wait()
+        if not self._start.wait(_STANDBY_SECONDS):
+            import omnistage.hf  # noqa: F401
+
+            self._start.wait()
         message = self._message
         if message is None:
             return 0
@@ -114,12 +126,13 @@ class Worker:
             return 1
         self._run_loops(parts)
         self._channel.share_devices(message.devices)
+        self._ready.set()
         self._channel.send(Ready(used_devices()))
         while not self._stopped.wait(message.beat_seconds):
             self._channel.send(self._beat(parts.max_step_seconds))
         for loop in self._loops.values():
             loop.stop(drain=False)
-        return self._exit_code
+        return 0
 
     def _build(self, message: Start) -> GroupParts:
         args = OmniEngineArgs.model_validate_json(message.arguments)
@@ -139,6 +152,12 @@ class Worker:
         self.links = Links(parts.graph, self._loops, parts.bridges, self._emit)
         for thread in loop_threads(list(self._loops.values()), shared):
             thread.start()
+
+    def _beat_until_ready(self) -> None:
+        """Say that this process lives while it builds its stages."""
+        self._start.wait()
+        while self._message is not None and not self._ready.wait(self._message.beat_seconds):
+            self._channel.send(Beat())
 
     def _beat(self, max_step_seconds: float | None) -> Beat:
         now, overdue = time.perf_counter(), None
@@ -214,19 +233,14 @@ class Worker:
         return [None] * len(batch)
 
     def _emit(self, key: int, chunk: StageChunk) -> None:
+        self._loops[chunk.stage].window.acquire(blocking=False)  # the service counts this batch, too
         self.send_chunks(chunk.stage, [(key, chunk)])
 
     # ----------------------------------------------------------------------------------------------- ending
 
-    def stage_failed(self) -> None:
-        """A process without one of its stages is of no use: the service starts another."""
-        if any(loop.health.state is not StageState.UP for loop in self._loops.values()):
-            self._exit_code = _FAILED_CODE
-            self._stopped.set()
-
     def _end(self) -> None:
         """Nobody is left to work for; a stage may be in the middle of a step."""
-        os._exit(self._exit_code)
+        os._exit(0)
 
 
 def main(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 
 from omnistage.core.errors import OmniError, ShutdownError, StageUnavailableError
 from omnistage.core.params import StageParams
-from omnistage.core.stage import StageState, StageStats, StepSeconds
+from omnistage.core.stage import GROWING, StageState, StageStats, StepSeconds
 from omnistage.core.types import (
     FinishReason,
     LinkedInput,
@@ -97,6 +97,9 @@ class StageGroup:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._prefixes = Prefixes()
+        self._lost_stats: dict[str, StageStats] = {}
+        """What processes that are gone had counted, which goes on being counted."""
+        self._lost_steps: dict[str, StepSeconds] = {}
         self._open = set(stages)
         self._progress: Report | None = None
         self.stages = {stage: ProxyStage(stage, params, self) for stage, params in stages.items()}
@@ -192,6 +195,8 @@ class StageGroup:
         """Ask a process. Raises what its stage does."""
         for _ in range(_CHECK_TRIES):
             with self._lock:
+                if not self._open:
+                    raise ShutdownError("the service is stopping; send the request again")
                 if (worker := self._replicas.least_loaded()) is None:
                     raise self._unavailable()
                 self._note_work(worker)
@@ -270,6 +275,11 @@ class StageGroup:
         with self._lock:
             bindings = [binding for binding in self._bindings.values() if binding.worker is worker]
             calls = [call for call in self._calls.values() if call.worker is worker]
+            for stage, stats in worker.stats.items():
+                past = _grown(stats)
+                self._lost_stats[stage] = _sum([self._lost_stats.get(stage, StageStats()), past], held=True)
+            for stage, steps in worker.steps.items():
+                self._lost_steps[stage] = _sum_steps([steps, self._lost_steps.get(stage)])
         for call in calls:
             call.lost = True
             call.answered.set()
@@ -317,13 +327,14 @@ class StageGroup:
 
     def stats(self, stage: str, *, holding: bool) -> StageStats:
         """The sum over the processes, as they last said. Without requests nothing can be in the stage."""
-        each = [stats for worker in self._replicas.workers() if (stats := worker.stats.get(stage)) is not None]
-        return _sum(each, held=holding)
+        with self._lock:
+            each = [self._lost_stats.get(stage), *(worker.stats.get(stage) for worker in self._replicas.workers())]
+        return _sum([stats for stats in each if stats is not None], held=holding)
 
     def step_seconds(self, stage: str) -> StepSeconds:
-        each = [steps for worker in self._replicas.workers() if (steps := worker.steps.get(stage)) is not None]
-        counts = zip(*(steps.counts for steps in each), strict=True)
-        return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in each)) if each else StepSeconds()
+        with self._lock:
+            each = [self._lost_steps.get(stage), *(worker.steps.get(stage) for worker in self._replicas.workers())]
+        return _sum_steps(each)
 
     def close(self, stage: str) -> None:
         """Close one stage; the processes end with the last."""
@@ -353,6 +364,18 @@ def _sum(each: Sequence[StageStats], *, held: bool) -> StageStats:
         for name, value in stats.extra.items():
             extra[name] = extra.get(name, 0) + value
     return StageStats(**counts, extra=extra)
+
+
+def _grown(stats: StageStats) -> StageStats:
+    """What a stage had counted, without what it had at the moment."""
+    counts = {name: getattr(stats, name) for name in _COUNTS if name in GROWING}
+    return StageStats(**counts, extra={name: value for name, value in stats.extra.items() if name in GROWING})
+
+
+def _sum_steps(each: Sequence[StepSeconds | None]) -> StepSeconds:
+    known = [steps for steps in each if steps is not None]
+    counts = zip(*(steps.counts for steps in known), strict=True)
+    return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in known)) if known else StepSeconds()
 
 
 _HELD = frozenset({"waiting", "running", "starved"})

@@ -35,7 +35,14 @@ def make_group(
         )
         for number in range(group.replicas)
     ]
-    replicas = Replicas(name, starts, hang_seconds=group.hang_seconds, max_restarts=group.max_restarts, host=host)
+    replicas = Replicas(
+        name,
+        starts,
+        hang_seconds=group.hang_seconds,
+        max_restarts=group.max_restarts,
+        standby=group.standby,
+        host=host,
+    )
     try:
         replicas.spawn()
     except BaseException:

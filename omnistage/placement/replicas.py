@@ -18,7 +18,9 @@ from omnistage.placement.worker_process import Host, LocalProcess, Worker
 _log = logging.getLogger(__name__)
 
 RESTART_PAUSES = (0.1, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the first, the second, ... restart of a process."""
+"""Seconds before a restart: the first for a process that has run for a while, then for those that end soon again."""
+STEADY_SECONDS = 10.0
+"""A process that has run for so long has run for a while."""
 RESTART_MEMORY = 600.0
 """A process that has run for so many seconds has all its restarts again."""
 _CHECK_SECONDS = 0.1
@@ -52,6 +54,8 @@ class _Replica:
     up_since: float = 0.0
     tries: int = 0
     """Restarts since it last ran for long."""
+    short_lives: int = 0
+    """Of its last processes, how many ended soon."""
     requests: int = 0
     failures: int = 0
     restarts: int = 0
@@ -74,13 +78,15 @@ class Replicas:
         *,
         hang_seconds: float,
         max_restarts: int,
+        standby: bool = False,
         host: Callable[[], Host] = LocalProcess,
     ) -> None:
-        """`starts` has for each process what it is to do."""
+        """`starts` has for each process what it is to do; a `standby` waits to take the place of one that is lost."""
         self._name = name
         self._replicas = [_Replica(number, start) for number, start in enumerate(starts)]
         self._hang_seconds = hang_seconds
         self._max_restarts = max_restarts
+        self._standby = standby
         self._host = host
         self._changed = threading.Condition()  # guards the replicas
         self._closing = False
@@ -108,8 +114,36 @@ class Replicas:
     def start(self) -> None:
         """Have them build their stages, one after the other; raises why one of them cannot."""
         for replica in self._replicas:
-            self._run(replica, self._hosts.pop(0))
+            self._run(replica, self._next_host())
+        self._starter.submit(self._spawn_standby)
         threading.Thread(target=self._watch, name=f"omnistage-{self._name}-watch", daemon=True).start()
+
+    def _spawn_standby(self) -> None:
+        """Have a process import what it needs before it is needed."""
+        if not self._standby or self._hosts:
+            return
+        try:
+            host = self._host()
+        except Exception as error:  # the boundary of an optional process: restarts take longer without it
+            log_defect(f"starting a standby of group {self._name}", error)
+            return
+        with self._changed:
+            closing = self._closing
+            if not closing:
+                self._hosts.append(host)
+        if closing:
+            _discard(host)
+
+    def _next_host(self) -> Host:
+        """A process that has nothing to do yet: the one that waits, if it still does."""
+        while True:
+            with self._changed:
+                host = self._hosts.pop() if self._hosts else None
+            if host is None:
+                return self._host()
+            if host.wait(0) is None:
+                return host
+            _discard(host)
 
     def _run(self, replica: _Replica, host: Host) -> None:
         worker = Worker(f"{self._name}-{replica.number}", host, self._receive, self._closed)
@@ -119,7 +153,8 @@ class Replicas:
                 worker.kill()
         try:
             worker.start(replica.start)
-        except OmniError:
+        except BaseException:
+            worker.kill()
             host.wait(_CLOSE_SECONDS)
             raise
         finally:
@@ -197,8 +232,10 @@ class Replicas:
 
     def _schedule(self, replica: _Replica) -> None:
         """With `_changed` held: when to start it again, if at all."""
-        if time.monotonic() - replica.up_since > RESTART_MEMORY:
+        lived = time.monotonic() - replica.up_since
+        if lived > RESTART_MEMORY:
             replica.tries = 0
+        replica.short_lives = replica.short_lives + 1 if lived < STEADY_SECONDS else 0
         if replica.tries >= self._max_restarts:
             replica.given_up = True
             _log.critical(
@@ -208,7 +245,7 @@ class Replicas:
                 replica.tries + 1,
             )
             return
-        replica.due = time.monotonic() + RESTART_PAUSES[min(replica.tries, len(RESTART_PAUSES) - 1)]
+        replica.due = time.monotonic() + RESTART_PAUSES[min(replica.short_lives, len(RESTART_PAUSES) - 1)]
         replica.tries += 1
         self._changed.notify_all()
 
@@ -238,7 +275,7 @@ class Replicas:
 
     def _restart(self, replica: _Replica) -> None:
         try:
-            self._run(replica, self._host())
+            self._run(replica, self._next_host())
         except Exception as error:  # the boundary of a process that is being started: another attempt may succeed
             if self._closing:
                 return
@@ -248,12 +285,14 @@ class Replicas:
                 log_defect(f"starting a process of group {self._name}", error)
             with self._changed:
                 replica.failures += 1
+                replica.up_since = time.monotonic()
                 self._schedule(replica)
         else:
             with self._changed:
                 replica.restarts += 1
             _log.warning("process %d of group %s has been restarted", replica.number, self._name)
         self._on_changed()
+        self._spawn_standby()
 
     def close(self) -> None:
         """End all processes. Safe to call again."""
@@ -262,14 +301,19 @@ class Replicas:
             workers = [replica.worker for replica in self._replicas if replica.worker is not None]
             if self._starting is not None:
                 self._starting.kill()
+            hosts, self._hosts = self._hosts, []
             self._changed.notify_all()
         self._starter.shutdown(cancel_futures=True)
-        while self._hosts:
-            host = self._hosts.pop()
-            host.kill()
-            host.socket.close()
-            host.wait(_CLOSE_SECONDS)
+        for host in hosts:
+            _discard(host)
         for worker in workers:
             worker.send(Stop())
         for worker in workers:
             worker.stop()
+
+
+def _discard(host: Host) -> None:
+    """End a process that was given nothing to do."""
+    host.kill()
+    host.socket.close()
+    host.wait(_CLOSE_SECONDS)

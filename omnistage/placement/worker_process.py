@@ -22,6 +22,8 @@ from omnistage.placement.messages import Message, Start, Stop
 _MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
 """For a process to load its stages."""
+START_SILENCE = 120
+"""Seconds without a sign of life after which a process that loads is taken for hung."""
 _CLOSE_SECONDS = 1.0
 
 
@@ -107,8 +109,14 @@ class Worker:
 
     def wait_started(self) -> None:
         """Returns once it has started. Raises why it cannot."""
-        if not self._started.wait(START_SECONDS):
-            self._error = StageUnavailableError(f"its process has not started within {START_SECONDS:.0f} s")
+        end, heard, silent = time.monotonic() + START_SECONDS, self.heard, 0
+        while not self._started.wait(1.0):
+            # Counted, since this process may have been stopped itself.
+            silent, heard = silent + 1 if self.heard == heard else 0, self.heard
+            if silent >= START_SILENCE:
+                self.started(StageUnavailableError(f"its process has given no sign of life for {silent} s"))
+            elif time.monotonic() > end:
+                self.started(StageUnavailableError(f"its process has not started within {START_SECONDS:.0f} s"))
         if self._error is not None:
             self.kill()
             raise self._error

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OutputChunk
@@ -373,6 +373,25 @@ def test_the_timeline_fills_while_the_request_runs(page: Page, hold: Hold, model
     expect(page.locator(".lane .last")).to_have_count(3)
     page.locator("#model").select_option("omni")
     expect(in_flight).to_have_attribute("aria-valuenow", "0", timeout=SLOW)
+
+
+def test_each_process_of_a_group_has_a_gauge(page: Page) -> None:
+    def with_replicas(route: Route) -> None:
+        stats = route.fetch().json()
+        counts = {"pid": 1, "running": 1, "requests": 12, "failures": 0, "restarts": 0}
+        lost = {**counts, "number": 1, "state": "rebuilding", "running": 0, "failures": 2, "restarts": 1}
+        stats["models"]["lm"]["replicas"] = [
+            {**counts, "group": "voice", "number": 0, "state": "up"},
+            {**lost, "group": "voice"},
+        ]
+        route.fulfill(json=stats)
+
+    page.route("**/v1/stats", with_replicas)
+    use(page, "lm", max_tokens=2)
+    first, second = (page.get_by_role("meter", name=f"voice · process {number}") for number in (0, 1))
+    expect(first).to_have_attribute("aria-valuetext", "1 running, 12 in all", timeout=SLOW)
+    expect(second).to_have_attribute("aria-valuetext", "restarting, 12 in all, 2 failures, 1 restarts")
+    page.unroute_all()
 
 
 @pytest.mark.parametrize(("how", "free"), [("button", 6), ("escape", 0)])

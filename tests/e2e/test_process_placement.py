@@ -91,22 +91,26 @@ def test_an_abort_ends_a_request_in_the_processes(placed: Omni) -> None:
     assert f'omnistage_replica_requests_total{{group="voice",model="m",replica="0"}} {requests}.0' in metrics
 
 
-def test_pictures_are_the_same_in_a_process(tmp_path: Path) -> None:
+def test_pictures_are_the_same_in_two_processes(tmp_path: Path) -> None:
     folder = tmp_path / "sd3"
     tiny.write(folder, seed=5)
 
-    def draw(*overrides: str) -> tuple[list[np.ndarray], list[int]]:
+    def draw(*overrides: str) -> tuple[list[np.ndarray], list[int], list[int]]:
         params = DiffusionParams(width=64, height=64, steps=4, seed=3, n=2, preview_every=2)
         with Omni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
-            (output,) = omni.generate(["a red square"], {"denoise": params}, progress=False)
+            outputs = omni.generate(["a red square", "a blue circle"], {"denoise": params}, progress=False)
             omni.orchestrator.check_idle()
-        return [image.pixels for image in output.images], [output.usage.steps, output.usage.images]
+            requests = [replica.requests for replica in omni.replicas()]
+        counts = [count for output in outputs for count in (output.usage.steps, output.usage.images)]
+        return [image.pixels for output in outputs for image in output.images], counts, requests
 
-    here, counts = draw()
-    there, same_counts = draw("deployment.placement.drawing.stages=[denoise, decode]")
-    assert len(here) == 2
-    np.testing.assert_array_equal(here, there)
+    here, counts, _ = draw()
+    group = ("stages=[denoise, decode]", "replicas=2")
+    there, same_counts, requests = draw(*(f"deployment.placement.drawing.{key}" for key in group))
+    assert len(here) == 4
+    np.testing.assert_allclose(here, there, atol=1)  # each alone in its batch there, so rounded otherwise
     assert counts == same_counts
+    assert requests == [1, 1]
 
 
 def test_a_group_that_cannot_be_built_says_why_and_leaves_no_process(load: Callable[..., EngineParts]) -> None:

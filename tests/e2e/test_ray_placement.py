@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from omnistage.core.errors import StageUnavailableError
+from omnistage.core.params import DiffusionParams
+from omnistage.models.stable_diffusion_3 import tiny
 from omnistage.omni import Omni
 from tests.e2e.harness import SMALL_POOLS, greedy, say
 from tests.unit.placement_harness import eventually
@@ -57,6 +59,27 @@ def test_speech_is_the_same_on_every_node_and_over_every_connection(omni: Omni, 
         stages = output.trace.stages.values()
         assert all(stage.first_chunk is not None and 0 < stage.first_chunk < 60 for stage in stages)
     assert [replica.requests for replica in placed.replicas()] == [1, 1]
+
+
+def test_speech_begins_before_the_last_word(placed: Omni) -> None:
+    items = list(placed.stream_chat(say("Tell me a long story."), greedy(800, 60), modalities=BOTH))
+    first_sound = next(index for index, item in enumerate(items) if item.audio is not None and len(item.audio.samples))
+    assert first_sound < max(index for index, item in enumerate(items) if item.text)
+
+
+def test_pictures_are_the_same_in_an_actor(tmp_path: Path, cluster: str, placed: Omni) -> None:
+    del placed  # it is connected to the cluster, which this one then uses as well
+    tiny.write(tmp_path / "sd3", seed=5)
+
+    def draw(*overrides: str) -> np.ndarray:
+        params = DiffusionParams(width=64, height=64, steps=4, seed=3)
+        with Omni(tmp_path / "sd3", device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
+            (output,) = omni.generate(["a red square"], {"denoise": params}, progress=False)
+        return output.images[0].pixels
+
+    group = ("stages=[denoise, decode]", "kind=ray", "hang_seconds=30", "num_cpus=0")
+    there = draw(*(f"deployment.placement.drawing.{key}" for key in group), f"deployment.ray_address={cluster}")
+    np.testing.assert_array_equal(there, draw())
 
 
 def test_an_actor_that_dies_ends_its_own_requests_alone_and_comes_back(placed: Omni) -> None:

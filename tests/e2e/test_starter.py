@@ -511,12 +511,12 @@ def test_without_guidance_the_unconditional_row_is_not_computed(loaded: EnginePa
     harness = PipelineHarness(loaded)
     rows = {}
     for guidance in (1.0, 4.0):
-        before = loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded)
+        before = loaded.stages["draw"].stats().extra["rows"]
         params = {"draw": DiffusionParams(steps=3, seed=1, guidance=guidance)}
         items = harness.submit(f"g{guidance}", say("A fox."), params, modalities=["image"])
         harness.finish()
         assert final_of(items).error is None
-        rows[guidance] = round(loaded.stages["draw"].stats().extra["rows_per_forward"] * _forwards(loaded) - before)
+        rows[guidance] = loaded.stages["draw"].stats().extra["rows"] - before
     assert rows == {1.0: 3, 4.0: 6}
 
 

@@ -15,8 +15,11 @@ from omnistage.server.service import Service
 from tests.server.harness import LONG, SERVE_LIMITS, SHORT, make, serving, until
 
 
-def test_while_its_process_is_down_a_model_is_unready_and_its_requests_get_503(tmp_path: Path) -> None:
-    overrides = (*SERVE_LIMITS, "deployment.placement.g.stages=[thinker]")
+def test_while_its_process_is_down_and_once_it_is_given_up_a_model_is_unready_and_its_requests_get_503(
+    tmp_path: Path,
+) -> None:
+    group = ("stages=[thinker]", "max_restarts=1")
+    overrides = (*SERVE_LIMITS, *(f"deployment.placement.g.{key}" for key in group))
     folder = make("causal_lm", tmp_path / "lm")
     omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
     service = Service(keyring=Keyring())
@@ -42,4 +45,13 @@ def test_while_its_process_is_down_a_model_is_unready_and_its_requests_get_503(t
 
         until(lambda: client.get("/ready").status_code == 200, "the process coming back", 60)
         assert client.post("/v1/completions", json=SHORT).json()["choices"] == before
+
+        (replica,) = client.get("/v1/stats").json()["models"]["lm"]["replicas"]
+        assert (replica["failures"], replica["restarts"]) == (1, 1)
+        os.kill(replica["pid"], signal.SIGKILL)
+        until(lambda: client.get("/health").status_code == 503, "the process being given up")
+        refused = client.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        assert client.get("/v1/stats").json()["models"]["lm"]["replicas"][0]["state"] == "failed"
     asyncio.run(omni.shutdown(drain=False))

@@ -48,6 +48,7 @@ class PlacedPipeline:
         replicas: int = 1,
         hang_seconds: float = 30.0,
         max_restarts: int = 100,
+        standby: bool = False,
     ) -> None:
         graph, stages = linear(), ("talker", "vocoder")
         self._hold = folder / "hold"
@@ -57,6 +58,7 @@ class PlacedPipeline:
             [start] * replicas,
             hang_seconds=hang_seconds,
             max_restarts=max_restarts,
+            standby=standby,
             host=partial(LocalProcess, ("-m", "tests.unit.placement_worker", str(self._hold))),
         )
         self.group = StageGroup("voice", {name: PARAMS[name] for name in stages}, processes)

@@ -216,7 +216,7 @@ def test_guidance_is_two_rows_of_one_forward() -> None:
     (latents,) = payloads(stage.drain(), Latents)
     assert denoiser.forwards == [[3.0, 3.0]] * 2
     torch.testing.assert_close(latents.picture, drawn(1, 1.0 + 5.0 * (3.0 - 1.0)))
-    assert stage.stats().extra["rows_per_forward"] == 2
+    assert stage.stats().extra["rows"] == 4
 
 
 @pytest.mark.parametrize("budget", [{"max_batch": 1}, {"max_batch_tokens": 4}], ids=["rows", "tokens"])

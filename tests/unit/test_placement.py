@@ -16,16 +16,18 @@ from typing import Any
 
 import pytest
 
-from omnistage.core.errors import StageError, StageUnavailableError
+from omnistage.core.errors import ShutdownError, StageError, StageUnavailableError
 from omnistage.core.family import BridgeResult
-from omnistage.core.stage import StageState, StageStats
+from omnistage.core.params import SamplingParams
+from omnistage.core.stage import GROWING, StageState, StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.worker import Worker
-from omnistage.placement import replicas
-from omnistage.placement.group import _sum
-from omnistage.placement.messages import Beat
+from omnistage.placement import replicas, worker_process
+from omnistage.placement.group import Binding, _sum
+from omnistage.placement.messages import Beat, Start
 from omnistage.placement.prefixes import Prefixes
+from omnistage.server.observe.metrics import _STAGE_COUNTERS, _STAGE_GAUGES
 from tests.unit.fakes import FakeStage
 from tests.unit.placement_harness import PlacedPipeline, assert_whole, eventually
 from tests.unit.placement_worker import POISON
@@ -144,6 +146,7 @@ def test_a_process_whose_stage_fails_again_and_again_is_replaced(voices: PlacedP
     while voices.replicas()[0].failures + voices.replicas()[1].failures == before[0].failures + before[1].failures:
         error = voices.submit(POISON).wait().error
         assert isinstance(error, StageError | StageUnavailableError)
+        assert "restart the service" not in str(error)  # only its process is
     eventually(voices.all_up)
 
 
@@ -217,13 +220,112 @@ def test_without_a_process_requests_are_refused_and_one_that_fails_too_often_is_
             voices.submit("late")
 
 
-def test_closing_ends_a_process_that_is_being_started(tmp_path: Path) -> None:
+def test_a_standby_takes_the_place_of_a_lost_process_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "RESTART_PAUSES", (0.05,))
+    with PlacedPipeline(tmp_path, standby=True) as voices:
+        processes = voices.group._replicas
+        eventually(lambda: bool(processes._hosts))
+        (standby,) = processes._hosts
+        voices.signal(0)
+        eventually(lambda: voices.replicas()[0].pid == standby.pid)
+        assert_whole(voices.submit(tokens=3).wait(), 3)
+        eventually(lambda: bool(processes._hosts))
+        (dead,) = processes._hosts
+        dead.kill()
+        assert dead.wait(10) is not None
+        voices.signal(0)
+        eventually(lambda: voices.replicas()[0].pid not in (None, standby.pid))
+        assert voices.replicas()[0].pid != dead.pid
+        assert voices.replicas()[0].failures == 2  # no start has failed
+        eventually(lambda: bool(processes._hosts))
+        (last,) = processes._hosts
+    assert last.wait(10) is not None
+
+
+def test_a_process_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "RESTART_PAUSES", (0.05,))
+    with PlacedPipeline(tmp_path, standby=True) as voices:
+        eventually(lambda: bool(voices.group._replicas._hosts))
+        os.kill(voices.group._replicas._hosts[0].pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_process, "START_SILENCE", 2)
+            voices.signal(0)
+            eventually(lambda: voices.replicas()[0].failures == 2)  # once when it was killed, once when it hung
+        eventually(lambda: voices.replicas()[0].restarts == 1)
+        assert_whole(voices.submit(tokens=3).wait(), 3)
+
+
+def test_pauses_before_restarts_grow_for_processes_that_end_soon_and_for_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(replicas, "RESTART_PAUSES", (0.1, 1.0, 2.0))
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: now)
+    group = replicas.Replicas("g", [Start("{}", (), None, None, 1.0, 30)], hang_seconds=1.0, max_restarts=5)
+    (replica,) = group._replicas
+    pauses = []
+    for lived in (60.0, 1.0, 1.0, 60.0, 1.0, 1.0):
+        replica.up_since, replica.due = now - lived, None
+        with group._changed:
+            group._schedule(replica)
+        pauses.append(None if replica.due is None else round(replica.due - now, 3))
+    assert pauses == [0.1, 1.0, 2.0, 0.1, 1.0, None]  # and after five restarts it stays down, however long each lived
+    assert replica.given_up
+    group.close()
+
+
+def test_what_a_lost_process_had_counted_still_counts(voices: PlacedPipeline) -> None:
+    for number in range(4):
+        assert_whole(voices.submit(f"r{number}", 20).wait(), 20)
+    talker = voices.group.stages["talker"]
+    eventually(lambda: talker.stats().steps > 0 and sum(talker.step_seconds().counts) > 0)
+    stats, steps = talker.stats(), talker.step_seconds()
+    voices.signal(0)
+    voices.signal(1)
+    eventually(lambda: voices.group._lost_stats != {} and not voices.group._replicas.workers())
+    assert talker.stats().steps >= stats.steps
+    assert sum(talker.step_seconds().counts) >= sum(steps.counts)
+    assert talker.step_seconds().total >= steps.total
+    assert talker.stats().capacity == 0  # that is what it had at the moment
+    eventually(voices.all_up)
+
+
+def test_what_grows_is_what_the_metrics_count() -> None:
+    engines = {name.removeprefix("encoder_") for name in _STAGE_COUNTERS} - {"failures", "rebuilds"}
+    assert engines <= {name.removeprefix("encoder_") for name in GROWING}
+    assert not GROWING & set(_STAGE_GAUGES)
+
+
+def test_a_prompt_goes_where_its_beginning_was_and_others_are_spread(voices: PlacedPipeline) -> None:
+    def place(name: str, prompt: ARInput) -> Binding:
+        info = RequestInfo(name)
+        binding = voices.group._bind(info, prompt)
+        binding.stages.add("talker")
+        bindings.append(binding)
+        return binding
+
+    bindings: list[Binding] = []
+    shared = tuple(range(200))
+    first = place("first", ARInput(shared))
+    voices.group.release(first, "talker")
+    assert place("again", ARInput((*shared, 1))).worker is first.worker
+    assert place("other", ARInput((7,) * 200)).worker is not first.worker
+    assert [place(f"s{number}", ARInput((number,))).worker for number in range(2)].count(first.worker) == 1
+    for binding in bindings:
+        voices.group.release(binding, "talker")
+
+
+def test_closing_ends_a_process_that_is_being_started_and_refuses_checks(tmp_path: Path) -> None:
     with PlacedPipeline(tmp_path) as voices:
         voices.signal(0)
         eventually(lambda: voices.group._replicas._starting is not None)
         worker = voices.group._replicas._starting
         assert worker is not None
     assert worker.host.wait(10) is not None
+    with pytest.raises(ShutdownError):  # and nobody waits for an answer that nobody gives
+        voices.group.check("talker", params=SamplingParams())
 
 
 def test_chaos_ends_every_request_once_and_leaves_nothing_behind(voices: PlacedPipeline) -> None:

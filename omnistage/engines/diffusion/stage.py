@@ -109,14 +109,13 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         return self._scheduler.has_work()
 
     def stats(self) -> StageStats:
-        forwards = max(self._runner.forwards, 1)
         return StageStats(
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             steps=self._steps,
             tokens=self._moved,
             capacity=self._budget.max_running,
-            extra={"forwards": self._runner.forwards, "rows_per_forward": self._runner.rows / forwards},
+            extra={"forwards": self._runner.forwards, "rows": self._runner.rows},
         )
 
     def close(self) -> None:

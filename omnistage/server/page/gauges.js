@@ -51,6 +51,7 @@ export class Gauges {
     $("gauges-total").textContent = `${count(model.admitted)} admitted`;
     this.meter("queue", "In flight", model.inflight, model.max_inflight, `${model.inflight} of ${model.max_inflight}`);
     for (const [name, stage] of Object.entries(model.stages)) this.stage(name, stage);
+    for (const replica of model.replicas) this.replica(replica, model.replicas);
     if (memory.process !== null) {
       this.meter("memory", "Memory", memory.process, memory.host, `${bytes(memory.process)} of ${bytes(memory.host)}`);
     }
@@ -69,6 +70,14 @@ export class Gauges {
     } else {
       this.meter(`stage-${name}`, name, running, Math.max(running + waiting, 1), now.join(", "));
     }
+  }
+
+  /** A process of a group of stages: its share of the group's requests. */
+  replica({ group, number, state, running, requests, failures, restarts }, all) {
+    const total = all.reduce((sum, other) => sum + (other.group === group ? other.running : 0), 0);
+    const words = [{ up: `${running} running`, rebuilding: "restarting" }[state] ?? "down", `${count(requests)} in all`];
+    if (failures) words.push(`${count(failures)} failures`, `${count(restarts)} restarts`);
+    this.meter(`replica-${group}-${number}`, `${group} · process ${number}`, running, Math.max(total, 1), words.join(", "));
   }
 
   /** A bar with a name and its value in words; drawn once, then only moved. */
