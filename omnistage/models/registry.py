@@ -21,6 +21,7 @@ BUILTIN = (
     "diffusers_pipeline",
     "text_encoder",
     "speech_to_text",
+    "text_to_speech",
     "causal_lm",
     "multimodal_lm",
 )

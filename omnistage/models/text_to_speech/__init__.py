@@ -1,0 +1,26 @@
+"""Text to speech in one shot: VITS and MMS-TTS, SpeechT5, FastSpeech 2, Bark, MusicGen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omnistage.core.family import Family
+from omnistage.models.lazy import lazy, lazy_factory
+
+FAMILY = Family(
+    name="text_to_speech",
+    architectures=(
+        "VitsModel",
+        "SpeechT5ForTextToSpeech",
+        "FastSpeech2ConformerWithHifiGan",
+        "BarkModel",
+        "MusicgenForConditionalGeneration",
+        "MusicgenMelodyForConditionalGeneration",
+    ),
+    pipeline=Path(__file__).with_name("pipeline.yaml"),
+    components={"text_to_speech.speak": lazy_factory("text_to_speech.synthesiser", "load_synthesiser")},
+    bridges={},
+    processor=lambda model: lazy("text_to_speech.processor", "SpeechProcessor.load")(model.folder),
+    tiny=lazy("text_to_speech.tiny", "write"),
+    variants=("vits", "speecht5"),
+)
