@@ -7,7 +7,13 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.codec.module import ModuleComponent
 from omnistage.hf import transformers
 from omnistage.models.loading import Checkpoint, load_model, read_auto_config, read_generation_config
-from omnistage.models.speech_to_text.recognizer import CTCRecognizer, SequenceRecognizer, WhisperRecognizer
+from omnistage.models.speech_to_text import SEQ2SEQ
+from omnistage.models.speech_to_text.recognizer import (
+    CTCRecognizer,
+    SequenceRecognizer,
+    TransducerRecognizer,
+    WhisperRecognizer,
+)
 
 
 def load_recognizer(context: LoadContext) -> ModuleComponent:
@@ -23,5 +29,7 @@ def load_recognizer(context: LoadContext) -> ModuleComponent:
         model.generation_config = settings
     if config.model_type == "whisper":
         return WhisperRecognizer(model, processor, context.device)
+    if type(model).__name__ in SEQ2SEQ:
+        return SequenceRecognizer(model, processor, context.device)
     generates = callable(getattr(model, "generate", None))
-    return (SequenceRecognizer if generates else CTCRecognizer)(model, processor, context.device)
+    return (TransducerRecognizer if generates else CTCRecognizer)(model, processor, context.device)

@@ -19,8 +19,6 @@ from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 
 _SLICE_TOKENS = 8
 """Generated in a row before others have their turn."""
-_MAX_CALLS = 4
-"""Batches under way at once; clips that come meanwhile begin together."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -57,6 +55,8 @@ class Recognizer(ModuleComponent):
     input_type = SpeechInput
     uses_torch = True
     max_batch = 16
+    max_calls = 4
+    """Batches under way at once; clips that come meanwhile begin together."""
 
     def __init__(self, model: Any, processor: Any, device: torch.device) -> None:
         self.model = model
@@ -80,7 +80,7 @@ class Recognizer(ModuleComponent):
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         new = [job for job in jobs if job.info.request_id not in self._batches]
-        if new and len({id(batch) for batch in self._batches.values()}) < _MAX_CALLS:
+        if new and len({id(batch) for batch in self._batches.values()}) < self.max_calls:
             self._begin(new)
         ids = [job.info.request_id for job in jobs]
         batches = {id(batch): batch for name in ids if (batch := self._batches.get(name)) is not None}
@@ -272,7 +272,7 @@ class WhisperRecognizer(Recognizer):
 
 
 class SequenceRecognizer(Recognizer):
-    """Any other model with `generate`: encoder-decoders and transducers."""
+    """Any other encoder-decoder."""
 
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
         inputs = extract(self.processor, clips, self.device, self.model.dtype)
@@ -285,6 +285,12 @@ class SequenceRecognizer(Recognizer):
     def _transcript(self, clip: np.ndarray, row: torch.Tensor) -> Transcript:
         ids, text = row.tolist(), self.processor.batch_decode(row[None], skip_special_tokens=True)[0]
         return Transcript(token_ids=tuple(ids), whole=text, seconds=len(clip) / SAMPLE_RATE)
+
+
+class TransducerRecognizer(SequenceRecognizer):
+    """Its `generate` keeps what it knows of the encoder's output on the model itself: one batch at a time."""
+
+    max_calls = 1
 
 
 class CTCRecognizer(ModuleComponent):

@@ -1,4 +1,4 @@
-"""Text to speech in one shot: VITS and MMS-TTS, SpeechT5, FastSpeech 2, Bark, MusicGen."""
+"""Text to speech in one shot: VITS and MMS-TTS, SpeechT5, Bark, MusicGen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ FAMILY = Family(
     architectures=(
         "VitsModel",
         "SpeechT5ForTextToSpeech",
-        "FastSpeech2ConformerWithHifiGan",
         "BarkModel",
         "MusicgenForConditionalGeneration",
         "MusicgenMelodyForConditionalGeneration",

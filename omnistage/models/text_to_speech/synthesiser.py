@@ -71,12 +71,6 @@ class Vits(Synthesiser):
         return samples
 
 
-class FastSpeech(Synthesiser):
-    def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
-        samples: torch.Tensor = self.model(inputs["input_ids"]).waveform
-        return samples
-
-
 class SpeechT5(Synthesiser):
     def __init__(self, model: Any, device: torch.device, vocoder: Any, speakers: dict[str, torch.Tensor]) -> None:
         super().__init__(model, device, vocoder.config.sampling_rate)
@@ -110,8 +104,6 @@ def load_synthesiser(context: LoadContext) -> Synthesiser:
         return Vits(model, context.device, config.sampling_rate)
     if config.model_type == "speecht5":
         return _load_speecht5(model, context)
-    if config.model_type == "fastspeech2_conformer_with_hifigan":
-        return FastSpeech(model, context.device, config.vocoder_config.sampling_rate)
     if config.model_type == "bark":
         return Generated(model, context.device, model.generation_config.sample_rate)
     if name.startswith("Musicgen"):
