@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from omnistage.compat import prepare_torchvision
-from omnistage.core.errors import StageError, UnsupportedModelError
+from omnistage.core.errors import StageError, UnsupportedModalityError, UnsupportedModelError
 from omnistage.core.family import LoadContext
-from omnistage.core.types import ARInput, MediaSpan, RequestInfo
+from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
@@ -39,9 +39,19 @@ class MultimodalLM(CausalLM):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         encoders = {module: module.config._attn_implementation for module in _encoders(model)}
         self.stock_attention: str = model.get_decoder().config._attn_implementation
-        super().__init__(model, tokenizer)
+        try:
+            super().__init__(model, tokenizer)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run on text without media ({type(error).__name__}), so it is no "
+                "decoder of merged embeddings; such models are not served"
+            ) from error
         for module, implementation in encoders.items():
             module.set_attn_implementation(implementation)
+        self.unsupported: dict[Modality, str] = {}
+        """Kinds of media that the processor takes and that would not be answered exactly, with the reason."""
         self._capture = DecoderCapture(model, self.decoder)
         self._rope = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
         vision = getattr(model.config, "vision_config", None)
@@ -54,6 +64,12 @@ class MultimodalLM(CausalLM):
 
     def shard(self, group: RankGroup, device: torch.device) -> None:
         ARComponent.shard(self, group, device)  # refuses: the encoders have no share yet
+
+    def check(self, info: RequestInfo, payload: ARInput) -> None:
+        del info
+        for span in payload.media:
+            if span.kind in self.unsupported:
+                raise UnsupportedModalityError(self.unsupported[span.kind], param="messages")
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
@@ -127,7 +143,7 @@ def load(context: LoadContext) -> MultimodalLM:
                 f"{type(component.model).__name__}: no placeholder of a media item was found in its chat template; "
                 "check that the folder has the chat template and processor that the model came with"
             )
-        check_media(component, processor)
+        component.unsupported = check_media(component, processor)
     return component
 
 

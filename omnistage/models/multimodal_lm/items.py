@@ -81,6 +81,7 @@ class ItemProcessor:
         self._recorder = _TextRecorder(processor.tokenizer)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self._recorder
+        self._processor.return_mm_token_type_ids = True  # some models cannot do without, and not all processors say so
         added = set(processor.tokenizer.get_added_vocab().values())
         self._added = np.array(sorted(added))
 
@@ -202,5 +203,8 @@ def _tensor(value: Any) -> torch.Tensor | None:
 def _key(kind: Modality, inputs: Mapping[str, torch.Tensor]) -> bytes:
     key = b""
     for name in sorted(inputs):
-        key = content_key(kind.value, inputs[name].contiguous().numpy(), name, key)
+        value = inputs[name].contiguous()
+        if value.dtype == torch.bfloat16:  # numpy has none
+            value = value.view(torch.int16)
+        key = content_key(kind.value, value.numpy(), name, key)
     return key

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import MediaError, OmniError, UnsupportedModelError
+from omnistage.core.errors import InvalidRequestError, MediaError, OmniError, UnsupportedModelError
 from omnistage.core.messages import ChatMessage, Part, TextPart
 from omnistage.core.types import ARInput, Modality, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current
@@ -26,20 +26,32 @@ from omnistage.models.multimodal_lm.verify import media_part
 _TOLERANCE = 1e-3
 """Of the numbers' range; the rows and logits of other dtypes are rounded."""
 _ROUNDED_TOLERANCE = 0.05
+STOCK_FAILURE = "transformers' own forward does not take what its processor gives; check the checkpoint's files"
 _FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, OmniError)
 
 
-def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> None:
-    """Refuse a model whose prompts with media would be answered otherwise than by transformers."""
-    for kind in sorted(processor.input_modalities - {Modality.TEXT}):
-        _check_kind(component, processor, kind)
+def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict[Modality, str]:
+    """Kinds of media whose prompts would be answered otherwise than by transformers, with the reason.
+
+    Raises where there is no other kind.
+    """
+    kinds = sorted(processor.input_modalities - {Modality.TEXT})
+    refused: dict[Modality, UnsupportedModelError] = {}
+    for kind in kinds:
+        try:
+            _check_kind(component, processor, kind)
+        except UnsupportedModelError as error:
+            refused[kind] = error
+    if len(refused) == len(kinds):
+        raise refused[kinds[0]]
+    return {kind: error.message for kind, error in refused.items()}
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
     name = f"{type(component.model).__name__} with {kind} input"
     try:
         inputs, payload = _probe_inputs(processor, kind)
-        expected, logits = _stock(component, inputs)
+        expected, logits = _stock(name, component, inputs)
         ours = component.prepare(RequestInfo("probe"), payload)
         rows, deep = _rows(component, ours)
         _compare(name, component, expected, ours, rows, deep)
@@ -69,7 +81,7 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
             rendered, media, _guarded = processor.rendered(messages)
             outputs = processor.items.call(rendered, media)[1]
             payload = processor.chat(messages)
-        except MediaError:
+        except (MediaError, InvalidRequestError):
             if count == 1:
                 raise
             continue
@@ -77,24 +89,31 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
             raise UnsupportedModelError(
-                f"the processor makes {len(ids)} tokens of a chat with {count} {kind} items, and "
-                f"{len(payload.token_ids)} of its items one by one; such processors are not served yet"
+                f"the processor makes other tokens ({len(ids)}) of a chat with {count} {kind} items than of its text and "
+                f"its items ({len(payload.token_ids)}); such processors are not served yet"
             )
         return inputs, payload
     raise UnsupportedModelError(f"the processor takes no {kind}")
 
 
 @torch.inference_mode()
-def _stock(component: MultimodalLM, inputs: dict[str, torch.Tensor]) -> tuple[DecoderInputs, torch.Tensor]:
+def _stock(
+    name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]
+) -> tuple[DecoderInputs, torch.Tensor]:
     """What transformers hands to the decoder, and its logits `[n, V]`; refuses masks that are not causal."""
     own = component.on_device(inputs)
     model: Any = component.model
     decoder: Any = component.decoder
-    expected = component.captured(inputs)
     try:
-        record_attention(model, component.spec.vocab_size, own, decoder)
         decoder.set_attn_implementation(component.stock_attention)
         logits = model(**own, use_cache=False).logits[0]
+        expected = component.captured(inputs)
+        record_attention(model, component.spec.vocab_size, own, decoder)
+    except OmniError:
+        raise
+    except _FORWARD_ERRORS as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
     finally:
         use_paged_attention(decoder)
     return expected, logits

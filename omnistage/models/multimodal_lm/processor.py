@@ -55,7 +55,10 @@ class MultimodalProcessor:
         self._template = ChatTemplate(self._render, tokenizer, parts=True)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
         self._placeholders = self._find_placeholders()
-        self._joint = {kind for kind in self._placeholders if not self._is_separate(kind)}
+        self._joint: set[Modality] = set()
+        self._single: set[Modality] = set()
+        for kind in self._placeholders:
+            self._try_two(kind)
         self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
 
     @classmethod
@@ -72,6 +75,10 @@ class MultimodalProcessor:
         rendered, media, guarded = self.rendered(messages, tools, thinking)
         if not media:
             return ARInput(self._encode(rendered, guarded))
+        kinds = [kind for kind, _ in media]
+        for kind in sorted(self._single):
+            if kinds.count(kind) > 1:
+                raise InvalidRequestError(f"this model takes one {kind} in a chat; send one", param="messages")
         self._check_size(rendered, media)
         with locked(self._lock):
             items, pieces = self._items(rendered, media)
@@ -112,6 +119,10 @@ class MultimodalProcessor:
         extractor = self.items.audio_processor
         samples = getattr(extractor, "n_samples", None)
         return _MIN_SECONDS, samples / self.items.audio_rate if samples else float("inf")
+
+    def takes_several(self, kind: Modality) -> bool:
+        """Whether a chat may have more than one item of this kind."""
+        return kind in self._placeholders and kind not in self._single
 
     # ------------------------------------------------------------------------------------------- template
 
@@ -166,14 +177,15 @@ class MultimodalProcessor:
         added = self._processor.tokenizer.get_added_vocab()
         return [token for token in added if filled.count(token) > plain.count(token)]
 
-    def _is_separate(self, kind: Modality) -> bool:
-        """Whether two items become in one prompt what each becomes alone."""
+    def _try_two(self, kind: Modality) -> None:
+        """Note whether two items become in one prompt what each becomes alone, and whether there may be two."""
         placeholder, media = self._placeholders[kind], [sample_media(kind, i, self.items.audio_rate) for i in (0, 1)]
         alone = [self.items.call(placeholder, [one])[0] for one in media]
         try:
-            return self.items.call(placeholder * 2, media)[0] == "".join(alone)
-        except MediaError:  # only one in a prompt, which says so itself
-            return True
+            if self.items.call(placeholder * 2, media)[0] != "".join(alone):
+                self._joint.add(kind)
+        except MediaError:
+            self._single.add(kind)
 
     # ---------------------------------------------------------------------------------------------- media
 

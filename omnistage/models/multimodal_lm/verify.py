@@ -5,7 +5,8 @@ All cases run in one batch of our pipeline and one by one in the reference, in f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,13 @@ def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progres
     return rows
 
 
-def make_chats(processor: MultimodalProcessor, count: int, seed: int) -> list[list[ChatMessage]]:
-    """Chats with no media, one item and two of each kind that the model takes, in turn."""
-    kinds = sorted(processor.input_modalities - {Modality.TEXT})
-    plans: list[tuple[Modality, ...]] = [(), *((kind,) for kind in kinds), *((kind, kind) for kind in kinds)]
+def make_chats(
+    processor: MultimodalProcessor, count: int, seed: int, without: Collection[Modality] = ()
+) -> list[list[ChatMessage]]:
+    """Chats with no media, one item and two of each kind that the model takes, in turn; none of the kinds `without`."""
+    kinds = sorted(processor.input_modalities - {Modality.TEXT, *without})
+    several = [kind for kind in kinds if processor.takes_several(kind)]
+    plans: list[tuple[Modality, ...]] = [(), *((kind,) for kind in kinds), *((kind, kind) for kind in several)]
     if len(kinds) > 1:
         plans.append(tuple(kinds))
     chats = []
@@ -103,12 +107,15 @@ def reference_answers(
     model = transformers.AutoModelForMultimodalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     ).eval()
+    accepted = inspect.signature(model.forward).parameters
     answers = []
     for chat in chats:
         rendered, media, _guarded = processor.rendered(chat)
-        inputs = processor.items.call(rendered, media)[1]
+        # Some processors take no text without media; it is then tokenised as any text.
+        ids = torch.tensor([processor.chat(chat).token_ids])
+        inputs = processor.items.call(rendered, media)[1] if media else {"input_ids": ids}
         out = model.generate(
-            **inputs,
+            **{name: value for name, value in inputs.items() if name in accepted},
             do_sample=False,
             max_new_tokens=new_tokens,
             output_logits=True,

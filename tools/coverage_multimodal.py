@@ -1,0 +1,172 @@
+"""Which image-text-to-text and audio-language types of the installed transformers are served exactly.
+
+Each type gets a small random checkpoint with its own processor, is loaded and served as a user's would be (`Omni`), and is
+compared with transformers' own `generate`, one chat at a time: six chats at once with no, one and two items of each kind of
+media, greedy, prefill in chunks, and the same chats again from the prefix cache. States are those of `coverage.py`.
+
+python tools/coverage_multimodal.py llava qwen3_vl             these types
+python tools/coverage_multimodal.py --all --markdown docs/multimodal_coverage.md
+python tools/coverage_multimodal.py --all --part 1/2 --json out/part1.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omnistage.compat import prepare_torchvision
+from omnistage.core.errors import OmniError
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import Modality
+from omnistage.engines.ar.stage import ARStage
+from omnistage.hf import transformers
+from omnistage.models.multimodal_lm.component import MultimodalLM
+from omnistage.models.multimodal_lm.probe import STOCK_FAILURE
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.multimodal_lm.verify import as_sent, make_chats, reference_answers
+from omnistage.omni import Omni
+
+CHATS = 6
+NEW_TOKENS = 16
+OVERRIDES = (
+    "thinker.budget.prefill_chunk=16",
+    "thinker.budget.max_batch_tokens=48",
+    "thinker.budget.block_size=8",
+    "thinker.budget.kv_blocks=1600",
+)
+
+
+def _tool(name: str) -> ModuleType:
+    """A module beside this one; `coverage` is also a package of its own."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", Path(__file__).with_name(f"{name}.py"))
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+causal: Any = _tool("coverage")
+checkpoints: Any = _tool("multimodal_checkpoints")
+
+
+def tasks() -> dict[str, list[str]]:
+    """Types by task. A type that also takes pictures counts among those."""
+    auto = transformers.models.auto.modeling_auto
+    images = sorted(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    others = sorted(set(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(images))
+    return {"image-text-to-text": images, "audio-language": others}
+
+
+def cover(model_type: str, seed: int = 0) -> Any:
+    """Build, serve and compare one type."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            checkpoints.write(model_type, folder, seed)
+        except Exception as error:  # whatever a type's own code may raise
+            return causal.Outcome(model_type, "unbuilt", causal._message(error))
+        try:
+            return _compare(model_type, folder, seed)
+        except OmniError as error:
+            if STOCK_FAILURE in str(error):  # the small checkpoint is at fault, and not what serves it
+                return causal.Outcome(model_type, "unbuilt", causal._message(error))
+            return causal.Outcome(model_type, "refused", causal._message(error))
+        except Exception as error:  # this is what the tool looks for
+            return causal.Outcome(model_type, "crashed", causal._message(error))
+
+
+def _compare(model_type: str, folder: Path, seed: int) -> Any:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0)
+    got = []
+    with Omni(folder, device="cpu", dtype="float32", overrides=OVERRIDES, progress=False) as omni:
+        stage = omni.orchestrator.stages["thinker"]
+        component = stage.component if isinstance(stage, ARStage) else None
+        if not isinstance(component, MultimodalLM):
+            return causal.Outcome(model_type, "refused", f"served by the family {omni.config.pipeline.name}")
+        without = component.unsupported
+        processor = MultimodalProcessor.load(folder)
+        chats = make_chats(processor, CHATS, seed, without)
+        sent = [[as_sent(message) for message in chat] for chat in chats]
+        for _ in range(2):
+            for output in omni.chat(sent, params, progress=False):
+                if output.error is not None:
+                    raise RuntimeError(f"while generating: {output.error}") from output.error
+                logprobs = output.outputs[0].logprobs or []
+                got.append(causal.Answer(output.token_ids, [item.chosen.logprob for item in logprobs]))
+    expected = reference_answers(folder, processor, chats, NEW_TOKENS)
+    answers = [causal.Answer(answer.token_ids, answer.logprobs) for answer in expected]
+    outcome = causal.judge(model_type, answers, got, "float32")
+    kinds = ", ".join(sorted(processor.input_modalities - {Modality.TEXT, *without}))
+    refused = "".join(f"; {kind} refused: {reason}" for kind, reason in without.items())
+    return replace(outcome, reason=kinds + refused if outcome.state == "exact" else outcome.reason)
+
+
+def as_markdown(outcomes: Sequence[Any]) -> str:
+    """The table of the documentation."""
+    by_type = {outcome.model_type: outcome for outcome in outcomes}
+    lines = [
+        "# Which vision- and audio-language types are served",
+        "",
+        "By `python tools/coverage_multimodal.py --all --markdown docs/multimodal_coverage.md`: small random checkpoints",
+        "with the type's own processor, six chats at once with up to two items of each kind of media, greedy, prefill in",
+        "chunks, prefix cache. Tokens and log probabilities are compared with those of `generate`, one chat at a time.",
+        "`unbuilt` says nothing of a published checkpoint: no small one could be made here. How it works:",
+        "[multimodal models](multimodal_models.md).",
+        "",
+        f"transformers {transformers.__version__}, float32.",
+    ]
+    for task, types in tasks().items():
+        rows = [by_type[t] for t in types if t in by_type]
+        lines += ["", f"## {task}", "", causal.summary(Counter(row.state for row in rows)) + f" of {len(rows)}.", ""]
+        lines += ["| model_type | state | media, or reason |", "| --- | --- | --- |"]
+        for row in rows:
+            reason = row.reason.replace("|", "\\|").replace("<", "&lt;")
+            lines.append(f"| {row.model_type} | {row.state} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; none: --all")
+    parser.add_argument("--all", action="store_true", help="every type of the installed transformers")
+    parser.add_argument("--part", default="1/1", help="which part of the list, such as 2/4")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args(argv)
+    known = [t for types in tasks().values() for t in types]
+    types = args.types or (known if args.all else [])
+    unknown = sorted(set(types) - set(known))
+    if unknown or not types:
+        parser.error(f"unknown types: {', '.join(unknown)}" if unknown else "name types, or give --all")
+    part, parts = (int(number) for number in args.part.split("/"))
+    prepare_torchvision()
+    causal.quiet()
+    outcomes = []
+    for model_type in types[part - 1 :: parts]:
+        start = time.monotonic()
+        outcome = cover(model_type, args.seed)
+        outcomes.append(outcome)
+        print(f"{model_type:28} {outcome.state:8} {time.monotonic() - start:5.1f} s  {outcome.reason}", flush=True)
+    print(causal.summary(Counter(outcome.state for outcome in outcomes)))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(as_markdown(outcomes))
+    return 1 if any(outcome.state in ("wrong", "crashed") for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
