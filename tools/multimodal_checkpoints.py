@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import torch
 import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
@@ -48,7 +49,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "num_kv_shared_layers"), 1),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    "num_kv_shared_layers": 0,
+    "text_hidden_size": HIDDEN,
     "image_size": IMAGE,
     "patch_size": PATCH,
     "spatial_patch_size": PATCH,
@@ -114,7 +117,6 @@ def _settings(config: Any) -> dict[str, Any]:
     return settings
 
 
-
 # --------------------------------------------------------------------------------------------- processors
 
 PROCESSORS = {
@@ -144,7 +146,7 @@ def write(model_type: str, folder: Path, seed: int = 0) -> Any:
     """The checkpoint, as a published one lies in its folder."""
     config = small_config(model_type, CONFIGS.get(model_type))
     processor = build_processor(model_type, config, folder)
-    _set_token_ids(config, processor)
+    _set_token_ids(model_type, config, processor)
     torch.manual_seed(seed)
     model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     _randomise(model, seed)
@@ -203,9 +205,8 @@ def _arguments(model_type: str, cls: Any, config: Any, tokenizer: Any) -> dict[s
             parts[name] = tokenizer
         else:
             parts[name] = _part(model_type, name, own.get(name, {}))
-    values = vars(config) | {
-        key: value for key, value in vars(getattr(config, "vision_config", config)).items() if key == "patch_size"
-    }
+    vision = getattr(config, "vision_config", None) or config
+    values = vars(config) | {key: value for key, value in vars(vision).items() if key == "patch_size"}
     for name in inspect.signature(cls.__init__).parameters:
         if name not in parts and isinstance(values.get(name), int | str):
             parts[name] = values[name]
@@ -262,15 +263,18 @@ def _with_template(processor: Any) -> Any:
     for kind in ("image", "video", "audio"):
         token = getattr(processor, f"{kind}_token", None)
         token = getattr(token, "content", token) or f"<{kind}>"
-        if kind == "image" and "Gemma3" in type(processor).__name__:
-            token = processor.boi_token
+        token = getattr(processor, f"{kind}_placeholder_token", token)
         template = template.replace(kind.upper(), token)
-    processor.chat_template = template
+    processor.chat_template = processor.tokenizer.chat_template = template
     return processor
 
 
-def _set_token_ids(config: Any, processor: Any) -> None:
+def _set_token_ids(model_type: str, config: Any, processor: Any) -> None:
     """The placeholders' ids, by the names that config and processor give them."""
+    own = TOKEN_IDS.get(model_type, {})
+    for key, texts in own.items():
+        if isinstance(texts, tuple):
+            setattr(config, key, processor.tokenizer.convert_tokens_to_ids(list(texts)))
     vocab = processor.tokenizer.get_vocab()
     unused = TEXT_VOCAB - 1
     for part in [config, *(getattr(config, n) for n in config.sub_configs if getattr(config, n, None) is not None)]:
@@ -278,10 +282,11 @@ def _set_token_ids(config: Any, processor: Any) -> None:
             name = re.sub(r"_(id|index)$", "", key)
             if name == key or not name.endswith("token") or key in _FIXED or isinstance(value, (list, str)):
                 continue
-            text = getattr(processor, name, None) or getattr(processor.tokenizer, name, None)
+            text = getattr(processor.tokenizer, name, None) or getattr(processor, name, None)
             text = getattr(text, "content", text)
             stem = name.removesuffix("_token")
             guesses = (text, f"<|{stem}|>", f"<{stem}>", f"<|{stem}_pad|>", f"<start_of_{stem}>")
+            guesses = (own.get(key), *guesses)
             found = next((vocab[g] for g in guesses if isinstance(g, str) and g in vocab), None)
             if found is None:
                 found, unused = unused, unused - 1
@@ -292,34 +297,94 @@ MELS = 16
 _PINPOINTS = [[32, 64], [64, 32], [64, 64]]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{t: {"text_config": {"rope_parameters": _MROPE}} for t in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm46v", "glm4v", "glm_ocr", "glmga")},
-    "glm4v_moe": {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}},
+    **{
+        t: {"text_config": {"rope_parameters": _MROPE}}
+        for t in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm46v", "glm4v", "glm_ocr", "glmga")
+    },
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+    },
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "llava_next": {"image_grid_pinpoints": _PINPOINTS},
     "llava_next_video": {"image_grid_pinpoints": _PINPOINTS, "image_seq_length": 16},
     "llava_onevision": {"image_grid_pinpoints": _PINPOINTS},
     "gemma3": {"mm_tokens_per_image": 4},
+    "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
+    "got_ocr2": {"vision_config": {"image_size": 512}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "step3p7": {"text_config": {"sliding_window": 64}},
+    "chameleon": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "emu3": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
+    "qwen2_5_omni_thinker": {
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_start_token_id": 0,
+        "audio_start_token_id": 0,
+    },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 0, "audio_start_token_id": 0},
+    "kimi_k25": {"projection_hidden_size": 64, "projector_hidden_size": 64},
     "paligemma": {"text_config": {"num_image_tokens": 16}},
 }
 """Settings of types whose default config cannot be made small by names alone."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llava": {"processor": {"num_additional_image_tokens": 1}},
-    "llava_next": {"processor": {"num_additional_image_tokens": 1}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
-    "llava_next_video": {"processor": {"num_additional_image_tokens": 1}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
+    "llava_next": {
+        "processor": {"num_additional_image_tokens": 1},
+        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
+    },
+    "llava_next_video": {
+        "processor": {"num_additional_image_tokens": 1},
+        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
+    },
     "llava_onevision": {"processor": {"num_image_tokens": 16}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
     "paligemma": {"image_processor": {"image_seq_length": 16}},
     "gemma3": {"processor": {"image_seq_length": 4}},
-    "aya_vision": {"processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2}, "image_processor": {"max_patches": 2}},
+    "aya_vision": {
+        "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
+        "image_processor": {"max_patches": 2},
+    },
     "internvl": {"processor": {"image_seq_length": 4}, "image_processor": {"max_patches": 2}},
-    "janus": {},
-    "vipllava": {"processor": {"num_additional_image_tokens": 1}},
+    "janus": {"processor": {"num_image_tokens": 16}},
+    "aria": {"image_processor": {"max_image_size": 490}},
+    "cohere2_vision": {"image_processor": {"patch_size": 2, "max_patches": 2}},
+    "got_ocr2": {"image_processor": {"size": {"height": 512, "width": 512}}},
+    "ovis2": {"processor": {"image_seq_length": 16}},
+    "phi4_multimodal": {"audio_processor": {"feature_size": 80}},
+    "qianfan_ocr": {"processor": {"image_seq_length": 4}, "image_processor": {"max_patches": 2}},
+    "vipllava": {"processor": {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}},
     "deepseek_vl": {"processor": {"num_image_tokens": 16}},
     "idefics3": {"processor": {"image_seq_len": 4}},
+    "smolvlm": {"processor": {"image_seq_len": 4}, "image_processor": {"do_image_splitting": False}},
     "granite_docling": {"processor": {"image_seq_len": 1}},
 }
 """Of a type's processor and its parts."""
-TOKENS: dict[str, tuple[str, ...]] = {}
+_OMNI_IDS = {"vision_start_token_id": "<vision_bos_token>", "audio_start_token_id": "<audio_bos_token>"}
+TOKEN_IDS: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni_thinker": _OMNI_IDS,
+    "qwen3_omni_moe_thinker": _OMNI_IDS,
+    "aya_vision": {"image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
+    "ovis2": {
+        "image_token_id": "<IMG_ATOM>",
+        "visual_indicator_token_ids": ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+    },
+}
+"""Tokens of a config that are named otherwise there."""
+TOKENS: dict[str, tuple[str, ...]] = {
+    "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+    "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+}
 """Special tokens that a processor needs and its source does not spell."""
-PART_TYPES = {"glm4v_moe": "glm4v", "glm_ocr": "glm46v", "glmga": "glm46v", "qwen3_vl_moe": "qwen3_vl", "shieldgemma2": "gemma3",
-              "diffusion_gemma": "gemma4"}
+PART_TYPES = {
+    "qwen2_5_omni_thinker": "qwen2_5_omni",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+    "glm4v_moe": "glm4v",
+    "glm_ocr": "glm46v",
+    "glmga": "glm46v",
+    "qwen3_vl_moe": "qwen3_vl",
+    "shieldgemma2": "gemma3",
+    "diffusion_gemma": "gemma4",
+}
 """Whose parts a type's processor is made of, where transformers lists none for it."""

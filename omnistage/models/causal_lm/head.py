@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def model_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> nn.Module:
     """What turns hidden states `[..., H]` of `decoder` into logits: `head` where the model does nothing else."""
-    names = [name for name, child in model.named_children() if child is decoder]
+    names = [name for name, child in model.named_children() if any(module is decoder for module in child.modules())]
     if len(names) != 1 or model.device.type == "meta":
         return head
     path = ModelHead(model, names[0])
@@ -35,7 +35,7 @@ def model_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> n
 
 
 class ModelHead(nn.Module):
-    """The model's own forward with its decoder left out: hidden states go in where the decoder's come out."""
+    """The model's own forward with its decoder, and what leads to it, left out: hidden states are its output."""
 
     def __init__(self, model: PreTrainedModel, decoder_name: str) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ to the decoder (`capture.py`); the rows that arrive there are the item's, whatev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class MultimodalLM(CausalLM):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         encoders = {module: module.config._attn_implementation for module in _encoders(model)}
         self.stock_attention: str = model.get_decoder().config._attn_implementation
+        self._placeholder_rows: dict[int, torch.Tensor] = {}
         try:
             super().__init__(model, tokenizer)
         except torch.OutOfMemoryError:
@@ -64,6 +65,23 @@ class MultimodalLM(CausalLM):
 
     def shard(self, group: RankGroup, device: torch.device) -> None:
         ARComponent.shard(self, group, device)  # refuses: the encoders have no share yet
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = super().embed(token_ids)
+        for token, row in self._placeholder_rows.items():
+            rows = torch.where((token_ids == token)[:, None], row, rows)
+        return rows
+
+    def note_placeholders(self, token_ids: Iterable[int]) -> None:
+        """Find placeholders that the model embeds as something else where they are sampled: some as their padding."""
+        for token in token_ids:
+            ids = torch.tensor([[token]], device=self.device)
+            try:
+                row = self._capture.run({"input_ids": ids}).embeds[0]
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, UnsupportedModelError):
+                continue  # the model takes none without media
+            if not torch.equal(row, super().embed(ids[0])[0]):
+                self._placeholder_rows[token] = row
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         del info

@@ -50,7 +50,7 @@ class MediaItem:
     def sizes(self) -> dict[str, torch.Tensor]:
         """Grids and the like, which positions are computed from."""
         by_token = self.inputs["input_ids"].shape
-        return {n: t for n, t in self.inputs.items() if t.shape != by_token and t.numel() <= _SMALL}
+        return {n: t for n, t in self.inputs.items() if t.shape != by_token and t.ndim and t.numel() <= _SMALL}
 
     def by_token(self) -> dict[str, torch.Tensor]:
         """Tensors with one number a token, but for the ids."""
@@ -82,6 +82,9 @@ class ItemProcessor:
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self._recorder
         self._processor.return_mm_token_type_ids = True  # some models cannot do without, and not all processors say so
+        self._bos = processor.tokenizer.bos_token or ""
+        self.adds_bos = False
+        """The processor writes the tokenizer's first token into a text itself; known once an item was made."""
         added = set(processor.tokenizer.get_added_vocab().values())
         self._added = np.array(sorted(added))
 
@@ -109,6 +112,8 @@ class ItemProcessor:
     def item(self, placeholder: str, media: Sequence[Media]) -> MediaItem:
         """An item whose `placeholder` in the rendered chat stands for it; several where these come together."""
         text, outputs = self.call(placeholder, media)
+        if self._bos and text.startswith(self._bos):
+            self.adds_bos, text = True, text.removeprefix(self._bos)
         ids = self._core(self._prompts.encode(text))
         theirs = np.asarray(outputs.pop("input_ids")).reshape(-1)
         start = find(theirs, ids, 0)

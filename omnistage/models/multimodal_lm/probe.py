@@ -52,6 +52,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
     try:
         inputs, payload = _probe_inputs(processor, kind)
         expected, logits = _stock(name, component, inputs)
+        component.note_placeholders({payload.token_ids[i] for s in payload.media for i in s.positions.tolist()})
         ours = component.prepare(RequestInfo("probe"), payload)
         rows, deep = _rows(component, ours)
         _compare(name, component, expected, ours, rows, deep)
@@ -89,17 +90,15 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
             raise UnsupportedModelError(
-                f"the processor makes other tokens ({len(ids)}) of a chat with {count} {kind} items than of its text and "
-                f"its items ({len(payload.token_ids)}); such processors are not served yet"
+                f"the processor makes other tokens ({len(ids)}) of a chat with {count} {kind} items than of its text "
+                f"and its items ({len(payload.token_ids)}); such processors are not served yet"
             )
         return inputs, payload
     raise UnsupportedModelError(f"the processor takes no {kind}")
 
 
 @torch.inference_mode()
-def _stock(
-    name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]
-) -> tuple[DecoderInputs, torch.Tensor]:
+def _stock(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]) -> tuple[DecoderInputs, torch.Tensor]:
     """What transformers hands to the decoder, and its logits `[n, V]`; refuses masks that are not causal."""
     own = component.on_device(inputs)
     model: Any = component.model

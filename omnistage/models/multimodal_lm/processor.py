@@ -49,6 +49,7 @@ class MultimodalProcessor:
         tokenizer = processor.tokenizer
         self._prompts = PromptTokenizer(tokenizer, max_tokens)
         self._lock = threading.Lock()
+        self._chat_template = processor.chat_template or tokenizer.chat_template
         self._bos = tokenizer.bos_token or ""
         self._prefix, self._suffix = _added_around(tokenizer)
         self.items = ItemProcessor(processor, self._prompts)
@@ -88,7 +89,7 @@ class MultimodalProcessor:
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), thinking: bool | None = None
     ) -> tuple[str, list[Media], GuardedText]:
         """The chat by the processor's own template, and its media in order."""
-        if not self._processor.chat_template:
+        if not self._chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
         media: list[Media] = []
@@ -127,7 +128,7 @@ class MultimodalProcessor:
     # ------------------------------------------------------------------------------------------- template
 
     def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
-        fixed = {"tokenize": False, "add_generation_prompt": True}
+        fixed = {"tokenize": False, "add_generation_prompt": True, "chat_template": self._chat_template}
         text = self._processor.apply_chat_template(turns, tools=tools, **fixed, **options)
         return str(text[0] if isinstance(text, list) else text)
 
@@ -251,7 +252,9 @@ class MultimodalProcessor:
                 by_token.setdefault(name, value.new_zeros(1, len(ids)))[:, place:start] = value
             for name, value in item.sizes().items():
                 sizes.setdefault(name, []).append(value)
-        context = {name: torch.cat(values) for name, values in sizes.items()} | by_token
+        # One row an item, or it is no grid that positions are computed from.
+        grids = {name: values for name, values in sizes.items() if len({v.shape[1:] for v in values}) == 1}
+        context = {name: torch.cat(values) for name, values in grids.items()} | by_token
         return ARInput(ids, media=tuple(spans), context=context)
 
     def _encode(self, text: str, guarded: GuardedText) -> tuple[int, ...]:
@@ -259,7 +262,10 @@ class MultimodalProcessor:
         ids = self._prompts.encode(text, guarded)
         if self._bos and text.startswith(self._bos):
             return ids
-        return (*self._prefix, *ids, *self._suffix)
+        prefix = self._prefix
+        if not prefix and self.items.adds_bos:
+            prefix = (int(self._processor.tokenizer.bos_token_id),)
+        return (*prefix, *ids, *self._suffix)
 
 
 def load_processor(folder: Path) -> ProcessorMixin:

@@ -1,0 +1,65 @@
+"""Small random checkpoints of some multimodal types, with their own processors: exact or refused, never wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "tools" / "coverage_multimodal.py"
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("coverage_multimodal", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["coverage_multimodal"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+EXACT = {
+    "qwen3_vl": "image, video",  # features for deeper layers
+    "llava_onevision": "image, video",  # several pictures are cut otherwise than one
+    "idefics3": "image",  # rows and columns of crops
+    "kimi_k25": "image",  # a placeholder that is sampled is embedded as padding
+    "granite_docling": "image",  # scaled logits
+    "cosmos3_edge": "image",
+    "mistral3": "image",
+    "glmasr": "audio",  # one clip in a chat
+}
+REFUSED = {
+    "gemma3": "mask of its own",  # pictures attend both ways
+    "blip": "does not run on text without media",
+    "qwen3_5": "linear_attention",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torchvision() -> None:
+    tool.prepare_torchvision()
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_a_type_is_served_exactly(model_type: str) -> None:
+    outcome = tool.cover(model_type)
+    assert outcome.state == "exact", outcome
+    assert outcome.reason.startswith(EXACT[model_type])
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_is_refused_with_its_reason(model_type: str) -> None:
+    outcome = tool.cover(model_type)
+    assert outcome.state == "refused", outcome
+    assert REFUSED[model_type] in outcome.reason
+
+
+def test_the_page_counts_types_by_task() -> None:
+    outcomes = [tool.causal.Outcome("llava", "exact", "image"), tool.causal.Outcome("qwen2_audio", "refused", "no")]
+    page = tool.as_markdown(outcomes)
+    assert "1 exact, 0 refused, 0 wrong, 0 crashed, 0 unbuilt of 1." in page
+    assert "| qwen2_audio | refused | no |" in page
