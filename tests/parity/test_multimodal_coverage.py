@@ -61,5 +61,8 @@ def test_a_type_is_refused_with_its_reason(model_type: str) -> None:
 def test_the_page_counts_types_by_task() -> None:
     outcomes = [tool.causal.Outcome("llava", "exact", "image"), tool.causal.Outcome("qwen2_audio", "refused", "no")]
     page = tool.as_markdown(outcomes)
-    assert "1 exact, 0 refused, 0 wrong, 0 crashed, 0 unbuilt of 1." in page
+    images, sounds = page.split("## audio-language")
+    assert "1 exact" in images
+    assert "0 exact" in sounds
+    assert "1 refused" in sounds
     assert "| qwen2_audio | refused | no |" in page
