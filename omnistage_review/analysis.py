@@ -70,8 +70,16 @@ def _numbered(findings: list[Finding]) -> list[Finding]:
 
 
 def _analyse_file(file: ChangedFile, analysis: Analysis) -> None:
+    if file.text is not None and "\r" in file.text:
+        # Python ends a line there and git does not: the lines of the diff are not those of the code.
+        analysis.notes.append(f"{file.path}: has carriage returns alone; all of its lines were checked")
+        file.text, file.all_lines = file.text.replace("\r", "\n"), True
+    changed = file.added_lines
     for parsed in _parse(file, analysis.notes):
-        _apply_rules(parsed, file.added_lines, analysis)
+        try:
+            _apply_rules(parsed, changed, analysis)
+        except RecursionError:
+            analysis.notes.append(f"{file.path}: nested too deeply; not all rules ran")
 
 
 def _parse(file: ChangedFile, notes: list[str]) -> Iterator[ParsedFile]:
@@ -79,9 +87,8 @@ def _parse(file: ChangedFile, notes: list[str]) -> Iterator[ParsedFile]:
     if file.text is None:
         pieces = [piece for hunk in file.hunks for piece in _fragments(file.path, hunk.new_lines, hunk.new_start)]
         if file.hunks:
-            notes.append(
-                f"{file.path}: the new version is not at hand; {len(pieces)} pieces of the diff were checked alone"
-            )
+            shown = f"{len(pieces)} of {len(file.hunks)} hunks of the diff were checked alone"
+            notes.append(f"{file.path}: the new version is not at hand; {shown}")
         yield from pieces
         return
     if len(file.text) > MAX_FILE_CHARACTERS:
@@ -157,6 +164,8 @@ def _suppressions(parsed: ParsedFile) -> list[Suppression]:
 
 def _allowed(parsed: ParsedFile, suppressions: list[Suppression], rule: Rule, lines: range) -> Suppression | None:
     """The suppression of a finding: on its lines, or in comments right above. One without a reason does not count."""
+    if not suppressions:
+        return None
     first = lines.start
     while first > 1 and parsed.lines[first - 2].lstrip().startswith("#"):
         first -= 1

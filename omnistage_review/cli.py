@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from omnistage_review.analysis import analyse, read_baseline, write_baseline
 from omnistage_review.documentation import rules_page
 from omnistage_review.github import from_pull_request
 from omnistage_review.model import Change, ReviewError, Severity
-from omnistage_review.outputs import FORMATS, SUFFIXES
+from omnistage_review.outputs import FORMATS, SUFFIXES, printable
 from omnistage_review.report import Report, build_report
 from omnistage_review.sources import from_diff, from_range, from_tree
 
@@ -105,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return UNUSABLE
-    print(_summary(report) if arguments.export else FORMATS[arguments.format](report), end="")
+    try:
+        print(_summary(report) if arguments.export else FORMATS[arguments.format](report), end="", flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     limit = Severity(arguments.fail_on).rank if arguments.fail_on else len(Severity)
     return FAILED if any(item.severity.rank >= limit for item in report.findings) else OK
 
@@ -123,4 +127,4 @@ def _summary(report: Report) -> str:
     ]
     lines += [f"note: {note}" for note in report.notes]
     lines.append(f"recommendation: {report.recommendation}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"

@@ -21,7 +21,7 @@ def parse_diff(text: str) -> list[ChangedFile]:
 
 def _unquote(name: str) -> str:
     """A path as git prints it: quoted, with octal escapes, where it has unusual characters."""
-    name = name.rstrip("\r")
+    name = name.rstrip("\r\t")  # git adds a tab to names with blanks
     if not (len(name) > 1 and name.startswith('"') and name.endswith('"')):
         return name.partition("\t")[0]
 
@@ -87,8 +87,11 @@ class _Reader:
             self._hunk(match, file)
         elif line.startswith("new file mode"):
             file.status = "added"
+            file.binary = line.rstrip().endswith(("120000", "160000"))  # a symbolic link or a submodule
         elif line.startswith("deleted file mode"):
             file.status = "deleted"
+        elif line.startswith("index ") and line.rstrip().endswith((" 120000", " 160000")):
+            file.binary = True  # a symbolic link or a submodule
         elif line.startswith("rename from "):
             file.status, file.old_path = "renamed", _unquote(line[len("rename from ") :])
         elif line.startswith("rename to "):

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from omnistage_review.contents import decode, is_new_version, new_version
 from omnistage_review.diff import MAX_DIFF_BYTES, parse_diff
 from omnistage_review.model import Change, ChangedFile, ReviewError
-from omnistage_review.processes import Output, run
+from omnistage_review.processes import KILLED, TIMEOUT, Output, run
 from omnistage_review.sources import MAX_FILE_BYTES, cut_note, git
 
 MAX_FETCHED_FILES = 300
@@ -64,11 +64,11 @@ def _gh(arguments: list[str], root: Path, number: int) -> Output:
         return output
     error = output.error
     lowered = error.lower()
-    if "diff exceeded" in lowered or "too_large" in lowered or "406" in lowered:
+    if "diff exceeded" in lowered or "too_large" in lowered or "http 406" in lowered:
         raise _TooLarge
-    if output.code == 4 or "gh auth login" in lowered or "authentication" in lowered or "401" in lowered:
+    if output.code == 4 or "gh auth login" in lowered or "authentication" in lowered or "http 401" in lowered:
         raise ReviewError("gh is not logged in; run `gh auth login`, or set GH_TOKEN")
-    if "rate limit" in lowered or "429" in lowered:
+    if "rate limit" in lowered or "http 429" in lowered:
         raise ReviewError(
             "GitHub's rate limit is used up; wait until it is reset (`gh api rate_limit`), or use --range"
         )
@@ -76,6 +76,8 @@ def _gh(arguments: list[str], root: Path, number: int) -> Output:
         raise ReviewError(f"there is no pull request #{number} here; check the number and --repo")
     if "could not resolve to a repository" in lowered or "not a git repository" in lowered:
         raise ReviewError("gh found no repository; pass --repo OWNER/NAME")
+    if output.code == KILLED:
+        raise ReviewError(f"gh did not answer within {TIMEOUT:.0f} s; check the network, or use --range")
     last = error.splitlines()[-1] if error else f"exit status {output.code}"
     raise ReviewError(f"gh {arguments[0]} {arguments[1]} failed: {last}")
 

@@ -19,12 +19,18 @@ MAX_SHOWN = 100  # findings of one severity in Markdown; JSON and SARIF hold all
 _LEVELS = {Severity.HIGH: "error", Severity.MEDIUM: "warning", Severity.LOW: "note"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_URL = re.compile(r"https://[\w./-]+")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~@])")
 
 
 def _plain(text: str) -> str:
     """Text of the author of a change: on one line, and never markup, a mention or a control sequence."""
     return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text)).replace("\\@", "@\u200b").strip()
+
+
+def printable(text: str) -> str:
+    """On one line, without control sequences."""
+    return _CONTROL.sub(" ", text)
 
 
 def _code(text: str) -> str:
@@ -53,11 +59,10 @@ def to_markdown(report: Report) -> str:
     change = report.change
     counts = ", ".join(f"{report.count(level)} {level.value}" for level in reversed(Severity))
     lines = [f"# Review: {_plain(change.title) or _plain(change.source)}", ""]
-    lines.append(
-        f"{_plain(change.source).capitalize()}{f' ({change.url})' if change.url.startswith('https://') else ''}. "
-    )
+    where = _plain(change.source[:1].upper() + change.source[1:])
+    where += f" ({change.url})" if _URL.fullmatch(change.url) else ""
     size = sum(file.size for file in change.files)
-    lines[-1] += f"{len(change.files)} files, {size} lines added or removed. Findings: {counts}."
+    lines.append(f"{where}. {len(change.files)} files, {size} lines added or removed. Findings: {counts}.")
     if report.suppressed or report.known:
         lines[-1] += f" Suppressed with a reason: {len(report.suppressed)}; in the baseline: {report.known}."
     lines += ["", f"**Recommendation: {report.recommendation}**", "", *_bullets(report.reasons), ""]
@@ -202,7 +207,10 @@ def to_sarif(report: Report) -> str:
 
 
 def _result(item: Finding, names: list[str]) -> dict[str, Any]:
-    location = {"artifactLocation": {"uri": quote(item.path)}, "region": {"startLine": max(1, item.line)}}
+    location = {
+        "artifactLocation": {"uri": quote(item.path, errors="replace")},
+        "region": {"startLine": max(1, item.line)},
+    }
     return {
         "ruleId": item.rule,
         "ruleIndex": names.index(item.rule),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TIMEOUT = 120.0
+KILLED = -9  # the exit status of a command that took longer
 
 
 @dataclass(frozen=True, slots=True)

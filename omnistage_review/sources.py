@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from omnistage_review.model import Change, ChangedFile, ReviewError
 from omnistage_review.processes import Output, run
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
-_DIFF_OPTIONS = ["--no-ext-diff", "--no-color", "--find-renames", "--src-prefix=a/", "--dst-prefix=b/"]
+_DIFF_OPTIONS = ["--no-ext-diff", "--no-textconv", "--no-color", "--find-renames", "--src-prefix=a/", "--dst-prefix=b/"]
 _SKIPPED_FOLDERS = {".git", ".venv", "venv", "__pycache__", "node_modules", "build", "dist", ".tox", ".mypy_cache"}
 _TREE_SUFFIXES = {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".ini", ".cfg"}
 
@@ -46,9 +47,10 @@ def _commit(name: str, root: Path) -> str:
 
 def _before_first(name: str, root: Path) -> str:
     """The empty tree for the parent of a commit that has none; nothing for all else."""
-    if name.startswith("-") or not name.endswith(("^", "~")):
+    child = re.sub(r"(\^|~)1?$", "", name)
+    if name.startswith("-") or child == name:
         return ""
-    found = git(["rev-list", "--parents", "--max-count=1", name[:-1], "--"], root)
+    found = git(["rev-list", "--parents", "--max-count=1", child, "--"], root)
     if found.code or b" " in found.data:
         return ""
     return _text(git(["hash-object", "-t", "tree", "--stdin"], root)).strip()

@@ -7,12 +7,13 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 NodeT = TypeVar("NodeT", bound=ast.AST)
+ResultT = TypeVar("ResultT")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
@@ -44,6 +45,7 @@ class ParsedFile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the code under review are not ours to print
             self.tree = ast.parse(text)
+        self._results: dict[tuple[object, ast.AST], object] = {}
         self._parents: dict[ast.AST, ast.AST] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = {}
         waiting: list[ast.AST] = [self.tree]
@@ -64,6 +66,13 @@ class ParsedFile:
 
     def nodes(self, kind: type[NodeT]) -> Iterator[NodeT]:
         yield from self._by_type.get(kind, ())  # type: ignore[misc]
+
+    def once(self, compute: Callable[[ast.AST], ResultT], node: ast.AST) -> ResultT:
+        """What a function of a node gives, computed once: a scope with thousands of findings is walked through once."""
+        key = (compute, node)
+        if key not in self._results:
+            self._results[key] = compute(node)
+        return self._results[key]  # type: ignore[return-value]
 
     def functions(self) -> Iterator[Function]:
         yield from self.nodes(ast.FunctionDef)

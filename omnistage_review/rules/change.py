@@ -83,6 +83,7 @@ def _needs_test(file: ChangedFile) -> bool:
     return (
         path.suffix == ".py"
         and file.status != "deleted"
+        and not file.binary
         and not path.name.startswith("__")
         and is_shipped(file.path)
         and bool(re.search(r"^\s*(def|class) ", file.text or "class ", re.MULTILINE))

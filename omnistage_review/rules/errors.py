@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import FUNCTIONS, Function, ParsedFile, decorator_names, parameters
+from omnistage_review.syntax import FUNCTIONS, ParsedFile, decorator_names, parameters
 
 _BROAD = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 _MUTABLE_CALLS = {"list", "dict", "set", "collections.defaultdict", "collections.deque", "collections.OrderedDict"}
@@ -40,12 +40,12 @@ def assert_validation(file: ParsedFile) -> Hits:
         names = {item.arg for item in parameters(function)} - {"self", "cls"}
         used = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
         # What the function has computed itself is an invariant rather than an argument.
-        if used & names and not used & _local_names(function):
+        if used & names and not used & file.once(_local_names, function):
             shown = ", ".join(f"`{name}`" for name in sorted(used & names))
             yield node, f"`{function.name}` checks its argument {shown} with assert"
 
 
-def _local_names(function: Function) -> set[str]:
+def _local_names(function: ast.AST) -> set[str]:
     """Names that the function binds: assignments, loops, handlers."""
     names = {
         inner.id for inner in ast.walk(function) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import ParsedFile, keyword, last_name, method, targets, walk_scope
+from omnistage_review.syntax import ParsedFile, keyword, last_name, method, walk_scope
 
 _HALF = {"torch.float16", "torch.half", "torch.bfloat16"}
 _SENSITIVE = {
@@ -69,14 +69,21 @@ def _assigned_half(file: ParsedFile, call: ast.Call, operand: ast.expr) -> bool:
     """Whether the last assignment before the call, in a block around it, converts the operand to 16 bits."""
     if not isinstance(operand, ast.Name):
         return False
-    last: ast.expr | None = None
-    line = 0
-    for node in walk_scope(file.scope(call)):
-        if not isinstance(node, ast.Assign) or not line < node.lineno < call.lineno:
-            continue
-        if any(last_name(target) == operand.id for target in targets(node)) and file.comes_before(node, call):
-            last, line = node.value, node.lineno
-    return _casts_to_half(file, last)
+    earlier = file.once(_assignments, file.scope(call)).get(operand.id, [])
+    if not any(_casts_to_half(file, node.value) for node in earlier):
+        return False
+    before = [node for node in earlier if node.lineno < call.lineno and file.comes_before(node, call)]
+    return bool(before) and _casts_to_half(file, before[-1].value)
+
+
+def _assignments(scope: ast.AST) -> dict[str, list[ast.Assign]]:
+    """The assignments of a scope by name, in the order of their lines."""
+    found: dict[str, list[ast.Assign]] = {}
+    nodes = [node for node in walk_scope(scope) if isinstance(node, ast.Assign)]
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        for target in node.targets:
+            found.setdefault(last_name(target), []).append(node)
+    return found
 
 
 @rule(

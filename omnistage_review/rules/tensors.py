@@ -81,8 +81,15 @@ def hard_coded_device(file: ParsedFile) -> Hits:
             message = '`.to("cuda")`'
         elif _device_literal(keyword(call, "device")):
             message = '`device="cuda"`'
+        elif file.name(call.func) == "torch.device" and len(call.args) == 1 and _device_literal(call.args[0]):
+            # Compared with, or a last resort, it chooses nothing.
+            message = "" if isinstance(file.parent(call), ast.Compare | ast.BoolOp) else '`torch.device("cuda")`'
         if message and not _guarded_by_device(file, call):
             yield call, f"{message} is fixed in the code"
+    for function in file.functions():
+        for default in (*function.args.defaults, *function.args.kw_defaults):
+            if _device_literal(default) and default is not None and not _guarded_by_device(file, default):
+                yield default, f"the default device of `{function.name}` is CUDA"
 
 
 def _shape_arguments(call: ast.Call) -> list[ast.expr]:
@@ -134,24 +141,22 @@ def unchecked_view(file: ParsedFile) -> Hits:
         sizes = _shape_arguments(call)
         if len(sizes) != 2 or literal(sizes[0]) != -1 or literal(sizes[1]) == 1:
             continue
-        if names_in(sizes[1]) & {"shape", "size"} or _is_checked(file, call, call.func.value):
+        if names_in(sizes[1]) & {"shape", "size"} or ast.unparse(call.func.value) in file.once(
+            _checked_tensors, file.scope(call)
+        ):
             continue
         yield call, f"`.{call.func.attr}({', '.join(map(ast.unparse, sizes))})` without a check of the sizes"
 
 
-def _is_checked(file: ParsedFile, call: ast.Call, value: ast.expr) -> bool:
-    """Whether the function asks for the tensor's shape anywhere in a condition or an assertion."""
-    name = ast.unparse(value)
-    for node in walk_scope(file.scope(call)):
-        test = node.test if isinstance(node, ast.If | ast.Assert | ast.IfExp) else None
-        if test is not None and any(
-            isinstance(inner, ast.Attribute)
-            and inner.attr in ("shape", "numel", "size", "ndim")
-            and ast.unparse(inner.value) == name
-            for inner in ast.walk(test)
-        ):
-            return True
-    return False
+def _checked_tensors(scope: ast.AST) -> set[str]:
+    """Tensors whose shape a condition or an assertion of the scope asks for."""
+    tests = [node.test for node in walk_scope(scope) if isinstance(node, ast.If | ast.Assert | ast.IfExp)]
+    return {
+        ast.unparse(inner.value)
+        for test in tests
+        for inner in ast.walk(test)
+        if isinstance(inner, ast.Attribute) and inner.attr in ("shape", "numel", "size", "ndim")
+    }
 
 
 @rule(

@@ -41,6 +41,7 @@ def _durations(file: ParsedFile, scope: ast.AST) -> set[str]:
 def asserted_duration(file: ParsedFile) -> Hits:
     if not file.is_test:
         return
+    measured: dict[ast.AST, set[str]] = {}
     for node in file.nodes(ast.Assert):
         if not isinstance(node.test, ast.Compare) or len(node.test.ops) != 1:
             continue
@@ -50,9 +51,11 @@ def asserted_duration(file: ParsedFile) -> Hits:
         elif not isinstance(operator, ast.Lt | ast.LtE):
             continue
         # Only an upper bound: that something took at least so long cannot fail on a busy machine.
-        measured = _durations(file, file.scope(node))
+        scope = file.scope(node)
+        if scope not in measured:
+            measured[scope] = _durations(file, scope)
         direct = isinstance(left, ast.BinOp) and isinstance(left.op, ast.Sub) and _reads_clock(file, left)
-        if direct or last_name(left) in measured:
+        if direct or last_name(left) in measured[scope]:
             yield node, f"`{ast.unparse(node.test)[:80]}` fails on a busy machine"
 
 

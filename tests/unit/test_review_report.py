@@ -179,6 +179,14 @@ def test_json_holds_what_the_markdown_says() -> None:
     assert data["recommendation"] == "request changes"
 
 
+def test_the_summary_prints_no_control_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a\nb\x1b[31m.py").write_text(BAD)
+    assert main(["--root", str(tmp_path), "--tree", ".", "--export", str(tmp_path / "r.sarif")]) == 0
+    out = capsys.readouterr().out
+    assert "a b [31m.py:2: SEC04" in out
+    assert "\x1b" not in out
+
+
 def test_exports_are_chosen_by_their_suffix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.py").write_text(BAD)
     exports = [tmp_path / f"report.{suffix}" for suffix in ("md", "json", "sarif")]

@@ -8,6 +8,7 @@ import pytest
 from review_examples import EXAMPLES
 
 from omnistage_review.analysis import Analysis, analyse, read_baseline, write_baseline
+from omnistage_review.contents import decode
 from omnistage_review.diff import parse_diff
 from omnistage_review.model import Change, ChangedFile, Finding, ReviewError, Severity
 from omnistage_review.registry import RULES
@@ -166,7 +167,7 @@ def test_a_new_module_needs_a_test_that_names_it() -> None:
     ],
 )
 def test_odd_files_are_read_in_silence(text: str, recwarn: pytest.WarningsRecorder) -> None:
-    analysis = review(text.removeprefix("\ufeff"))
+    analysis = review(decode(text.encode("latin-1" if "latin" in text else "utf-8"), "m.py") or "")
     assert (analysis.findings, analysis.notes, list(recwarn)) == ([], [], [])
 
 
@@ -176,6 +177,18 @@ def test_what_does_not_parse_is_noted(text: str) -> None:
     assert analysis.findings == []
     assert len(analysis.notes) == 1
     assert "module.py" in analysis.notes[0]
+
+
+def test_a_carriage_return_alone_hides_no_code() -> None:
+    (file,) = parse_diff("--- a/m.py\n+++ b/m.py\n@@ -1,1 +1,1 @@\n-# b\n+# a\n")
+    file.text = "# a\rimport pickle\rx = pickle.loads(d)\n"
+    analysis = analyse(Change("test", files=[file]))
+    assert [(item.rule, item.line) for item in analysis.findings] == [("SEC04", 3)]
+    assert "carriage returns" in analysis.notes[0]
+
+
+def test_code_that_is_nested_too_deeply_is_noted() -> None:
+    assert "cannot be parsed" in review("x = " + "1+" * 20000 + "1\n").notes[0]
 
 
 def test_pieces_of_a_diff_are_checked_alone_where_the_file_is_not_at_hand() -> None:

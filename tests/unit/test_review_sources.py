@@ -50,19 +50,31 @@ new file mode 100644
 diff --git a/mode.sh b/mode.sh
 old mode 100644
 new mode 100755
+diff --git a/link.py b/link.py
+new file mode 120000
+--- /dev/null
++++ b/link.py
+@@ -0,0 +1 @@
++/elsewhere/x.py
 """
 
 
 def test_git_diffs_with_renames_binaries_deletions_and_quoted_paths() -> None:
     files = {file.path: file for file in parse_diff(GIT_DIFF)}
-    assert list(files) == ["new name.py", "logo.png", "gone.py", "ä.py", "mode.sh"]
-    assert [file.status for file in files.values()] == ["renamed", "modified", "deleted", "added", "modified"]
+    assert list(files) == ["new name.py", "logo.png", "gone.py", "ä.py", "mode.sh", "link.py"]
+    assert [file.status for file in files.values()] == ["renamed", "modified", "deleted", "added", "modified", "added"]
     renamed = files["new name.py"]
     assert (renamed.old_path, renamed.added_lines, renamed.removed) == ("old name.py", {2}, 1)
     assert files["logo.png"].binary
+    assert files["link.py"].binary  # what it points to is not part of the change
     assert files["gone.py"].removed == 1
     assert files["ä.py"].hunks[0].new_lines == ("x = 1", "++ y")
     assert files["mode.sh"].size == 0
+
+
+def test_quoted_paths_with_blanks_end_in_a_tab() -> None:
+    text = '--- /dev/null\n+++ "b/a \\"b\\".py"\t\n@@ -0,0 +1 @@\n+x\n'
+    assert [file.path for file in parse_diff(text)] == ['a "b".py']
 
 
 def test_plain_diffs_of_several_files() -> None:
@@ -180,6 +192,7 @@ def test_a_range_is_what_the_branch_adds_without_what_it_merged(repository: Path
 def test_the_first_commit_and_an_empty_range_can_be_reviewed(repository: Path) -> None:
     first = git(repository, "rev-list", "--max-parents=0", "HEAD")
     assert len(from_range(f"{first}^..{first}", repository).files) == 2
+    assert len(from_range(f"{first}~1..{first}", repository).files) == 2
     assert from_range("feature..feature", repository).files == []
 
 
