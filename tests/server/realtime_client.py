@@ -57,6 +57,10 @@ def text_of(events: list[Any], kind: str) -> str:
     return "".join(event.delta for event in events if event.type == kind)
 
 
+def audio_of(events: list[Any]) -> bytes:
+    return b"".join(base64.b64decode(event.delta) for event in events if event.type == "response.output_audio.delta")
+
+
 class Raw:
     """A socket that says just what it is told to."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from omnistage.omni import AsyncOmni
 from tests.server.harness import Held, Running, aborted, until
-from tests.server.realtime_client import QUIET, RATE, TEXT, base64_of, said, text_of, types, until_event
+from tests.server.realtime_client import QUIET, RATE, TEXT, audio_of, base64_of, said, text_of, types, until_event
 from tests.voice import silence, voice
 
 pytest.importorskip("onnxruntime")
@@ -286,6 +286,8 @@ def test_whoever_speaks_interrupts_speech(
     connection.conversation.item.create(item=said("Tell a long story"))
     connection.response.create()
     events = until_event(connection, "response.output_audio.delta")
+    while len(audio_of(events)) < 0.5 * RATE * 2:  # enough for a first word
+        events += until_event(connection, "response.output_audio.delta")
     speak(connection, voice(0.8, RATE))
     events += until_event(connection, "response.done")
     assert not held.go.is_set()
