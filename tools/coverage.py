@@ -7,6 +7,7 @@ cache. Tokens must be equal and log probabilities within the tolerance of the dt
 
     exact      the same tokens and log probabilities, on the paged engine
     fallback   the same, one sequence at a time with transformers' own cache
+    family     another family's: the type has a processor for media (see docs/multimodal_models.md)
     refused    not loaded, with the reason
     wrong      loaded, and answers differ: never acceptable
     crashed    an error that is not one of ours, or one while it generates
@@ -36,12 +37,14 @@ from pathlib import Path
 import torch
 
 from omnistage.compat import prepare_torchvision
+from omnistage.config.checkpoint import detect_family
 from omnistage.core.errors import OmniError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models.causal_lm import tiny
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 
 SAMPLE = (
@@ -71,7 +74,7 @@ SAMPLE = (
 
 ROOT = Path(__file__).parents[1]
 PAGE, TABLE = ROOT / "docs/models.md", ROOT / "omnistage/models/causal_lm/coverage.json"
-STATES = ("exact", "fallback", "refused", "wrong", "crashed", "unbuilt")
+STATES = ("exact", "fallback", "family", "refused", "wrong", "crashed", "unbuilt")
 VOCAB = 1024
 MAX_LENGTH = 256
 WINDOW = 18
@@ -311,6 +314,10 @@ def differences(expected: Sequence[Answer], got: Sequence[Answer]) -> tuple[int,
 
 def cover(model_type: str, *, dtype: str = "float32", seed: int = 0) -> Outcome:
     """Build, serve and compare one type."""
+    made_as = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    family = detect_family({"model_type": model_type, "architectures": [made_as]}, REGISTRY).name
+    if family != "causal_lm":
+        return Outcome(model_type, "family", f"served by the family {family}, with its processor")
     asked = prompts(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -342,7 +349,7 @@ def cover_seeds(model_type: str, *, dtype: str, seeds: int) -> Outcome:
     return max(outcomes, key=lambda outcome: _BADNESS.index(outcome.state))
 
 
-_BADNESS = ("exact", "fallback", "refused", "unbuilt", "wrong", "crashed")
+_BADNESS = ("exact", "fallback", "family", "refused", "unbuilt", "wrong", "crashed")
 
 
 def _message(error: Exception) -> str:

@@ -13,6 +13,7 @@ from omnistage.cli.chat import chat
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
+from omnistage.cli.models import models
 from omnistage.cli.options import expand_options
 from omnistage.cli.plan import plan
 from omnistage.cli.pull import list_bundles, pull
@@ -54,6 +55,7 @@ def _main(
 
 for _command in (generate, chat, serve, plan, config, tiny, verify):
     app.command()(ends_on_error(expand_options(_command)))
+app.command("models")(ends_on_error(models))
 app.command("pull")(ends_on_error(pull))
 app.command("list")(ends_on_error(list_bundles))
 app.add_typer(bench, name="bench")

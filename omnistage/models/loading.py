@@ -330,8 +330,7 @@ def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(layers, kv heads, head dim) of a text config."""
     if not _is_stated(config, "num_attention_heads"):
         raise UnsupportedModelError(
-            f"{type(config).__name__} names no attention heads; recurrent and other models without attention are not "
-            "served yet"
+            f"{type(config).__name__} names no attention heads for all of its layers, as the paged engine needs it"
         )
     heads = positive(config, "num_attention_heads")
     grouped = _is_stated(config, "num_key_value_heads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -270,3 +271,13 @@ def test_a_grammar_holds_for_such_a_model(folder: Path) -> None:
     chunks = stage.drain()
     text = "".join(chunk.payload.text for chunk in chunks if isinstance(chunk.payload, TokenChunk))
     assert text in ("yes", "no")
+
+
+def test_a_config_that_transformers_makes_no_model_of_is_refused_for_that(folder: Path) -> None:
+    # A music model without a language model's settings, though transformers lists it among causal LMs.
+    config = transformers.MusicgenConfig().to_dict()
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MusicgenForCausalLM"]}))
+    resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
+    stage = resolved.config.pipeline.stages["thinker"]
+    with pytest.raises(UnsupportedModelError, match=r"cannot make the musicgen .* \(AttributeError"):
+        load_any(LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32))

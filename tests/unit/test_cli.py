@@ -91,7 +91,7 @@ def model(tmp_path, fake_registry) -> Path:
 # ----------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "config", "tiny", "verify", "bench", "pull"])
+@pytest.mark.parametrize("command", ["generate", "chat", "config", "tiny", "verify", "bench", "pull", "models"])
 def test_help_of_every_command_teaches_with_examples(command):
     output = run(command, "--help").output
     assert "Examples" in output

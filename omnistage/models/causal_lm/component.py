@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from omnistage.engines.ar.sharding import RankGroup
+
+
+_MAX_REASON_CHARS = 200
 
 
 class CausalLM(DecoderComponent):
@@ -108,11 +112,14 @@ def load(context: LoadContext, adapter: type[Component] = CausalLM, auto: Any = 
 
 def load_any(context: LoadContext) -> ARComponent:
     """The component of a model folder: on the paged engine, or where that cannot be with transformers' own cache."""
+    model, tokenizer = _read(context)
     try:
-        return CausalLM(*_read(context))
+        return CausalLM(model, tokenizer)
     except UnsupportedModelError as error:
         reason = str(error)
-    # Read again: what was tried has changed the model's attention and its layers.
+    # Read again: what was tried has changed the model's attention and its layers. Two copies need not fit.
+    del model
+    gc.collect()
     return OwnCacheLM(*_read(context), reason=reason)
 
 
@@ -151,8 +158,15 @@ def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrained
     """The model without weights; with those of its checkpoint, a config that asks for far more is found out here."""
     config = read_auto_config(folder)
     check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
-    with torch.device("meta"):
-        skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} cannot make the {config.model_type} that config.json describes "
+            f"({type(error).__name__}: {reason})"
+        ) from error
     if weights is not None:
         # Up to sixteen quantised numbers lie packed in one.
         check_size(skeleton, weights.num_elements() * (16 if check_quantisation(config) else 1))

@@ -88,8 +88,8 @@ def _check_layer_types(model: PreTrainedModel) -> None:
     others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of the type {', '.join(others)}; only full and sliding-window "
-            "attention are served yet"
+            f"{type(model).__name__} has layers of the type {', '.join(others)}; the paged engine computes full and "
+            "sliding-window attention"
         )
 
 

@@ -233,10 +233,17 @@ def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
             f"{name}, which {parts.folder / INDEX} names, is not a pipeline of diffusers {package.__version__} as "
             "installed here; code in a checkpoint is not run"
         )
-    if private_api.fetches_checkpoints(cls):
-        raise UnsupportedModelError(f"{name} fetches other checkpoints by itself; serve one of its parts instead")
-    _signature(cls)  # before anything is loaded
+    check_pipeline(cls)
     return cls
+
+
+def check_pipeline(cls: type[DiffusionPipeline]) -> None:
+    """Refuse a pipeline that no request could call, before anything is loaded."""
+    if private_api.fetches_checkpoints(cls):
+        raise UnsupportedModelError(
+            f"{cls.__name__} fetches other checkpoints by itself; serve one of its parts instead"
+        )
+    _signature(cls)
 
 
 def _checked_parts(parts: Parts) -> list[str]:

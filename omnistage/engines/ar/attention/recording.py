@@ -118,11 +118,13 @@ def _record(
     where = type(module).__name__
     if (query.shape[0], key.shape[2]) != (1, query.shape[2]):
         raise UnsupportedModelError(
-            f"{where} attends over {key.shape[2]} keys for {query.shape[2]} tokens; only self-attention is served"
+            f"{where} attends over {key.shape[2]} keys for {query.shape[2]} tokens; the paged cache is for its own"
         )
     unknown = [name for name, item in kwargs.items() if name not in _IGNORED and _matters(item)]
     if unknown:
-        raise UnsupportedModelError(f"{where} passes {', '.join(unknown)} to its attention, which is not served yet")
+        raise UnsupportedModelError(
+            f"{where} passes {', '.join(unknown)} to its attention, which the paged engine does not take"
+        )
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
     window = _window_of(attention_mask, module, where)
     _current.calls.append(AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain))
@@ -142,7 +144,7 @@ def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int 
         raise UnsupportedModelError(f"{where} attends to later tokens too (an encoder); only causal models are served")
     if window == _OTHER:
         raise UnsupportedModelError(
-            f"{where} attends through a mask of its own, neither causal nor a sliding window; only these are served"
+            f"{where} attends through a mask of its own, neither causal nor a sliding window, unlike the paged engine"
         )
     return None if window is None else int(window)
 
