@@ -317,7 +317,7 @@ def cover(model_type: str, *, dtype: str = "float32", seed: int = 0) -> Outcome:
     made_as = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     family = detect_family({"model_type": model_type, "architectures": [made_as]}, REGISTRY).name
     if family != "causal_lm":
-        return Outcome(model_type, "family", f"served by the family {family}, with its processor")
+        return Outcome(model_type, "family", f"of the family {family}, which serves or refuses it with its processor")
     asked = prompts(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
