@@ -24,10 +24,10 @@ def models(
 ) -> None:
     """List families, and every type of the installed transformers (and diffusers) with its state.
 
-    Language models: `exact` on the paged engine; `fallback`: as exact, but slow, one sequence at a time; `family`:
-    another family's, with its processor for media; `refused`; `unbuilt`: transformers itself cannot run it; `not
-    judged`: not in the table of this release, because transformers is newer. Pipelines: `family`, or `whole`: run as
-    one call.
+    Types: `exact`, for language models on the paged engine; `fallback`: as exact, but slow, one sequence at a time;
+    `family` or `elsewhere`: another family's; `refused`; `unbuilt`: no small checkpoint of it could be made to judge
+    it; `not judged`: not in the table of this release, because transformers is newer. Pipelines: `family`, or
+    `whole`: run as one call.
 
     Examples:
 
@@ -40,7 +40,7 @@ def models(
     from omnistage.models import catalogue
     from omnistage.models.registry import REGISTRY
 
-    entries = [*catalogue.families(REGISTRY), *catalogue.language_models()]
+    entries = [*catalogue.families(REGISTRY), *catalogue.language_models(), *catalogue.media_models()]
     if pipelines:
         entries += catalogue.pipelines(REGISTRY)
     kept = [e for e in entries if (name or "").lower() in e.name.lower() and state in (None, e.state)]

@@ -13,6 +13,8 @@ from omnistage.hf import transformers
 
 TABLE = Path(__file__).parent / "causal_lm" / "coverage.json"
 """Written by `tools/coverage.py --write`: the release that it is of, and for each type its state and the reason."""
+MEDIA_TABLE = Path(__file__).parent / "media_coverage.json"
+"""Written by `tools/make_media_table.py` from the pages of the other coverage tools."""
 NOT_JUDGED = "not judged"
 
 
@@ -41,9 +43,17 @@ def language_models() -> Iterator[Entry]:
         yield Entry("language model", name, state, reason)
 
 
+def media_models() -> Iterator[Entry]:
+    """Types that take or give pictures, video and sound, as far as they were judged."""
+    for kind, types in json.loads(MEDIA_TABLE.read_text())["kinds"].items():
+        for name, (state, reason) in types.items():
+            yield Entry(kind, name, state, reason)
+
+
 def judged_release() -> str:
-    """The release of transformers that the table is of."""
-    return str(json.loads(TABLE.read_text())["transformers"])
+    """The release of transformers that the tables are of, the older one where they differ."""
+    releases = [json.loads(table.read_text())["transformers"] for table in (TABLE, MEDIA_TABLE)]
+    return str(min(releases, key=lambda release: [int(part) for part in release.split(".") if part.isdigit()]))
 
 
 def pipelines(registry: Registry) -> Iterator[Entry]:
