@@ -117,7 +117,11 @@ class PlacedPipeline:
         return [replica.running for replica in self.replicas()]
 
     def all_up(self) -> bool:
-        return all(replica.pid is not None for replica in self.replicas())
+        """All processes run, and the stages' loops have noticed."""
+        health = self.orchestrator.stats().health
+        return all(replica.pid is not None for replica in self.replicas()) and all(
+            health[name].available for name in self.group.stages
+        )
 
 
 def assert_whole(output: OmniRequestOutput, tokens: int) -> None:

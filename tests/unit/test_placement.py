@@ -256,7 +256,7 @@ def test_a_process_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkey
             patch.setattr(worker_process, "START_SILENCE", 2)
             voices.signal(0)
             eventually(lambda: voices.replicas()[0].failures == 2)  # once when it was killed, once when it hung
-        eventually(lambda: voices.replicas()[0].restarts == 1)
+        eventually(lambda: voices.replicas()[0].restarts == 1 and voices.all_up())
         assert_whole(voices.submit(tokens=3).wait(), 3)
 
 
