@@ -84,6 +84,9 @@ class TranscriptionOptions:
     prompt: str = ""
     """Text that may help with names and spelling."""
     timestamps: bool = False
+    """Of segments."""
+    words: bool = False
+    """Times of words, too."""
     stream: bool = False
     """Emit text while it is generated."""
 
@@ -422,6 +425,15 @@ class TranscriptSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class TranscriptWord:
+    """A word, and its times in the clip in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """Text of a clip: what is new, and with the last chunk all of it, with the times of its segments."""
 
@@ -431,6 +443,7 @@ class Transcript:
     """All text; None before the last chunk."""
     language: str = ""
     segments: tuple[TranscriptSegment, ...] = ()
+    words: tuple[TranscriptWord, ...] = ()
     seconds: float = 0.0
     """Of the clip."""
 

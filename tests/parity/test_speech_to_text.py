@@ -14,6 +14,7 @@ from omnistage.core.errors import OmniError
 from omnistage.core.types import SpeechPrompt, TranscriptionOptions
 from omnistage.hf import transformers
 from omnistage.models.speech_to_text.tiny import WINDOW_SECONDS
+from omnistage.models.speech_to_text.words import split_words
 from omnistage.omni import AsyncOmni, Omni
 from tests.parity.conftest import Checkpoints
 
@@ -80,6 +81,57 @@ def test_clips_at_once_have_the_text_and_the_times_of_each_alone_in_transformers
         assert output.transcript.seconds == pytest.approx(clip.seconds)
         texts.append(text)
     assert len(set(texts)) > 1  # or all of this would compare nothing
+
+
+@pytest.mark.parametrize("seconds", [3.0, 9.3])
+def test_times_of_words_are_those_of_their_tokens_in_generate(
+    whisper: Omni, checkpoint_of: Checkpoints, seconds: float
+) -> None:
+    clip, folder = sound(seconds), checkpoint_of("speech_to_text", "whisper")
+    prompts = [SpeechPrompt(clip, Options(words=True)), SpeechPrompt(clip, Options(timestamps=True))]
+    timed, plain = whisper.generate(prompts, progress=False)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()  # whose attention it changes
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    options: dict[str, Any] = {"truncation": False, "padding": "longest"} if seconds > WINDOW_SECONDS else {}
+    options |= {"sampling_rate": RATE, "return_tensors": "pt", "return_attention_mask": True}
+    features = processor.feature_extractor(clip.samples, **options)
+    expected = model.generate(
+        features.input_features,
+        attention_mask=features.attention_mask,
+        return_timestamps=True,
+        return_token_timestamps=True,
+        return_segments=True,
+        task="transcribe",
+    )
+    assert timed.transcript is not None
+    words = timed.transcript.words
+    assert len(words) > 3
+    times = [round(float(time), 2) for one in expected["segments"][0] for time in one["token_timestamps"]]
+    assert {time for word in words for time in (word.start, word.end)} <= set(times)
+    assert "".join(word.word for word in words) == timed.text.replace(" ", "")
+    assert timed.text == plain.text  # and the model attends as before
+
+
+def test_clips_with_and_without_times_of_words_all_end(whisper: Omni) -> None:
+    prompts = [SpeechPrompt(sound(1.0 + place / 10), Options(words=place % 3 == 0)) for place in range(12)]
+    alone = [whisper.generate(prompt)[0].text for prompt in prompts]
+    assert [output.text for output in whisper.generate(prompts, progress=False)] == alone
+
+
+def test_tokens_become_words_at_spaces_and_characters_are_not_torn() -> None:
+    spelled = {1: b" Hel", 2: b"lo", 3: b",", 4: b" w", 5: "ö".encode()[:1], 6: "ö".encode()[1:], 7: b"", 8: b" x"}
+
+    def decode(ids: Any) -> str:
+        return b"".join(spelled[token] for token in ids).decode(errors="replace")
+
+    found = split_words([7, 1, 2, 3, 4, 5, 6, 8, 7], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], decode, "en")
+    assert [(one.word, one.start, one.end) for one in found] == [
+        ("Hello,", 0.1, 0.4),
+        ("wö", 0.4, 0.7),
+        ("x", 0.7, 0.8),
+    ]
+    unspaced = split_words([1, 2, 3], [0.0, 0.1, 0.2], decode, "zh")
+    assert [one.word for one in unspaced] == ["Hel", "lo,"]
 
 
 @pytest.mark.parametrize(

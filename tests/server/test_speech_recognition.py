@@ -72,6 +72,15 @@ def test_a_clip_is_transcribed_in_every_form(client: openai.OpenAI) -> None:
     assert captions.startswith("WEBVTT\n\n00:00:0")
 
 
+def test_words_have_times_where_the_model_has_alignment_heads(client: openai.OpenAI) -> None:
+    timed: Any = client.audio.transcriptions.create(
+        **GIVEN, response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert timed.segments
+    assert "".join(one.word for one in timed.words) == timed.text.replace(" ", "")
+    assert all(0 <= one.start <= one.end <= SECONDS + 4 for one in timed.words)
+
+
 def test_a_stream_gives_the_same_text(client: openai.OpenAI) -> None:
     plain = client.audio.transcriptions.create(**GIVEN)
     events: list[Any] = list(client.audio.transcriptions.create(**GIVEN, stream=True))
@@ -106,7 +115,12 @@ def test_a_ctc_model_transcribes_without_times(client: openai.OpenAI) -> None:
         ({"model": "wav2vec2", "response_format": "srt"}, "response_format", "timestamps"),
         ({"language": "xx"}, "language", "none of this model's languages"),
         ({"temperature": 0.5}, "temperature", "must be 0"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "not supported for words"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "verbose_json"),
+        (
+            {"model": "wav2vec2", "timestamp_granularities": ["word"], "response_format": "verbose_json"},
+            "timestamp_granularities",
+            "alignment_heads",
+        ),
         ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "verbose_json"),
         ({"response_format": "diarized_json"}, "response_format", "speakers"),
         ({"file": ("said.wav", b"no audio")}, "file", "audio"),

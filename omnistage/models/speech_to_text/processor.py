@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,13 @@ class RecognizerProcessor:
     input_modalities = frozenset({Modality.AUDIO})
     audio_sample_rate = SAMPLE_RATE
 
-    def __init__(self, *, whisper: bool, languages: Mapping[str, str], multilingual: bool) -> None:
+    def __init__(
+        self, *, whisper: bool, languages: Mapping[str, str], multilingual: bool, aligned: bool = False
+    ) -> None:
         self._whisper = whisper
         self._languages = languages
         self._multilingual = multilingual
+        self._aligned = aligned
 
     @classmethod
     def load(cls, folder: Path) -> RecognizerProcessor:
@@ -45,7 +49,9 @@ class RecognizerProcessor:
         names = transformers.models.whisper.tokenization_whisper.LANGUAGES
         codes = [str(token).strip("<|>") for token in tokens]
         languages = {code: code for code in codes} | {names[code]: code for code in codes if code in names}
-        return cls(whisper=True, languages=languages, multilingual=bool(getattr(settings, "is_multilingual", tokens)))
+        multilingual = bool(getattr(settings, "is_multilingual", tokens))
+        aligned = bool(getattr(settings, "alignment_heads", None))
+        return cls(whisper=True, languages=languages, multilingual=multilingual, aligned=aligned)
 
     @property
     def has_timestamps(self) -> bool:
@@ -66,10 +72,14 @@ class RecognizerProcessor:
             raise InvalidRequestError(
                 "timestamps are not supported by this model; use json or text", param="response_format"
             )
+        if options.words and not self._aligned:
+            raise InvalidRequestError(
+                "times of words are not supported by this model: its generation_config.json names no alignment_heads",
+                param="timestamp_granularities",
+            )
         if options.prompt and not self._whisper:
             raise InvalidRequestError("`prompt` is not supported by this model; leave it out", param="prompt")
-        fields = (options.translate, options.prompt, options.timestamps, options.stream)
-        return SpeechInput(clip.samples, TranscriptionOptions(language, *fields))
+        return SpeechInput(clip.samples, replace(options, language=language))
 
     def _language(self, name: str) -> str:
         if not self._whisper or not self._multilingual:

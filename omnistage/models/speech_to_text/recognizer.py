@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from omnistage.core.errors import InternalError
-from omnistage.core.types import SpeechInput, Transcript, TranscriptionOptions, TranscriptSegment
+from omnistage.core.types import SpeechInput, Transcript, TranscriptionOptions, TranscriptSegment, TranscriptWord
 from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
 from omnistage.hf import transformers
 from omnistage.models.speech_to_text.paused import PausedCall
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
+from omnistage.models.speech_to_text.words import split_words
 
 _SLICE_TOKENS = 8
 """Generated in a row before others have their turn."""
@@ -36,6 +37,7 @@ class _Batch:
     call: PausedCall[list[Transcript]]
     wanted: set[str]
     """Those of them whose requests have not ended."""
+    alone: bool
     live: _LiveText = field(default_factory=lambda: _LiveText())
     """Of a clip that streams, which is always alone."""
 
@@ -64,6 +66,7 @@ class Recognizer(ModuleComponent):
         self.device = device
         self._batches: dict[str, _Batch] = {}
         """By request; several have the same one."""
+        self._waiting_alone: set[str] = set()
 
     @abstractmethod
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
@@ -80,7 +83,7 @@ class Recognizer(ModuleComponent):
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         new = [job for job in jobs if job.info.request_id not in self._batches]
-        if new and len({id(batch) for batch in self._batches.values()}) < self.max_calls:
+        if new and self._may_begin(new):
             self._begin(new)
         ids = [job.info.request_id for job in jobs]
         batches = {id(batch): batch for name in ids if (batch := self._batches.get(name)) is not None}
@@ -93,6 +96,20 @@ class Recognizer(ModuleComponent):
                 raise
         return [self._result(name) for name in ids]
 
+    def _may_begin(self, jobs: Sequence[Job]) -> bool:
+        """For times of words `generate` changes how the whole model attends: such a batch is alone.
+
+        While one waits for that, no other begins.
+        """
+        running = {id(batch): batch for batch in self._batches.values()}
+        ids = {job.info.request_id for job in jobs}
+        if clip_of(jobs[0]).options.words:
+            self._waiting_alone |= ids if running else set()
+            return not running
+        if any(batch.alone for batch in running.values()) or self._waiting_alone:
+            return False
+        return len(running) < self.max_calls
+
     def _begin(self, jobs: Sequence[Job]) -> None:
         clips, options = [clip_of(job) for job in jobs], clip_of(jobs[0]).options
         live = _LiveText()
@@ -104,8 +121,9 @@ class Recognizer(ModuleComponent):
                 return self.transcribe([clip.samples for clip in clips], options, **hooks)
 
         ids = tuple(job.info.request_id for job in jobs)
-        batch = _Batch(ids, PausedCall(call, "recognize"), set(ids), live)
+        batch = _Batch(ids, PausedCall(call, "recognize"), set(ids), options.words, live)
         self._batches |= dict.fromkeys(ids, batch)
+        self._waiting_alone.difference_update(ids)
 
     def _shown(self, live: _LiveText) -> Callable[[list[int]], None]:
         """Takes the tokens of a sequence as it grows, and keeps what is complete of the text."""
@@ -154,6 +172,7 @@ class Recognizer(ModuleComponent):
         return replace(whole, text=new, token_ids=tokens, whole=rest)
 
     def forget(self, request_id: str) -> None:
+        self._waiting_alone.discard(request_id)
         batch = self._batches.pop(request_id, None)
         if batch is None:
             return
@@ -223,11 +242,18 @@ class WhisperRecognizer(Recognizer):
         if options.prompt:
             prompt = self.processor.get_prompt_ids(options.prompt, return_tensors="pt")
             settings["prompt_ids"] = prompt.to(self.device)
-        if self.in_windows(clips[0]) or options.timestamps:
+        if self.in_windows(clips[0]) or options.timestamps or options.words:
             settings["return_timestamps"] = True
-        if self.in_windows(clips[0]):
+        if self.in_windows(clips[0]) or options.words:
             settings["attention_mask"] = mask
-        output = self.model.generate(features, return_segments=True, **settings)
+        attention = self.model.config._attn_implementation
+        try:
+            output = self.model.generate(
+                features, return_segments=True, return_token_timestamps=options.words or None, **settings
+            )
+        finally:
+            if options.words:
+                self.model.set_attn_implementation(attention)
         return [
             self._transcript(samples, ids, segments, language)
             for samples, ids, segments, language in zip(
@@ -243,15 +269,16 @@ class WhisperRecognizer(Recognizer):
 
     def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
-        options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
+        options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt", "return_attention_mask": True}
         if self.in_windows(clips[0]):
             options |= {"truncation": False, "padding": "longest"}
-        rows = [self.processor.feature_extractor(clip, **options).input_features[0] for clip in clips]
+        found = [self.processor.feature_extractor(clip, **options) for clip in clips]
+        rows = [one.input_features[0] for one in found]
         longest = max(row.shape[-1] for row in rows)
         features = torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for place, row in enumerate(rows):
-            mask[place, : row.shape[-1]] = 1
+        for place, one in enumerate(found):
+            mask[place, : one.attention_mask.shape[-1]] = one.attention_mask[0]
         return features.to(self.device, self.model.dtype), mask.to(self.device)
 
     def _transcript(self, samples: np.ndarray, ids: torch.Tensor, segments: Any, language: str) -> Transcript:
@@ -265,9 +292,18 @@ class WhisperRecognizer(Recognizer):
             )
             for segment in segments
         )
-        seconds = len(samples) / SAMPLE_RATE
+        words: list[TranscriptWord] = []
+        for segment in segments:
+            if "token_timestamps" in segment:
+                times = [round(float(time), 2) for time in segment["token_timestamps"]]
+                words += split_words(segment["tokens"].tolist(), times, self.decode, language)
         return Transcript(
-            token_ids=tokens, whole=self.decode(ids.tolist()), language=language, segments=parts, seconds=seconds
+            token_ids=tokens,
+            whole=self.decode(ids.tolist()),
+            language=language,
+            segments=parts,
+            words=tuple(words),
+            seconds=len(samples) / SAMPLE_RATE,
         )
 
 

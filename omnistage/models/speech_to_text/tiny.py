@@ -66,6 +66,7 @@ def _write_whisper(folder: Path) -> None:
         "task_to_id": {"transcribe": ids["<|transcribe|>"], "translate": ids["<|translate|>"]},
         "no_timestamps_token_id": ids["<|notimestamps|>"],
         "prev_sot_token_id": ids["<|startofprev|>"],
+        "alignment_heads": [[0, 1], [1, 2]],
         "suppress_tokens": [1, 2],
         "begin_suppress_tokens": [5, end],
         "max_initial_timestamp_index": 50,

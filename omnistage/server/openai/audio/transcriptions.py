@@ -78,9 +78,9 @@ class TranscriptionForm(WireModel):
     known_speaker_references: Annotated[list[str], only([], why=_NO_SPEAKERS)] = Field(
         default=[], alias="known_speaker_references[]"
     )
-    timestamp_granularities: Annotated[
-        list[str], only([], ["segment"], why="timestamps are not supported for words; ask for segments")
-    ] = Field(default=[], alias="timestamp_granularities[]")
+    timestamp_granularities: list[Literal["segment", "word"]] = Field(
+        default=[], alias="timestamp_granularities[]", max_length=2
+    )
     # Ours
     timeout: Finite | None = None
 
@@ -120,7 +120,7 @@ class TranscriptionForm(WireModel):
             )
         if self.timestamp_granularities:
             raise InvalidRequestError(
-                "timestamps are not supported by this model; leave it out", param="timestamp_granularities"
+                "timestamps are not supported by this model; leave it out", param="timestamp_granularities[]"
             )
 
     def options(self) -> TranscriptionOptions:
@@ -135,7 +135,8 @@ class TranscriptionForm(WireModel):
             raise InvalidRequestError(
                 "needs response_format verbose_json; ask for that, or leave it out", param="timestamp_granularities"
             )
-        return TranscriptionOptions(self.language, False, self.prompt or "", timed, self.stream)
+        words = "word" in self.timestamp_granularities
+        return TranscriptionOptions(self.language, False, self.prompt or "", timed, words, self.stream)
 
     def reject_unsupported_options(self) -> None:
         """Raise for options that only a chat model understands."""
@@ -179,6 +180,12 @@ class Segment(TypedDict):
     temperature: float
 
 
+class Word(TypedDict):
+    word: str
+    start: float
+    end: float
+
+
 class Transcription(TypedDict):
     """`duration`, `language`, `segments` and `task` come with `verbose_json`."""
 
@@ -188,6 +195,7 @@ class Transcription(TypedDict):
     language: NotRequired[str]
     duration: NotRequired[float]
     segments: NotRequired[list[Segment]]
+    words: NotRequired[list[Word]]
 
 
 class TranscriptionEvent(TypedDict):
@@ -302,7 +310,7 @@ async def recognized(
     if text != transcript.whole:  # a content filter has changed it
         if form.response_format in _TIMED:
             raise ContentFilterError("the content filter changed this transcription; ask for json or text")
-        transcript = replace(transcript, whole=text, segments=())
+        transcript = replace(transcript, whole=text, segments=(), words=())
     return _written(form, transcript, _usage(final.usage), translated=options.translate)
 
 
@@ -332,6 +340,8 @@ def _written(
         task: Literal["transcribe", "translate"] = "translate" if translated else "transcribe"
         language = "english" if translated else transcript.language
         body |= {"task": task, "language": language, "duration": transcript.seconds, "segments": segments}
+        if transcript.words:
+            body["words"] = [{"word": one.word, "start": one.start, "end": one.end} for one in transcript.words]
     return JSONResponse(body)
 
 
