@@ -18,7 +18,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageChunk, StageInput, TokenChunk
 from omnistage.engines.ar.memory import OWN_RUNNING, ar_needs
-from omnistage.engines.ar.scheduler import ScheduledSequence
+from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
@@ -75,13 +75,7 @@ def test_requests_in_turn_in_chunks_and_preempted_get_the_answers_of_generate(ma
     expected = [reference(model, prompt) for prompt in PROMPTS]
     budget = ARBudget(kv_blocks=9, block_size=8, max_batch_tokens=24, prefill_chunk=8)
     stage = ARStage("thinker", OwnCacheLM(model), budget)
-    for number, prompt in enumerate(PROMPTS):
-        stage.submit(StageInput(RequestInfo(str(number)), GREEDY, ARInput(prompt)))
-    chunks = []
-    while stage.has_work():
-        chunks += stage.step()
-        assert len(stage.runner._states) <= stage.stats().running  # type: ignore[attr-defined]
-    assert tokens_of(chunks, len(PROMPTS)) == expected
+    assert run(stage, [(prompt, GREEDY) for prompt in PROMPTS]) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     stats = stage.stats()
     assert stats.preemptions > 0
@@ -111,6 +105,28 @@ def test_a_token_that_has_to_run_again_does_not_change_the_state() -> None:
     assert whole is not None
     assert again is not None
     assert torch.equal(whole, again)
+
+
+def test_a_preempted_sequence_loses_its_state_and_is_computed_again_as_at_first() -> None:
+    model = mamba()
+    stage = ARStage("thinker", OwnCacheLM(model), ARBudget(kv_blocks=16, block_size=8))
+    runner, prompt = stage.runner, PROMPTS[1]
+    runner.add("a", ARInput(prompt), GREEDY, capacity=40, emit=False)
+    token = runner.read(runner.launch(SchedulerOutput((ScheduledSequence("a", 0, len(prompt), True, []),)))).sampled[
+        "a"
+    ]
+    step = ScheduledSequence("a", len(prompt), 1, True, [])
+    with torch.inference_mode():
+        before = runner._forward([step]).logits
+    runner.launch(SchedulerOutput((), preempted=("a",)))
+    assert not runner._states  # type: ignore[attr-defined]
+    whole = ScheduledSequence("a", 0, len(prompt) + 1, True, [])
+    with torch.inference_mode():
+        again = runner._forward([whole]).logits
+    assert token.token_id == reference(model, prompt)[0]
+    assert before is not None
+    assert again is not None
+    assert torch.equal(before, again)
 
 
 def test_an_abort_gives_the_state_back_and_the_others_go_on() -> None:
