@@ -24,6 +24,8 @@ _FACTORIES = {
     f"torch.{name}" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "arange", "tensor", "cat", "stack")
 }
 _FRESH = _FACTORIES | {"torch.concat", "torch.zeros_like", "torch.empty_like"}
+_SHAPES = {"view", "reshape", "expand", "unflatten"}
+_SHAPED_FACTORIES = {f"torch.{name}" for name in ("zeros", "ones", "empty", "randn", "rand")}
 _GUARDS = {"no_grad", "inference_mode", "set_grad_enabled", "enable_grad"}
 _MODELS = {"model", "transformer", "unet", "vae", "network", "net", "text_encoder", "vocoder", "language_model", "dit"}
 _ENTRIES = {"generate", "predict", "infer", "sample", "transcribe", "synthesize", "main", "run", "__call__"}
@@ -110,18 +112,16 @@ def hard_coded_dimension(file: ParsedFile) -> Hits:
     if not file.is_shipped or not file.uses_torch:
         return
     for call in file.nodes(ast.Call):
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("view", "reshape", "expand", "unflatten"):
+        name = file.name(call.func)
+        shapes = (
+            method(call) in _SHAPES and isinstance(call.func, ast.Attribute) and not name.startswith(("numpy.", "jax."))
+        )
+        if not shapes and name not in _SHAPED_FACTORIES:
             continue
-        if file.name(call.func).startswith(("numpy.", "jax.")) or any(
-            isinstance(item, ast.Starred) for item in call.args
-        ):
-            continue
-        sizes = [literal(item) for item in _shape_arguments(call)]
-        large = [
-            size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size >= MIN_DIMENSION
-        ]
+        sizes = [literal(item) for item in _shape_arguments(call) if not isinstance(item, ast.Starred)]
+        large = [size for size in sizes if type(size) is int and size >= MIN_DIMENSION]
         if large and len(sizes) > 1:
-            yield call, f"`.{call.func.attr}()` with the fixed size {large[0]}"
+            yield call, f"`{method(call)}` with the fixed size {large[0]}"
 
 
 @rule(
