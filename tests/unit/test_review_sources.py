@@ -171,6 +171,9 @@ def repository(tmp_path: Path) -> Path:
     commit(root, "main goes on", {"engine/other.py": "import pickle\nx = pickle.loads(d)\n"})
     git(root, "checkout", "-q", "feature")
     git(root, "merge", "-q", "--no-edit", "main")
+    git(root, "checkout", "-q", "main")
+    commit(root, "main goes on again", {"engine/late.py": "x = 1\n"})
+    git(root, "checkout", "-q", "feature")
     git(root, "mv", "engine/name.py", "engine/renamed.py")
     commit(
         root, "rename, binary, latin-1", {"logo.bin": b"\0\1\2", "engine/odd.py": b"# coding: latin-1\nx = '\xe4'\n"}
