@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,38 @@ def test_a_model_that_looks_past_its_mask_is_run_in_batches_of_equal_lengths(tmp
     np.testing.assert_allclose(embed(folder, TextBatch(TEXTS)), expected, atol=1e-5)
 
 
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "d_ff"), 96),
+    **dict.fromkeys(("num_hidden_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 4),
+    **{"d_kv": 16, "vocab_size": 1024, "max_position_embeddings": 160, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("model_type", ["xlm-roberta", "mpnet", "modernbert", "deberta-v2", "t5", "convbert"])
+def test_encoders_of_many_types_give_what_transformers_gives(tmp_path: Path, model_type: str) -> None:
+    folder = tmp_path / "model"
+    write_tokenizer(folder)
+    config = transformers.AutoConfig.for_model(model_type)
+    for name, value in SIZES.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    torch.manual_seed(0)
+    cls = transformers.T5EncoderModel if model_type == "t5" else transformers.MODEL_MAPPING[type(config)]
+    model = cls(config).eval()
+    model.save_pretrained(folder)
+    tokenizer, rows = transformers.AutoTokenizer.from_pretrained(folder), []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        rows.append(hidden[0].mean(dim=0).numpy())
+    np.testing.assert_allclose(embed(folder, TextBatch(TEXTS)), np.stack(rows), atol=1e-5)
+
+
 def write_tokenizer(folder: Path) -> None:
     from omnistage.models.causal_lm import tiny
 
@@ -150,6 +183,18 @@ def test_token_ids_give_what_their_text_gives(encoder: Omni, checkpoint_of: Chec
     by_ids, by_text = encoder.generate([OmniTokensPrompt(ids), TEXTS[0]], progress=False)
     np.testing.assert_allclose(by_ids.arrays["embedding"], by_text.arrays["embedding"], atol=TOLERANCE)
     assert by_ids.usage.prompt_tokens == by_text.usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize("variant", ["encoder", "decoder", "cross_encoder"])
+def test_texts_of_different_lengths_share_a_forward_where_the_model_hides_padding(
+    checkpoint_of: Checkpoints, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Omni(checkpoint_of("text_encoder", variant), progress=False) as omni:
+        component: Any = omni.orchestrator.stages["encode"].component  # type: ignore[attr-defined]
+        forward, shapes = component._forward, list[tuple[int, ...]]()
+        monkeypatch.setattr(component, "_forward", lambda rows: shapes.append((len(rows),)) or forward(rows))
+        omni.generate(TextBatch(tuple((7,) * length for length in (8, 7, 6, 5))))
+    assert shapes == [(4,)]
 
 
 def test_many_requests_at_once_give_what_each_gives_alone(encoder: Omni) -> None:
