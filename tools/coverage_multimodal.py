@@ -39,6 +39,8 @@ from omnistage.omni import Omni
 
 CHATS = 6
 NEW_TOKENS = 16
+AUDIO_TYPES = ("audioflamingo3", "musicflamingo")
+"""Audio-language types that transformers lists as sequence-to-sequence models."""
 OVERRIDES = (
     "thinker.budget.prefill_chunk=16",
     "thinker.budget.max_batch_tokens=48",
@@ -65,8 +67,8 @@ def tasks() -> dict[str, list[str]]:
     """Types by task. A type that also takes pictures counts among those."""
     auto = transformers.models.auto.modeling_auto
     images = sorted(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    others = sorted(set(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(images))
-    return {"image-text-to-text": images, "audio-language": others}
+    others = set(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(images)
+    return {"image-text-to-text": images, "audio-language": sorted({*others, *AUDIO_TYPES})}
 
 
 def cover(model_type: str, seed: int = 0) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
+from omnistage.models.multimodal_lm.processor import auto_model
 
 TEXT_VOCAB = 1280
 HIDDEN = 64
@@ -148,7 +149,7 @@ def write(model_type: str, folder: Path, seed: int = 0) -> Any:
     processor = build_processor(model_type, config, folder)
     _set_token_ids(model_type, config, processor)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_model(model_type).from_config(config, dtype=torch.float32).eval()
     _randomise(model, seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
@@ -273,8 +274,8 @@ def _set_token_ids(model_type: str, config: Any, processor: Any) -> None:
     """The placeholders' ids, by the names that config and processor give them."""
     own = TOKEN_IDS.get(model_type, {})
     for key, texts in own.items():
-        if isinstance(texts, tuple):
-            setattr(config, key, processor.tokenizer.convert_tokens_to_ids(list(texts)))
+        names = list(texts) if isinstance(texts, tuple) else texts
+        setattr(config, key, processor.tokenizer.convert_tokens_to_ids(names))
     vocab = processor.tokenizer.get_vocab()
     unused = TEXT_VOCAB - 1
     for part in [config, *(getattr(config, n) for n in config.sub_configs if getattr(config, n, None) is not None)]:
@@ -325,6 +326,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "audio_start_token_id": 0,
     },
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 0, "audio_start_token_id": 0},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
+    "granite4_vision": {
+        "image_grid_pinpoints": _PINPOINTS,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+    },
+    "phi4_multimodal": {
+        "audio_config": {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64}
+    },
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
+        }
+    },
     "kimi_k25": {"projection_hidden_size": 64, "projector_hidden_size": 64},
     "paligemma": {"text_config": {"num_image_tokens": 16}},
 }
@@ -347,6 +367,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "image_processor": {"max_patches": 2},
     },
     "internvl": {"processor": {"image_seq_length": 4}, "image_processor": {"max_patches": 2}},
+    "ernie4_5_vl_moe": {"video_processor": {"draw_on_frames": False}},
+    "step3p7": {"image_processor": {"vision_patch_size": 8, "patch_size": 32}},
+    "deepseek_vl_hybrid": {"processor": {"num_image_tokens": 16}},
+    "granite4_vision": {
+        "processor": {"downsample_rate": "1/2"},
+        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
+    },
     "janus": {"processor": {"num_image_tokens": 16}},
     "aria": {"image_processor": {"max_image_size": 490}},
     "cohere2_vision": {"image_processor": {"patch_size": 2, "max_patches": 2}},
@@ -363,6 +390,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 """Of a type's processor and its parts."""
 _OMNI_IDS = {"vision_start_token_id": "<vision_bos_token>", "audio_start_token_id": "<audio_bos_token>"}
 TOKEN_IDS: dict[str, dict[str, Any]] = {
+    "molmo2": {"image_patch_id": "<im_patch>"},
     "qwen2_5_omni_thinker": _OMNI_IDS,
     "qwen3_omni_moe_thinker": _OMNI_IDS,
     "aya_vision": {"image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
@@ -373,6 +401,7 @@ TOKEN_IDS: dict[str, dict[str, Any]] = {
 }
 """Tokens of a config that are named otherwise there."""
 TOKENS: dict[str, tuple[str, ...]] = {
+    "molmo2": ("<im_patch>", "<im_start>", "<im_end>", "<im_col>", "<low_res_im_start>"),
     "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
     "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
 }
@@ -381,6 +410,7 @@ PART_TYPES = {
     "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "glm4v_moe": "glm4v",
+    "musicflamingo": "audioflamingo3",
     "glm_ocr": "glm46v",
     "glmga": "glm46v",
     "qwen3_vl_moe": "qwen3_vl",

@@ -171,16 +171,21 @@ def detect_family(hf_config: Mapping[str, object], registry: Registry) -> Family
 
 
 def _is_multimodal(model_type: object, names: Sequence[str]) -> bool:
-    """Whether `AutoModelForMultimodalLM` makes a checkpoint's class, and it is no causal LM without a processor."""
+    """Whether `AutoModelForMultimodalLM` makes a checkpoint's class, and it is no causal LM without a processor.
+
+    Audio Flamingo and its kind are listed as sequence-to-sequence models, with a processor.
+    """
     if not isinstance(model_type, str):
         return False
-    own = _auto_classes("MULTIMODAL_LM").get(model_type)
+    own, listed = _auto_classes("MULTIMODAL_LM").get(model_type), True
+    if own is None:
+        own, listed = _auto_classes("SEQ_TO_SEQ_CAUSAL_LM").get(model_type), False
     if own is None or names[0] not in (own, model_type):
         return False
     from omnistage.hf import transformers
 
     processors = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
-    return own != _auto_classes("CAUSAL_LM").get(model_type) or model_type in processors
+    return (listed and own != _auto_classes("CAUSAL_LM").get(model_type)) or model_type in processors
 
 
 def _is_causal_lm(name: str) -> bool:

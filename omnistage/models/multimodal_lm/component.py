@@ -24,8 +24,9 @@ from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.component import load as load_causal_lm
+from omnistage.models.loading import read_auto_config
 from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
-from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -151,7 +152,8 @@ class MultimodalLM(CausalLM):
 def load(context: LoadContext) -> MultimodalLM:
     """The component of a model folder, compared with transformers on prompts with media."""
     prepare_torchvision(required=False)
-    component = load_causal_lm(context, MultimodalLM, transformers.AutoModelForMultimodalLM)
+    model_type = str(read_auto_config(context.model.folder).model_type)
+    component = load_causal_lm(context, MultimodalLM, auto_model(model_type))
     if context.device.type != "meta":
         from omnistage.models.multimodal_lm.probe import check_media
 

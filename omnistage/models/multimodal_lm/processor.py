@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -284,6 +284,12 @@ def load_processor(folder: Path) -> ProcessorMixin:
     if not tokenizer.is_fast:
         raise CheckpointError(f"the tokenizer in {folder} has no fast (tokenizer.json) form; convert it first")
     return processor
+
+
+def auto_model(model_type: str) -> Any:
+    """The auto class that loads models of this type."""
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return transformers.AutoModelForMultimodalLM if model_type in mapping else transformers.AutoModelForSeq2SeqLM
 
 
 def _added_around(tokenizer: object) -> tuple[tuple[int, ...], tuple[int, ...]]:

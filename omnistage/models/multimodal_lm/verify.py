@@ -19,9 +19,9 @@ from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Tex
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
-from omnistage.hf import transformers
+from omnistage.models.loading import read_auto_config
 from omnistage.models.multimodal_lm.items import sample_media
-from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
 _NEW_TOKENS = 16
 _WORDS = ("please", "tell", "me", "what", "you", "see", "hear", "in", "this", "😀", "第三", "Straße")
@@ -104,9 +104,13 @@ def reference_answers(
     folder: Path, processor: MultimodalProcessor, chats: Sequence[Sequence[ChatMessage]], new_tokens: int
 ) -> list[ReferenceAnswer]:
     """Greedy answers of transformers: the whole chat through its processor, then `generate`."""
-    model = transformers.AutoModelForMultimodalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    model = (
+        auto_model(str(read_auto_config(folder).model_type))
+        .from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        .eval()
+    )
     accepted = inspect.signature(model.forward).parameters
     answers = []
     for chat in chats:
