@@ -51,6 +51,12 @@ def test_a_type_is_served_exactly(model_type: str) -> None:
     assert outcome.reason.startswith(EXACT[model_type])
 
 
+def test_a_placeholder_that_is_sampled_is_embedded_as_by_the_model() -> None:
+    """With this seed it is that of a video, which the small checkpoint does not take."""
+    outcome = tool.cover("muse_glimmer", seed=1)
+    assert outcome.state == "exact", outcome
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_type_is_refused_with_its_reason(model_type: str) -> None:
     outcome = tool.cover(model_type)

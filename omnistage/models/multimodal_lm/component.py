@@ -24,7 +24,7 @@ from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.component import load as load_causal_lm
-from omnistage.models.loading import read_auto_config
+from omnistage.models.loading import nested_settings, read_auto_config
 from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
@@ -163,6 +163,10 @@ def load(context: LoadContext) -> MultimodalLM:
                 f"{type(component.model).__name__}: no placeholder of a media item was found in its chat template; "
                 "check that the folder has the chat template and processor that the model came with"
             )
+        # Also those of kinds that are not served: any of them may be sampled.
+        settings = nested_settings(component.model.config.to_dict())
+        ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
+        component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
         component.unsupported = check_media(component, processor)
     return component
 
