@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from omnistage.config import schema
+from omnistage.config import deployment, schema
 from omnistage.config.remote import RemoteBudget, RemoteStageConfig
 from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StructuredOutput
 from omnistage.core.types import Modality
@@ -48,8 +48,8 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ),
     (f"{STAGE}.budget", "Of a remote stage.", RemoteBudget),
     ("pipeline.edges", "A list; each item has these keys.", schema.EdgeConfig),
-    ("deployment", "Where it runs and how much it holds.", schema.DeploymentConfig),
-    ("deployment.placement.NAME", "A group of stages, see [placement](placement.md).", schema.GroupConfig),
+    ("deployment", "Where it runs and how much it holds.", deployment.DeploymentConfig),
+    ("deployment.placement.NAME", "A group of stages, see [placement](placement.md).", deployment.GroupConfig),
     ("limits", "What a request may ask for.", schema.LimitsConfig),
     ("limits.media", "How much media a request may bring, and where it may come from.", MediaLimits),
 )

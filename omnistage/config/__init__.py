@@ -1,6 +1,7 @@
 """Configuration: typed schemas, the checked pipeline graph, and how layers become one configuration."""
 
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model
+from omnistage.config.deployment import DeploymentConfig, GroupConfig
 from omnistage.config.located import LocatedConfigError, Source
 from omnistage.config.remote import RemoteBudget, RemoteStageConfig
 from omnistage.config.resolve import OmniEngineArgs, ResolvedConfig, resolve, to_yaml
@@ -10,11 +11,9 @@ from omnistage.config.schema import (
     ARStageConfig,
     CodecBudget,
     CodecStageConfig,
-    DeploymentConfig,
     DiffusionBudget,
     DiffusionStageConfig,
     EdgeConfig,
-    GroupConfig,
     LimitsConfig,
     LocalStageConfig,
     OmniConfig,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
+from omnistage.config.deployment import GroupConfig
 from omnistage.config.remote import RemoteStageConfig
-from omnistage.config.schema import GroupConfig, PipelineConfig, StageConfig
+from omnistage.config.schema import PipelineConfig, StageConfig
 from omnistage.core.errors import ConfigError
 from omnistage.core.graph import Edge, PipelineGraph, did_you_mean
 from omnistage.core.registry import Registry

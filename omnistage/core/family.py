@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from omnistage.core.checkpoint import Checkpoint
+from omnistage.core.transcripts import TranscriptionOptions
 from omnistage.core.types import (
     DTypeName,
     Modality,
@@ -19,7 +20,6 @@ from omnistage.core.types import (
     StageFeed,
     StagePayloadIn,
     TextBatch,
-    TranscriptionOptions,
 )
 
 if TYPE_CHECKING:

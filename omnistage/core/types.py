@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from omnistage.core.errors import OmniError
 from omnistage.core.params import StageParams
 from omnistage.core.record import record
+from omnistage.core.transcripts import Transcript, TranscriptionOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,30 +74,12 @@ class TextBatch:
     seconds: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TranscriptionOptions:
-    """How speech is to be written down."""
-
-    language: str | None = None
-    """A code such as `en`; None: the model's choice, or what it detects."""
-    translate: bool = False
-    """Into English."""
-    prompt: str = ""
-    """Text that may help with names and spelling."""
-    timestamps: bool = False
-    """Of segments."""
-    words: bool = False
-    """Times of words, too."""
-    stream: bool = False
-    """Emit text while it is generated."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeechPrompt:
     """Audio to be transcribed: an encoded file, or samples with their rate."""
 
     audio: bytes | AudioClip
-    options: TranscriptionOptions = TranscriptionOptions()
+    options: TranscriptionOptions = field(default_factory=TranscriptionOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,40 +395,6 @@ class ModuleOutput:
     text: str = ""
     prompt: ARInput | ChatInput | None = None
     """Tokens; a conversation of text where the language model behind it has the tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptSegment:
-    """What is said between two times of a clip, in seconds."""
-
-    start: float
-    end: float
-    text: str
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptWord:
-    """A word, and its times in the clip in seconds."""
-
-    word: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Transcript:
-    """Text of a clip: what is new, and with the last chunk all of it, with the times of its segments."""
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    whole: str | None = None
-    """All text; None before the last chunk."""
-    language: str = ""
-    segments: tuple[TranscriptSegment, ...] = ()
-    words: tuple[TranscriptWord, ...] = ()
-    seconds: float = 0.0
-    """Of the clip."""
 
 
 ChunkPayload = (

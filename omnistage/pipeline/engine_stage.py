@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from omnistage.config import ARStageConfig, CodecStageConfig, DiffusionStageConfig, LocalStageConfig
-from omnistage.core.errors import RegistryError
+from omnistage.core.errors import ConfigError, RegistryError
 from omnistage.core.stage import Stage
+from omnistage.core.types import Modality
 
 
 def engine_stage(name: str, stage_cfg: LocalStageConfig, component: object) -> Stage:
@@ -25,6 +26,11 @@ def engine_stage(name: str, stage_cfg: LocalStageConfig, component: object) -> S
             return ModuleStage(name, component, stage_cfg.budget)
         if not isinstance(component, CodecComponent):
             raise _wrong_component(name, stage_cfg, component)
+        if stage_cfg.output not in (None, Modality.AUDIO):
+            raise ConfigError(
+                f"component {stage_cfg.component!r} outputs audio, not {stage_cfg.output}; use audio, or null",
+                param=f"pipeline.stages.{name}.output",
+            )
         return CodecStage(name, component, stage_cfg.budget)
     return _diffusion_stage(name, stage_cfg, component)
 

@@ -10,6 +10,7 @@ from omnistage.core.errors import OmniError, StageError, StageUnavailableError
 from omnistage.core.failures import log_defect
 from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage, StageState, StageStats, StepSeconds
+from omnistage.core.transcripts import Transcript
 from omnistage.core.types import (
     AudioChunk,
     Condition,
@@ -22,7 +23,6 @@ from omnistage.core.types import (
     StageFeed,
     StageInput,
     TokenChunk,
-    Transcript,
     VideoChunk,
 )
 from omnistage.placement.replicas import ReplicaStats

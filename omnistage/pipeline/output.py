@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from omnistage.core.errors import OmniError, StageError
+from omnistage.core.transcripts import Transcript
 from omnistage.core.types import (
     AudioChunk,
     FinishReason,
@@ -19,7 +20,6 @@ from omnistage.core.types import (
     Progress,
     StageChunk,
     TokenChunk,
-    Transcript,
     VideoChunk,
 )
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Trace, Usage

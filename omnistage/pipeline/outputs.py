@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING
 
 from omnistage.core.errors import OmniError
 from omnistage.core.record import record
-from omnistage.core.types import (
-    AudioChunk,
-    FinishReason,
-    ImageChunk,
-    Modality,
-    Progress,
-    TokenLogprobs,
-    Transcript,
-    VideoChunk,
-)
+from omnistage.core.transcripts import Transcript
+from omnistage.core.types import AudioChunk, FinishReason, ImageChunk, Modality, Progress, TokenLogprobs, VideoChunk
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,6 +14,7 @@ from omnistage.core.errors import BridgeError, OmniError
 from omnistage.core.failures import internal_error, log_defect
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import DiffusionParams, StageParams
+from omnistage.core.transcripts import Transcript
 from omnistage.core.types import (
     TOKEN_IDS,
     ARInput,
@@ -36,7 +37,6 @@ from omnistage.core.types import (
     StageFeed,
     StagePayloadIn,
     TokenChunk,
-    Transcript,
     VideoChunk,
 )
 from omnistage.media.budget import MediaHold

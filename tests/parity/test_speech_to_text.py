@@ -11,7 +11,8 @@ import torch
 
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import OmniError
-from omnistage.core.types import SpeechPrompt, TranscriptionOptions
+from omnistage.core.transcripts import TranscriptionOptions
+from omnistage.core.types import SpeechPrompt
 from omnistage.hf import transformers
 from omnistage.models.speech_to_text.tiny import WINDOW_SECONDS
 from omnistage.models.speech_to_text.words import split_words

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, StageError
+from omnistage.config import CodecStageConfig
+from omnistage.core.errors import ConfigError, InvalidRequestError, LimitExceededError, OmniError, StageError
 from omnistage.core.params import CodecParams, SamplingParams
 from omnistage.core.types import (
     ARInput,
@@ -24,6 +25,7 @@ from omnistage.core.types import (
 )
 from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
 from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
+from omnistage.pipeline.engine_stage import engine_stage
 
 BUDGET = SimpleNamespace(
     max_batch=4,
@@ -310,3 +312,10 @@ def test_first_sound_is_held_back_until_more_follows_in_time_and_no_longer_than_
     assert audio(stage.step(), "slow") == [1, 1, 1, 1]
     stage.abort("slow")
     assert stage._held == {}
+
+
+def test_a_vocoder_that_is_to_give_text_is_refused() -> None:
+    settings = {"engine": "codec", "component": "echo", "output": "text"}
+    with pytest.raises(ConfigError, match="'echo' outputs audio, not text; use audio, or null") as caught:
+        engine_stage("speak", CodecStageConfig.model_validate(settings), Echo())
+    assert caught.value.param == "pipeline.stages.speak.output"

@@ -281,11 +281,11 @@ MALFORMED: dict[str, tuple[str | bytes, int | None, str | None, str]] = {
         "pipeline.stages.talker.output",
         "an autoregressive stage outputs text, not video; use text, or null",
     ),
-    "codec stage that gives text": (
-        stages("vocoder: {output: text}"),
+    "codec stage that gives video": (
+        stages("vocoder: {output: video}"),
         3,
         "pipeline.stages.vocoder.output",
-        "a codec stage outputs audio, not text; use audio, or null",
+        "a codec stage outputs audio, or as a module text, embedding or scores, not video; use one of them, or null",
     ),
     "size beyond floats": (
         stages("thinker: {budget: {kv_memory: '" + "9" * 400 + ".0GiB'}}"),

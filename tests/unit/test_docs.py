@@ -139,7 +139,7 @@ def test_the_error_codes_on_the_pages_exist() -> None:
 def bounds() -> dict[str, float | None]:
     """Every bound of the configuration and of `omnistage serve`, by its key, with its default."""
     from omnistage.cli.serve import AccessOptions, MediaOptions, ServiceOptions
-    from omnistage.config.schema import DeploymentConfig, LimitsConfig
+    from omnistage.config import DeploymentConfig, LimitsConfig
     from omnistage.media.limits import MediaLimits
 
     found: dict[str, float | None] = {}

@@ -16,6 +16,7 @@ from omnistage.core.errors import InvalidRequestError, OmniError, StageError
 from omnistage.core.failures import isolate, log_defect
 from omnistage.core.params import CodecParams
 from omnistage.core.stage import StageStats
+from omnistage.core.transcripts import Transcript
 from omnistage.core.types import (
     AudioChunk,
     ChatInput,
@@ -26,7 +27,6 @@ from omnistage.core.types import (
     StageChunk,
     StageFeed,
     StageInput,
-    Transcript,
 )
 from omnistage.engines.ageing import Turn, Turns
 from omnistage.engines.stage import BatchedStage

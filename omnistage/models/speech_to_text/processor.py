@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError, InvalidRequestError, MediaError, UnsupportedModalityError
 from omnistage.core.messages import AudioPart, ChatMessage
-from omnistage.core.types import Modality, OmniTokensPrompt, SpeechInput, TranscriptionOptions
+from omnistage.core.transcripts import TranscriptionOptions
+from omnistage.core.types import Modality, OmniTokensPrompt, SpeechInput
 from omnistage.hf import transformers
 from omnistage.models.loading import read_auto_config, read_generation_config
 

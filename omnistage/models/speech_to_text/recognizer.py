@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from omnistage.core.errors import InternalError
-from omnistage.core.types import SpeechInput, Transcript, TranscriptionOptions, TranscriptSegment, TranscriptWord
+from omnistage.core.transcripts import Transcript, TranscriptionOptions, TranscriptSegment, TranscriptWord
+from omnistage.core.types import SpeechInput
 from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
 from omnistage.hf import transformers
 from omnistage.models.speech_to_text.paused import PausedCall

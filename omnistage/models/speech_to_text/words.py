@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from omnistage.core.types import TranscriptWord
+from omnistage.core.transcripts import TranscriptWord
 
 _INCOMPLETE = "\ufffd"
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "my", "yue"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnistage.core.types import TranscriptSegment
+from omnistage.core.transcripts import TranscriptSegment
 
 
 def as_srt(segments: Sequence[TranscriptSegment]) -> str:

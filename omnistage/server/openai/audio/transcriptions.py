@@ -23,7 +23,8 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import SpeechRecognizer, Transcriber
 from omnistage.core.params import SamplingParams
-from omnistage.core.types import FinishReason, SpeechPrompt, Transcript, TranscriptionOptions
+from omnistage.core.transcripts import Transcript, TranscriptionOptions
+from omnistage.core.types import FinishReason, SpeechPrompt
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import decode_for
 from omnistage.pipeline.intake import RequestOptions
