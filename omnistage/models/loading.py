@@ -356,6 +356,13 @@ def positive(config: PreTrainedConfig, name: str) -> int:
     return value
 
 
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse a text config whose sizes are below 1, by their names."""
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"):
+        if _is_stated(config, name) and isinstance(getattr(config, name), int):
+            positive(config, name)
+
+
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions", "context_length")
 _UNBOUNDED_LENGTH = 2**17
 """Of models that name none, as recurrent ones and those with relative positions (ALiBi)."""

@@ -185,7 +185,7 @@ LM: dict[str, tuple[Damage, str]] = {
     ),
     "quantisation a word": (config(quantization_config="x"), "config.json"),
     "vocabulary of a billion": (config(vocab_size=10**9), "fetch the model again"),
-    "hidden size past all numbers": (config(hidden_size=10**18), "stage 'thinker'.*RuntimeError"),
+    "hidden size past all numbers": (config(hidden_size=10**18), "llama that config.json describes.*RuntimeError"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
 }
 

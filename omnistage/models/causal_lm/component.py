@@ -26,6 +26,7 @@ from omnistage.models.loading import (
     check_quantisation,
     check_repeats,
     check_size,
+    check_sizes,
     end_token_ids,
     kv_shape,
     max_sequence_length,
@@ -161,7 +162,8 @@ def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrained
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
-    except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
+        check_sizes(config.get_text_config())
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} cannot make the {config.model_type} that config.json describes "
