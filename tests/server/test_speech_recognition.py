@@ -124,6 +124,11 @@ def test_a_ctc_model_transcribes_without_times(client: openai.OpenAI) -> None:
         ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "verbose_json"),
         ({"response_format": "diarized_json"}, "response_format", "speakers"),
         ({"file": ("said.wav", b"no audio")}, "file", "audio"),
+        ({"file": ("said.wav", wav(0.01))}, "file", "0.02 s are needed"),
+        ({"file": ("said.wav", wav(0.05)), "model": "wav2vec2"}, "file", "0.1 s are needed"),
+        ({"prompt": "<|startoftranscript|>"}, "prompt", "special token"),
+        ({"prompt": "word " * 700}, "prompt", "over the limit of"),
+        ({"prompt": "word " * 700, "stream": True}, "prompt", "over the limit of"),
         ({"file": ("said.wav", b"")}, "file", "empty"),
     ],
 )
@@ -144,3 +149,22 @@ def test_a_model_that_does_not_translate_says_so(client: openai.OpenAI, server: 
     )
     assert response.status_code == 400
     assert "no text output" in response.json()["error"]["message"] or "one clip" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("model", "seconds"), [("whisper", 0.02), ("wav2vec2", 0.1)])
+def test_the_shortest_clip_is_transcribed(client: openai.OpenAI, model: str, seconds: float) -> None:
+    clip = ("said.wav", wav(seconds, 16_000))
+    assert client.audio.transcriptions.create(model=model, file=clip).usage is not None
+
+
+def test_the_longest_prompt_is_taken(client: openai.OpenAI) -> None:
+    limit = 0
+    try:
+        client.audio.transcriptions.create(**GIVEN, prompt="a" * 4000)
+    except openai.BadRequestError as error:
+        limit = int(error.message.partition("over the limit of ")[2].partition(";")[0])
+    assert limit > 1
+    words = " a" * (limit - 1)  # a token each, behind the one that begins a prompt
+    assert client.audio.transcriptions.create(**GIVEN, prompt=words).text
+    with pytest.raises(openai.BadRequestError, match=f"has {limit + 1} tokens"):
+        client.audio.transcriptions.create(**GIVEN, prompt=f"{words} a")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16_000
 _MAX_SECONDS, _MAX_WHISPER_SECONDS = 120.0, 7200.0
 """Of a clip: models that read it as a whole take memory with the square of its length."""
-_MIN_SECONDS = 0.02
+_MIN_SECONDS, _MIN_WHISPER_SECONDS = 0.1, 0.02
+"""Whisper pads a clip; the convolutions of others need some samples."""
 _USE = "this model transcribes audio; send one clip to /v1/audio/transcriptions"
 
 
@@ -59,11 +60,16 @@ class RecognizerProcessor:
         return self._whisper
 
     def clip_seconds(self) -> tuple[float, float]:
-        return _MIN_SECONDS, _MAX_WHISPER_SECONDS if self._whisper else _MAX_SECONDS
+        if self._whisper:
+            return _MIN_WHISPER_SECONDS, _MAX_WHISPER_SECONDS
+        return _MIN_SECONDS, _MAX_SECONDS
 
     def recognize(self, clip: AudioClip, options: TranscriptionOptions) -> SpeechInput:
-        if clip.seconds < _MIN_SECONDS:
-            raise MediaError(f"has {clip.seconds:.3f} s, and at least {_MIN_SECONDS} s are needed", param="audio")
+        shortest = self.clip_seconds()[0]
+        if clip.seconds < shortest:
+            raise MediaError(
+                f"has {clip.seconds:.4f} s, and at least {shortest} s are needed; send more", param="audio"
+            )
         language = options.language
         if language is not None:
             language = self._language(language)

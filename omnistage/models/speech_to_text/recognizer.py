@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import InternalError
+from omnistage.core.errors import InternalError, InvalidRequestError
+from omnistage.core.params import CodecParams
 from omnistage.core.transcripts import Transcript, TranscriptionOptions, TranscriptSegment, TranscriptWord
-from omnistage.core.types import SpeechInput
-from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
+from omnistage.core.types import RequestInfo, SpeechInput
+from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, ModulePayload, Partial
 from omnistage.hf import transformers
 from omnistage.models.speech_to_text.paused import PausedCall
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
@@ -22,6 +23,8 @@ from omnistage.models.speech_to_text.words import split_words
 _SLICE_TOKENS = 8
 """Generated in a row before others have their turn."""
 _INCOMPLETE = "\ufffd"
+_START_TOKENS = 4
+"""Before Whisper's text: its start, the language, the task, and whether there are timestamps."""
 
 
 def clip_of(job: Job) -> SpeechInput:
@@ -209,6 +212,21 @@ class _Watch:
 
 class WhisperRecognizer(Recognizer):
     """Clips of up to 30 seconds in one batch, longer ones, window by window, in another."""
+
+    def check(self, info: RequestInfo, params: CodecParams, payload: ModulePayload) -> None:
+        """Refuse a prompt that `generate` would fail on."""
+        del info, params
+        if not isinstance(payload, SpeechInput) or not payload.options.prompt:
+            return
+        try:
+            count = len(self.processor.get_prompt_ids(payload.options.prompt))
+        except ValueError as error:
+            raise InvalidRequestError("contains the spelling of a special token; remove it", param="prompt") from error
+        positions = int(self.model.config.max_target_positions)
+        room = positions - _START_TOKENS - (self.model.generation_config.max_new_tokens or 0)
+        limit = max(0, min(positions // 2 - 1, room))
+        if count > limit:
+            raise InvalidRequestError(f"has {count} tokens, over the limit of {limit}; shorten it", param="prompt")
 
     def shape(self, samples: np.ndarray) -> Hashable:
         return self.in_windows(samples)
