@@ -30,9 +30,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
         asyncio.run(omni.shutdown(drain=False))
 
 
-def sound() -> dict[str, Any]:
+def sound(count: int = 8_000) -> dict[str, Any]:
     data = io.BytesIO()
-    samples = 0.1 * np.random.default_rng(0).standard_normal(8_000)
+    samples = 0.1 * np.random.default_rng(0).standard_normal(count)
     soundfile.write(data, samples, 16_000, format="WAV")
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data.getvalue()).decode(), "format": "wav"}}
 
@@ -84,3 +84,9 @@ def test_media_of_the_official_client_are_answered(
 def test_media_that_a_model_does_not_take_are_refused(client: openai.OpenAI, model: str, part: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError, match="does not take"):
         ask(client, model, part)
+
+
+@pytest.mark.parametrize("count", [1, 100, 400])
+def test_a_clip_too_short_for_a_token_is_refused(client: openai.OpenAI, count: int) -> None:
+    with pytest.raises(openai.BadRequestError, match="at least 0.03 s"):
+        ask(client, "qwen2_audio", sound(count))

@@ -116,7 +116,7 @@ class ItemProcessor:
             self.adds_bos, text = True, text.removeprefix(self._bos)
         ids = self._core(self._prompts.encode(text))
         theirs = np.asarray(outputs.pop("input_ids")).reshape(-1)
-        start = find(theirs, ids, 0)
+        start = find(theirs, ids, 0) if ids else None
         if start is None:
             raise MediaError("the processor's placeholder tokens depend on the text around them", param="messages")
         inputs = {"input_ids": torch.tensor([ids])}

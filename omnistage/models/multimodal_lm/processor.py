@@ -196,13 +196,15 @@ class MultimodalProcessor:
         limits = self._prompts.limits
         if (count := self.items.count_tokens(media)) is not None and count > limits.max_tokens:
             raise limits.too_long(f"{count} tokens of media")
-        longest = self.clip_seconds()[1]
+        shortest, longest = self.clip_seconds()
         size = 0
         for kind, value in media:
             if kind is Modality.IMAGE:
                 size += 3 * value.width * value.height
             else:
                 size += value.nbytes if kind is Modality.AUDIO else value.frames.nbytes
+            if kind is Modality.AUDIO and len(value) < shortest * self.items.audio_rate:
+                raise MediaError(f"a clip must last at least {shortest} s with this model; send more", param="messages")
             if kind is Modality.AUDIO and len(value) > longest * self.items.audio_rate:
                 raise LimitExceededError(
                     f"a clip may last at most {longest:.0f} s with this model; split it into several", param="messages"
