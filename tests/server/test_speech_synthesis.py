@@ -50,7 +50,8 @@ def test_what_cannot_be_spoken_is_refused(server: Running) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError, match="voices: 0, 1, 2"):
         speak(client, voice="9")
-    with pytest.raises(openai.BadRequestError, match="nothing in this text"):
+    with pytest.raises(openai.BadRequestError, match="nothing in this text") as caught:
         speak(client, text="!?")
+    assert caught.value.param == "input"
     with pytest.raises(openai.APIStatusError, match="over the limit of 4096"):
         speak(client, text="a" * 5000)

@@ -84,7 +84,8 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
         raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
     options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)
-    running = service.run_request(holder, model, messages, model.with_seed(body.seed, {}), options)
+    params = model.with_seed(body.seed, {})
+    running = service.run_request(holder, model, messages, params, options, rename={"prompt": "input"})
     # A model that has nothing but speech to give generates tokens for it.
     reads = isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
     if body.stream_format == "sse":
