@@ -313,6 +313,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
     "got_ocr2": {"vision_config": {"image_size": 512}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    **{
+        t: {"projector_config": {"encoder_hidden_size": 1024}, "window_size": 15}
+        for t in ("granite_speech", "granite_speech_plus")
+    },
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
@@ -350,6 +355,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Settings of types whose default config cannot be made small by names alone."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "vibevoice_asr": {"feature_extractor": {"feature_size": 1}},
     "llava": {"processor": {"num_additional_image_tokens": 1}},
     "llava_next": {
         "processor": {"num_additional_image_tokens": 1},
