@@ -140,7 +140,8 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
         "one chat at a time.",
         "`unbuilt` says nothing of a published checkpoint: no small one could be made here. How it works:",
         "[multimodal models](multimodal_models.md).",
-        "Fun-ASR and Granite Speech were judged with the Python part of `torchaudio` 2.11, Gemma 3n with `timm` 1.0.31.",
+        "Fun-ASR and Granite Speech were judged with the Python part of `torchaudio` 2.11, "
+        "Gemma 3n with `timm` 1.0.31.",
         "",
         f"transformers {transformers.__version__}, float32.",
     ]
