@@ -10,7 +10,9 @@ import numpy as np
 import openai
 import pytest
 
+from omnistage.core.errors import StageError
 from omnistage.omni import AsyncOmni
+from omnistage.server.openai.embeddings import check_finite
 from omnistage.server.service import ServedModel, Service
 from tests.server.harness import Running, make, serving
 
@@ -158,3 +160,10 @@ def test_a_deadline_that_has_passed_is_an_error(server: Running) -> None:
     status, error = post(server, "/v1/embeddings", model="encoder", input="a", timeout=-1)
     assert status == 400
     assert error["param"] == "timeout"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_json_does_not_have_are_an_error(value: float) -> None:
+    check_finite(np.ones((2, 3)))
+    with pytest.raises(StageError, match="not finite"):
+        check_finite(np.array([[0.5, value]]))

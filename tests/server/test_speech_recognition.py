@@ -90,6 +90,12 @@ def test_a_stream_gives_the_same_text(client: openai.OpenAI) -> None:
     assert len(events) > 2
 
 
+@pytest.mark.parametrize("form", ["verbose_json", "srt", "vtt"])
+def test_a_stream_with_times_is_refused(client: openai.OpenAI, form: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="use json or text, or leave stream out"):
+        client.audio.transcriptions.create(**GIVEN, stream=True, response_format=form)
+
+
 def test_a_language_may_be_named_and_a_clip_be_translated(client: openai.OpenAI) -> None:
     verbose: Any = client.audio.transcriptions.create(**GIVEN, language="de", response_format="verbose_json")
     assert verbose.language == "de"

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
-from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
+from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModalityError
 from omnistage.core.types import Modality, TextBatch
 from omnistage.models.text_encoder.processor import MAX_TEXTS, EncoderProcessor
 from omnistage.pipeline.intake import RequestOptions
@@ -28,6 +28,8 @@ from omnistage.server.service import ServedModel
 router = api_router()
 _SMALL_RESPONSE = 4096
 """Numbers of a response that are written in the event loop."""
+_SMALL_TEXT = 65_536
+"""The same, in characters of documents that are sent back."""
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
 """Names of prompts, as sentence-transformers looks for them."""
 _HARMLESS = frozenset(("ok", "safe", "neutral", "non-toxic", "not toxic", "nontoxic", "benign", "normal", "clean"))
@@ -250,7 +252,9 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         "results": items,
         "usage": usage,
     }
-    return await json_response(lambda: ranked, small=len(documents) < _SMALL_RESPONSE, owner=None)
+    size = sum(map(len, documents)) if body.return_documents else len(documents)
+    owner = service_of(request).owner_of(caller(request))
+    return await json_response(lambda: ranked, small=size <= _SMALL_TEXT, owner=owner)
 
 
 @router.post("/v1/moderations", response_model=None, responses=response_docs(Moderation))
@@ -310,7 +314,14 @@ async def _run(
     final = await final_output(running)
     tokens = final.usage.prompt_tokens
     (numbers,) = final.arrays.values()
+    check_finite(numbers)
     return numbers, {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def check_finite(numbers: np.ndarray) -> None:
+    """Raise where a model gave what JSON has no numbers for; clients would get null in their place."""
+    if not np.isfinite(numbers).all():
+        raise StageError("the model gave numbers that are not finite; check its weights, or use dtype float32")
 
 
 async def _relevance(

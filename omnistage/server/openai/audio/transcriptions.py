@@ -136,6 +136,12 @@ class TranscriptionForm(WireModel):
             raise InvalidRequestError(
                 "needs response_format verbose_json; ask for that, or leave it out", param="timestamp_granularities"
             )
+        if self.stream and timed:
+            raise InvalidRequestError(
+                f"a streamed transcription has no times for {self.response_format}; use json or text, or leave stream "
+                "out",
+                param="response_format",
+            )
         words = "word" in self.timestamp_granularities
         return TranscriptionOptions(self.language, False, self.prompt or "", timed, words, self.stream)
 
