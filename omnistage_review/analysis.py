@@ -6,14 +6,19 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omnistage_review import rules  # registers them
 from omnistage_review.model import Change, ChangedFile, Finding, ReviewError
 from omnistage_review.registry import RULES, Rule
-from omnistage_review.rules.change import BAD_SUPPRESSION, new_modules_without_test, todo_in_config
+from omnistage_review.rules.change import (
+    BAD_SUPPRESSION,
+    NEW_MODULE_WITHOUT_TEST,
+    new_modules_without_test,
+    todo_in_config,
+)
 from omnistage_review.syntax import ParsedFile, own_lines
 
 MAX_FILE_CHARACTERS = 2_000_000
@@ -45,17 +50,37 @@ class Analysis:
 
 def analyse(change: Change, baseline: frozenset[str] = frozenset()) -> Analysis:
     analysis = Analysis(notes=list(change.notes))
+    unread = [file.path for file in change.files if file.binary and file.status != "deleted"]
+    if unread:
+        shown = ", ".join(unread[:5]) + (" and others" if len(unread) > 5 else "")
+        analysis.notes.append(f"{len(unread)} binary files, links or submodules were not checked: {shown}")
     for file in change.files:
         if file.status != "deleted" and not file.binary:
-            analysis.findings += todo_in_config(file)
+            for item in todo_in_config(file):
+                _sort_in(item, [item.source_line], analysis)
             if file.path.endswith((".py", ".pyi")):
                 _analyse_file(file, analysis)
-    analysis.findings += new_modules_without_test(change)
+    texts = {file.path: file.text or "" for file in change.files}
+    for item in new_modules_without_test(change):
+        _sort_in(item, texts[item.path].split("\n"), analysis)
     analysis.findings = _numbered(analysis.findings)
     analysis.findings.sort(key=lambda item: (-item.severity.rank, item.path, item.line, item.rule))
     kept = [item for item in analysis.findings if item.fingerprint not in baseline]
     analysis.known, analysis.findings = len(analysis.findings) - len(kept), kept
     return analysis
+
+
+def _sort_in(finding: Finding, lines: Iterable[str], analysis: Analysis) -> None:
+    """A finding without a syntax tree: suppressed where one of these lines allows it with a reason."""
+    for match in filter(None, map(_ALLOW.search, lines)):
+        if finding.rule in _names(match) and match[2].strip():
+            analysis.suppressed.append((finding, match[2].strip()))
+            return
+    analysis.findings.append(finding)
+
+
+def _names(match: re.Match[str]) -> frozenset[str]:
+    return frozenset(name.strip().upper() for name in match[1].split(",") if name.strip())
 
 
 def _numbered(findings: list[Finding]) -> list[Finding]:
@@ -157,8 +182,7 @@ def _suppressions(parsed: ParsedFile) -> list[Suppression]:
     found = []
     for line, comment in parsed.comments():
         if match := _ALLOW.search(comment):
-            names = frozenset(name.strip().upper() for name in match[1].split(",") if name.strip())
-            found.append(Suppression(line, names, match[2].strip()))
+            found.append(Suppression(line, _names(match), match[2].strip()))
     return found
 
 
@@ -180,7 +204,8 @@ def _problems(item: Suppression) -> Iterator[str]:
         yield "the suppression names no rule"
     elif not item.reason:
         yield "the suppression gives no reason, so it is ignored"
-    for name in sorted(item.rules - item.used):
+    # A module is new once, its suppression stays.
+    for name in sorted(item.rules - item.used - {NEW_MODULE_WITHOUT_TEST.id}):
         if name not in RULES:
             yield f"there is no rule {name}"
         elif item.reason:

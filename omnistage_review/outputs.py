@@ -20,12 +20,17 @@ _LEVELS = {Severity.HIGH: "error", Severity.MEDIUM: "warning", Severity.LOW: "no
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _URL = re.compile(r"https://[\w./-]+")
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~@])")
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~])")
 
 
 def _plain(text: str) -> str:
     """Text of the author of a change: on one line, and never markup, a mention or a control sequence."""
-    return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text)).replace("\\@", "@\u200b").strip()
+    return _MARKUP.sub(r"\\\1", _inert(text)).strip()
+
+
+def _inert(text: str) -> str:
+    """On one line; GitHub makes neither a mention nor a link of it."""
+    return re.sub(r"(@|:(?=//)|\bwww(?=\.))", "\\1\u200b", _CONTROL.sub(" ", text))
 
 
 def printable(text: str) -> str:
@@ -38,7 +43,7 @@ def _code(text: str) -> str:
     text = _CONTROL.sub(" ", text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     pad = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{pad}{text}{pad}{fence}".replace("|", "\\|")
+    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def _bullets(items: Iterable[str]) -> list[str]:
@@ -48,11 +53,11 @@ def _bullets(items: Iterable[str]) -> list[str]:
 def _message(text: str) -> str:
     """A rule's message: its code spans stay, all else is plain."""
     parts = re.split(r"(`[^`\n]+`)", _CONTROL.sub(" ", text))
-    return "".join(part if at % 2 else _plain_keep(part) for at, part in enumerate(parts))
+    return "".join(part if at % 2 else _plain_keep(part).replace("`", "&#96;") for at, part in enumerate(parts))
 
 
 def _plain_keep(text: str) -> str:
-    return re.sub(r"([<>\[\]|*@]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+    return re.sub(r"([\\<>\[\]|*]|(?<!\w)_|_(?!\w))", r"\\\1", _inert(text))
 
 
 def to_markdown(report: Report) -> str:
@@ -78,6 +83,7 @@ def to_markdown(report: Report) -> str:
         lines += _findings(report, level)
     if not report.findings:
         lines += ["None.", ""]
+    lines += _section("Suppressed", [_suppressed(item, reason) for item, reason in report.suppressed[:MAX_SHOWN]])
     lines += _section(
         "Missing tests", [f"{_code(path)}: no test of this change names it" for path in report.missing_tests]
     )
@@ -85,7 +91,7 @@ def to_markdown(report: Report) -> str:
     checks = [f"[ ] {item.text} ({', '.join(item.rules) or 'human'})" for item in report.checklist]
     lines += _section("Checklist of the touched areas", checks)
     lines += _section("Questions for the author", [_message(text) for text in report.questions])
-    lines += _section("Limits of this report", [_plain_keep(_CONTROL.sub(" ", note)) for note in report.notes])
+    lines += _section("Limits of this report", [_plain_keep(note) for note in report.notes])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -96,6 +102,10 @@ def _largest(report: Report, area: AreaSummary) -> str:
     rest = len(paths) - MAX_FILES
     shown = ", ".join(f"{_code(path)} ({_count(sizes[path])})" for path in paths[:MAX_FILES])
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _suppressed(item: Finding, reason: str) -> str:
+    return f"{_code(f'{item.path}:{item.line}')} {item.rule}: {_plain(reason)}"
 
 
 def _count(lines: int) -> str:

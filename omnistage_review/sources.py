@@ -13,7 +13,10 @@ from omnistage_review.model import Change, ChangedFile, ReviewError
 from omnistage_review.processes import Output, run
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
-_DIFF_OPTIONS = ["--no-ext-diff", "--no-textconv", "--no-color", "--find-renames", "--src-prefix=a/", "--dst-prefix=b/"]
+_DIFF_OPTIONS = [
+    "--no-ext-diff", "--no-textconv", "--no-color", "--find-renames", "--src-prefix=a/", "--dst-prefix=b/",
+    "--no-relative",
+]  # fmt: skip
 _SKIPPED_FOLDERS = {".git", ".venv", "venv", "__pycache__", "node_modules", "build", "dist", ".tox", ".mypy_cache"}
 _TREE_SUFFIXES = {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".ini", ".cfg"}
 
@@ -101,6 +104,8 @@ def from_diff(path: str, root: Path) -> Change:
         raise ReviewError(f"{path} holds no unified diff; make one with `git diff BASE HEAD > FILE`")
     if len(data) > MAX_DIFF_BYTES:
         change.notes.append(cut_note(path))
+    if re.search(r"^@@@", text, re.MULTILINE):
+        change.notes.append(f"{path} holds combined diffs of a merge, which were not checked; use --range BASE..HEAD")
     for file in change.files:
         if file.status != "deleted" and not file.binary:
             file.text = new_version(_read_inside(root, file.old_path or file.path, file.path), file)
@@ -118,7 +123,7 @@ def _read_inside(root: Path, *names: str) -> str | None:
 
 
 def from_tree(paths: list[str], root: Path) -> Change:
-    """Every line of every file below these paths, of which git's ignored ones are left out."""
+    """Every line of every file below these paths, of which links and git's ignored ones are left out."""
     change = Change(f"tree {' '.join(paths)}", title="whole tree", is_tree=True)
     seen: set[Path] = set()
     for name in paths:
@@ -126,7 +131,7 @@ def from_tree(paths: list[str], root: Path) -> Change:
         if not place.exists():
             raise ReviewError(f"{name}: no such file or folder")
         for file in [place] if place.is_file() else _listed(place):
-            if file.suffix in _TREE_SUFFIXES and file not in seen and file.is_file():
+            if file.suffix in _TREE_SUFFIXES and file not in seen and file.is_file() and not file.is_symlink():
                 seen.add(file)
                 _add_tree_file(change, file, root.resolve(), place)
     return change

@@ -114,9 +114,13 @@ class ParsedFile:
         parent = self.parent(function)
         return parent if isinstance(parent, ast.ClassDef) else None
 
-    def is_public(self, function: Function) -> bool:
-        """A function or method that other modules may call: no name on the way to it begins with an underscore."""
-        if self.function(function) is not None or function.name.startswith("_"):
+    def is_public(self, function: Function, *, entries: bool = False) -> bool:
+        """A function or method that other modules may call: no name on the way to it begins with an underscore.
+
+        With `entries` constructors and `__call__` count too.
+        """
+        is_entry = function.name in ("__init__", "__call__") and entries
+        if self.function(function) is not None or (function.name.startswith("_") and not is_entry):
             return False
         classes = [outer for outer in self.ancestors(function) if isinstance(outer, ast.ClassDef)]
         return not any(outer.name.startswith("_") for outer in classes)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import FUNCTIONS, ParsedFile, last_name, literal, method, targets
+from omnistage_review.syntax import FUNCTIONS, ParsedFile, last_name, literal, method, targets, walk_scope
 
 _CACHE = re.compile(r"(^|_)(kv|cache[sd]?|k_cache|v_cache|past)(_|$)", re.IGNORECASE)
 _KV = re.compile(r"(^|_)(kv|past)(_|$)|(key|value|k|v)_?caches?$|past_key_values|kv_?cache", re.IGNORECASE)
@@ -40,11 +40,25 @@ def _same(one: ast.expr | None, other: ast.expr | None) -> bool:
     return one is not None and other is not None and ast.dump(one) == ast.dump(other)
 
 
+def _ends_after(index: ast.Slice, position: ast.expr) -> bool:
+    """Whether the upper bound adds a length to the position too."""
+    parts = [] if index.upper is None else list(ast.walk(index.upper))
+    sums = [part for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add)]
+    return any(_same(side, position) for part in sums for side in (part.left, part.right))
+
+
 def _off_by_one(index: ast.expr) -> str:
     """What is wrong with one axis of a write, or nothing."""
     if isinstance(index, ast.Slice):
-        upper = _shifted(index.upper)
-        if upper is None or index.lower is None or _shifted(index.lower) is not None:
+        upper, lower = _shifted(index.upper), _shifted(index.lower)
+        if (
+            lower is not None
+            and lower[1] == 1
+            and _POSITION.search(last_name(lower[0]))
+            and _ends_after(index, lower[0])
+        ):
+            return f"it writes from `{ast.unparse(lower[0])} + 1` on, the next token is at `{ast.unparse(lower[0])}`"
+        if upper is None or index.lower is None or lower is not None:
             return ""
         base = upper[0]  # the upper bound without its 1
         if (
@@ -77,8 +91,9 @@ def off_by_one(file: ParsedFile) -> Hits:
             if not isinstance(target, ast.Subscript) or not _CACHE.search(last_name(target.value)):
                 continue
             axes = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-            if not isinstance(target.slice, ast.Tuple) and not isinstance(target.slice, ast.Slice):
-                continue  # one plain index: a dict or a list by layer
+            is_plain = not isinstance(target.slice, ast.Tuple | ast.Slice)
+            if is_plain and not re.search(r"(^|_)(k|v|kv)_?cache$", last_name(target.value)):
+                continue  # a dict, or a list by layer
             message = next((text for text in map(_off_by_one, axes) if text), "")
             if message:
                 yield target, f"write into `{ast.unparse(target.value)}`: {message}"
@@ -136,7 +151,7 @@ def _note_use(file: ParsedFile, node: ast.AST, updated: set[str], reset: set[str
         name = _self_attribute(target)
         value = getattr(node, "value", None)
         if name:
-            is_new = _is_empty_cache(file, value) or not (isinstance(value, ast.AST) and _comes_from_model(value))
+            is_new = _is_empty_cache(file, value) or not (isinstance(value, ast.AST) and _continues(file, name, value))
             (reset if is_new else updated).add(name)
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute):
@@ -153,6 +168,19 @@ def _note_use(file: ParsedFile, node: ast.AST, updated: set[str], reset: set[str
     elif isinstance(node, ast.Delete):
         reset.update(filter(None, map(_self_attribute, node.targets)))
         reset.update(_self_attribute(item.value) for item in node.targets if isinstance(item, ast.Subscript))
+
+
+def _continues(file: ParsedFile, name: str, value: ast.AST) -> bool:
+    """Whether a value goes on from the attribute's own: from the model, or a variable joined with it before."""
+    if not isinstance(value, ast.Name):
+        return _comes_from_model(value)
+    return any(
+        isinstance(node, ast.Assign)
+        and any(last_name(target) == value.id for target in node.targets)
+        and _comes_from_model(node.value)
+        and any(_self_attribute(inner) == name for inner in ast.walk(node.value))
+        for node in walk_scope(file.scope(value))
+    )
 
 
 def _comes_from_model(value: ast.AST) -> bool:

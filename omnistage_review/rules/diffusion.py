@@ -26,14 +26,14 @@ _CONDITIONAL = re.compile(
 def linear_timesteps(file: ParsedFile) -> Hits:
     if not file.is_shipped:
         return
-    for node in file.nodes(ast.Assign):
-        if not isinstance(node.value, ast.Call) or method(node.value) not in _LINEAR:
+    nodes: list[ast.Assign | ast.For] = [*file.nodes(ast.Assign), *file.nodes(ast.For)]
+    for node in nodes:
+        value = node.value if isinstance(node, ast.Assign) else node.iter
+        if not isinstance(value, ast.Call) or method(value) not in _LINEAR:
             continue
-        named = [
-            last_name(target)
-            for target in node.targets
-            if re.fullmatch(r"(all_)?timesteps?|time_steps", last_name(target))
-        ]
+        places = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = r"(all_)?timesteps?|time_steps|ts" if isinstance(node, ast.Assign) else r"t|ts|timestep|time_step"
+        named = [last_name(target) for target in places if re.fullmatch(names, last_name(target))]
         scope = file.scope(node)
         if not named or not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -43,8 +43,10 @@ def linear_timesteps(file: ParsedFile) -> Hits:
         calls = [inner for inner in walk_scope(scope) if isinstance(inner, ast.Call)]
         steps = [inner for inner in calls if method(inner) == "step" and "scheduler" in ast.unparse(inner.func)]
         sets = [inner for inner in calls if method(inner) in ("set_timesteps", "retrieve_timesteps")]
+        if isinstance(node, ast.For):
+            steps = [inner for inner in steps if any(last_name(item) == named[0] for item in inner.args)]
         if steps and not sets:
-            yield node, f"`{named[0]}` is `{ast.unparse(node.value)[:60]}`, and the scheduler's own are not used"
+            yield node, f"`{named[0]}` is `{ast.unparse(value)[:60]}`, and the scheduler's own are not used"
 
 
 def _branch(node: ast.expr) -> str:
@@ -67,18 +69,19 @@ def _branch(node: ast.expr) -> str:
 )
 def swapped_guidance(file: ParsedFile) -> Hits:
     for node in file.nodes(ast.BinOp):
-        if not isinstance(node.op, ast.Add):
+        if not isinstance(node.op, ast.Add | ast.Sub):
             continue
-        for product in (node.left, node.right):
+        wrong = ("uncond", "cond") if isinstance(node.op, ast.Add) else ("cond", "uncond")
+        for product in (node.left, node.right) if isinstance(node.op, ast.Add) else (node.right,):
             if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult):
                 continue
             for factor, scale in ((product.left, product.right), (product.right, product.left)):
                 if not isinstance(factor, ast.BinOp) or not isinstance(factor.op, ast.Sub):
                     continue
-                if _branch(factor.left) == "uncond" and _branch(factor.right) == "cond" and _is_scale(scale):
+                if (_branch(factor.left), _branch(factor.right)) == wrong and _is_scale(scale):
                     yield (
                         node,
-                        f"`{ast.unparse(node)[:80]}` subtracts the conditional prediction from the unconditional one",
+                        f"`{ast.unparse(node)[:80]}` goes from the conditional prediction to the unconditional one",
                     )
     yield from _swapped_chunks(file)
 

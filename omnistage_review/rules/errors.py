@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import FUNCTIONS, ParsedFile, decorator_names, parameters
+from omnistage_review.syntax import FUNCTIONS, ParsedFile, decorator_names, method, parameters
 
 _BROAD = {"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"}
 _MUTABLE_CALLS = {"list", "dict", "set", "collections.defaultdict", "collections.deque", "collections.OrderedDict"}
@@ -33,7 +33,7 @@ def assert_validation(file: ParsedFile) -> Hits:
         return
     for node in file.nodes(ast.Assert):
         function = file.function(node)
-        if function is None or not file.is_public(function) or _narrows_type(node.test):
+        if function is None or not file.is_public(function, entries=True) or _narrows_type(node.test):
             continue
         if any("jit" in name.rpartition(".")[2] for name in decorator_names(file, function)):
             continue  # a kernel's assertions are run by its compiler
@@ -72,10 +72,15 @@ def bare_except(file: ParsedFile) -> Hits:
             yield handler, "bare `except:` that does not re-raise"
 
 
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
 def _does_nothing(body: list[ast.stmt]) -> bool:
-    """`pass`, `...`, `continue`: an exception leaves no trace."""
+    """`pass`, `...`, `continue`, `return`: an exception leaves no trace."""
     return all(
         isinstance(node, ast.Pass | ast.Continue)
+        or (isinstance(node, ast.Return) and (node.value is None or _is_none(node.value)))
         or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in body
     )
@@ -111,7 +116,9 @@ def _probes_import(file: ParsedFile, handler: ast.ExceptHandler) -> bool:
     """Whether the `try` asks if something can be imported: any failure is the answer no."""
     outer = file.parent(handler)
     return isinstance(outer, ast.Try) and any(
-        isinstance(node, ast.Import | ast.ImportFrom) for statement in outer.body for node in ast.walk(statement)
+        isinstance(node, ast.Import | ast.ImportFrom) or method(node).startswith("import_")
+        for statement in outer.body
+        for node in ast.walk(statement)
     )
 
 

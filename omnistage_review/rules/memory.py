@@ -16,8 +16,10 @@ from omnistage_review.syntax import (
     last_name,
     literal,
     method,
+    names_in,
     parameters,
     targets,
+    walk_scope,
 )
 
 _NAME = re.compile(r"(^|_)(cache[sd]?|memo|seen|history)$|^(cache|memo)(_|$)", re.IGNORECASE)
@@ -142,7 +144,7 @@ def unbounded_queue(file: ParsedFile) -> Hits:
         name = file.name(call.func)
         size = keyword(call, "maxsize") or (call.args[0] if call.args else None)
         open_ended = (size is None and not has_star_kwargs(call)) or (
-            isinstance(literal(size), int) and literal(size) == 0
+            isinstance(value := literal(size), int) and value <= 0
         )
         if name in _UNBOUNDED_QUEUES or (name in _QUEUES and open_ended):
             yield call, f"`{name}` without a maxsize"
@@ -165,7 +167,7 @@ def unbounded_payload(file: ParsedFile) -> Hits:
         value, name = call.func.value, call.func.attr
         whole = not call.args and not call.keywords
         is_request = last_name(value) in ("request", "req") and isinstance(file.parent(call), ast.Await)
-        if name in _BODIES and whole and is_request:
+        if (name in _BODIES and whole and is_request) or (name == "read" and whole and _is_upload(file, value)):
             yield call, f"`await {ast.unparse(call)}` reads a body of any size"
         elif name == "read" and whole and _opens_url(file, value):
             yield call, f"`{ast.unparse(call)}` reads a response of any size"
@@ -174,18 +176,39 @@ def unbounded_payload(file: ParsedFile) -> Hits:
             if isinstance(size, ast.Constant) and size.value is None:
                 yield call, "a WebSocket with max_size=None"
     for node in file.nodes(ast.Attribute):
-        if (
-            node.attr == "content"
-            and isinstance(node.value, ast.Call)
-            and file.name(node.value.func) in ("requests.get", "httpx.get")
-        ):
+        if node.attr == "content" and _calls(file, node.value, ("requests.get", "httpx.get")):
             yield node, f"`{ast.unparse(node)}` reads a response of any size"
+
+
+def _is_upload(file: ParsedFile, value: ast.expr) -> bool:
+    """A parameter with the type UploadFile."""
+    function = file.function(value)
+    return function is not None and any(
+        item.arg == last_name(value) and item.annotation is not None and "UploadFile" in names_in(item.annotation)
+        for item in parameters(function)
+    )
+
+
+def _calls(file: ParsedFile, value: ast.expr, names: tuple[str, ...]) -> bool:
+    """A call of one of these functions, or a variable that its function assigns only from such calls."""
+    if isinstance(value, ast.Call):
+        return file.name(value.func) in names
+    if not isinstance(value, ast.Name):
+        return False
+    made = [node for node in walk_scope(file.scope(value)) if value.id in {last_name(item) for item in targets(node)}]
+    return bool(made) and all(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and file.name(node.value.func) in names
+        and literal(keyword(node.value, "stream")) is not True
+        for node in made
+    )
 
 
 def _opens_url(file: ParsedFile, value: ast.expr) -> bool:
     """`urlopen(...)` itself, or the variable of a `with urlopen(...)` around it."""
-    if isinstance(value, ast.Call):
-        return file.name(value.func) == "urllib.request.urlopen"
+    if _calls(file, value, ("urllib.request.urlopen",)):
+        return True
     if not isinstance(value, ast.Name):
         return False
     return any(

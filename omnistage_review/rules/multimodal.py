@@ -6,7 +6,16 @@ import ast
 import re
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import ParsedFile, has_star_kwargs, keyword, last_name, method, names_in
+from omnistage_review.syntax import (
+    ParsedFile,
+    has_star_kwargs,
+    keyword,
+    last_name,
+    method,
+    names_in,
+    targets,
+    walk_scope,
+)
 
 _MODALITIES = {
     "text": re.compile(r"(^|_)(text|txt|prompt|caption|token)s?(_|$)"),
@@ -80,6 +89,8 @@ def assumed_sample_rate(file: ParsedFile) -> Hits:
         rate_at = 0 if name.startswith("scipy.") else 1
         if isinstance(target, ast.Tuple) and len(target.elts) == 2 and last_name(target.elts[rate_at]).strip("_") == "":
             yield node, f"the sample rate that `{name}` returns is thrown away"
+        elif isinstance(target, ast.Tuple) and len(target.elts) == 2 and _never_read(file, node, target.elts[rate_at]):
+            yield node, f"`{last_name(target.elts[rate_at])}`, the rate that `{name}` returns, is never used"
     for subscript in file.nodes(ast.Subscript):
         if isinstance(subscript.value, ast.Call) and file.name(subscript.value.func) in _READERS - {
             "scipy.io.wavfile.read"
@@ -87,6 +98,19 @@ def assumed_sample_rate(file: ParsedFile) -> Hits:
             is_first = isinstance(subscript.slice, ast.Constant) and subscript.slice.value == 0
             if is_first and keyword(subscript.value, "sr") is None:
                 yield subscript, f"the sample rate that `{file.name(subscript.value.func)}` returns is thrown away"
+
+
+def _never_read(file: ParsedFile, node: ast.AST, target: ast.expr) -> bool:
+    """Whether a function's variable is assigned and not read."""
+    function = file.function(node)
+    return (
+        function is not None
+        and isinstance(target, ast.Name)
+        and not any(
+            isinstance(inner, ast.Name) and inner.id == target.id and isinstance(inner.ctx, ast.Load)
+            for inner in ast.walk(function)
+        )
+    )
 
 
 @rule(
@@ -108,8 +132,22 @@ def assumed_channels(file: ParsedFile) -> Hits:
                 yield call, f"`{name}` gives BGR, and the function does not convert it"
         elif name in ("numpy.array", "numpy.asarray") and call.args:
             inner = call.args[0]
-            if isinstance(inner, ast.Call) and file.name(inner.func) == "PIL.Image.open":
+            if _is_opened(file, inner):
                 yield call, f"`{ast.unparse(call)[:60]}` without `.convert('RGB')`"
+
+
+def _is_opened(file: ParsedFile, node: ast.expr) -> bool:
+    """`Image.open(...)`, or a variable that the function assigns from it and converts nowhere."""
+    if isinstance(node, ast.Call):
+        return file.name(node.func) == "PIL.Image.open"
+    scope = file.scope(node)
+    if not isinstance(node, ast.Name) or any(method(inner) == "convert" for inner in walk_scope(scope)):
+        return False
+    made = [inner for inner in walk_scope(scope) if node.id in {last_name(item) for item in targets(inner)}]
+    return bool(made) and all(
+        isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Call) and _is_opened(file, inner.value)
+        for inner in made
+    )
 
 
 def _converts(file: ParsedFile, node: ast.AST) -> bool:

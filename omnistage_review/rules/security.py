@@ -7,6 +7,7 @@ import re
 
 from omnistage_review.registry import Hits, rule
 from omnistage_review.syntax import (
+    FUNCTIONS,
     ParsedFile,
     has_star_kwargs,
     keyword,
@@ -227,6 +228,26 @@ def remote_code(file: ParsedFile) -> Hits:
     for call in file.nodes(ast.Call):
         if literal(keyword(call, "trust_remote_code")) is True:
             yield call, f"`{method(call) or 'call'}` with trust_remote_code=True"
+    for node in file.nodes(ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if literal(key) == "trust_remote_code" and literal(value) is True:
+                yield value, "a mapping with trust_remote_code=True"
+    for function in file.functions():
+        positional = [*function.args.posonlyargs, *function.args.args]
+        defaults = function.args.defaults
+        pairs = [*zip(positional[len(positional) - len(defaults) :], defaults, strict=True)]
+        pairs += [
+            (item, value)
+            for item, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            if value
+        ]
+        for item, default in pairs:
+            if item.arg == "trust_remote_code" and literal(default) is True:
+                yield default, f"the default of `{function.name}` is trust_remote_code=True"
+    for assigned in file.assignments():
+        is_own = any(last_name(target) == "trust_remote_code" for target in targets(assigned))
+        if is_own and literal(assigned.value) is True and not isinstance(file.scope(assigned), FUNCTIONS):
+            yield assigned, "trust_remote_code is True by default"
 
 
 @rule(
@@ -260,14 +281,33 @@ def logged_secrets(file: ParsedFile) -> Hits:
     for call in file.nodes(ast.Call):
         if not isinstance(call.func, ast.Attribute) or call.func.attr not in _LOG_METHODS:
             continue
-        if not re.search(r"(^|_)(log|logger|logging)$", last_name(call.func.value), re.IGNORECASE):
+        logger = call.func.value
+        if file.name(getattr(logger, "func", None)) != "logging.getLogger" and not re.search(
+            r"(^|_)(log|logger|logging)$", last_name(logger), re.IGNORECASE
+        ):
             continue
         for value in _logged_values(call):
-            name = last_name(value)
+            name = _value_name(value)
             if name in _SECRETS:
                 yield call, f"the secret `{ast.unparse(value)}` is logged"
             elif name in _CONTENT and not (isinstance(value, ast.Attribute) and _CONFIG.search(last_name(value.value))):
                 yield call, f"what a user sent, `{ast.unparse(value)}`, is logged"
+
+
+def _value_name(value: ast.expr) -> str:
+    """The name of a value: of a variable, an attribute, or a key such as `environ["API_KEY"]`."""
+    if isinstance(value, ast.Subscript):
+        key = literal(value.slice)
+        return key.lower() if isinstance(key, str) else last_name(value.value)
+    return last_name(value)
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    """What `%` and `+` put into a text."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.Add):
+        right = node.right.elts if isinstance(node.right, ast.Tuple) else _parts(node.right)
+        return [*_parts(node.left), *right]
+    return [node]
 
 
 def _logged_values(call: ast.Call) -> list[ast.expr]:
@@ -276,13 +316,15 @@ def _logged_values(call: ast.Call) -> list[ast.expr]:
     for item in [*call.args, *(word.value for word in call.keywords if word.arg not in ("exc_info", "stack_info"))]:
         if isinstance(item, ast.JoinedStr):
             values += [part.value for part in item.values if isinstance(part, ast.FormattedValue)]
-        elif isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mod | ast.Add):
-            values += item.right.elts if isinstance(item.right, ast.Tuple) else [item.right]
+        elif isinstance(item, ast.BinOp):
+            values += _parts(item)
+        elif isinstance(item, ast.Dict):
+            values += item.values
         elif isinstance(item, ast.Call) and method(item) in ("format", "str", "repr"):
             values += item.args
         else:
             values.append(item)
-    return [value.value if isinstance(value, ast.Subscript) else value for value in values]
+    return values
 
 
 @rule(

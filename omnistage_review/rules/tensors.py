@@ -16,6 +16,7 @@ from omnistage_review.syntax import (
     literal,
     method,
     names_in,
+    targets,
     walk_scope,
 )
 
@@ -25,10 +26,12 @@ _FACTORIES = {
 }
 _FRESH = _FACTORIES | {"torch.concat", "torch.zeros_like", "torch.empty_like"}
 _SHAPES = {"view", "reshape", "expand", "unflatten"}
-_SHAPED_FACTORIES = {f"torch.{name}" for name in ("zeros", "ones", "empty", "randn", "rand")}
+_SHAPED_FACTORIES = {f"torch.{name}" for name in ("zeros", "ones", "empty", "randn", "rand", "full")}
 _GUARDS = {"no_grad", "inference_mode", "set_grad_enabled", "enable_grad"}
 _MODELS = {"model", "transformer", "unet", "vae", "network", "net", "text_encoder", "vocoder", "language_model", "dit"}
-_ENTRIES = {"generate", "predict", "infer", "sample", "transcribe", "synthesize", "main", "run", "__call__"}
+_ENTRIES = {"generate", "predict", "infer", "sample", "transcribe", "synthesize", "main", "run", "__call__"} | {
+    "execute_model", "inference", "embed", "classify",
+}  # fmt: skip
 _LOADERS = {"from_pretrained", "load_state_dict", "load_file", "load_model"}
 MIN_DIMENSION = 33  # up to 32 a size is often one of the format: bits of a word, a patch, a warp
 
@@ -49,6 +52,13 @@ def _guarded_by_device(file: ParsedFile, node: ast.AST) -> bool:
         ):
             return True
     return False
+
+
+def _chosen_by_device(file: ParsedFile, node: ast.AST) -> bool:
+    """Whether a condition anywhere in the scope asks for CUDA: the value may be replaced there."""
+    tests = [inner.test for inner in walk_scope(file.scope(node)) if isinstance(inner, ast.If | ast.IfExp)]
+    asks = any("cuda" in name.lower() or "gpu" in name.lower() for test in tests for name in _words(test))
+    return asks or _guarded_by_device(file, node)
 
 
 def _words(node: ast.AST) -> set[str]:
@@ -83,11 +93,19 @@ def hard_coded_device(file: ParsedFile) -> Hits:
             message = '`.to("cuda")`'
         elif _device_literal(keyword(call, "device")):
             message = '`device="cuda"`'
-        elif file.name(call.func) == "torch.device" and len(call.args) == 1 and _device_literal(call.args[0]):
+        elif file.name(call.func) == "torch.set_default_device" and call.args and _device_literal(call.args[0]):
+            message = '`torch.set_default_device("cuda")`'
+        elif file.name(call.func) == "torch.device" and call.args and _device_literal(call.args[0]):
+            if not all(isinstance(item, ast.Constant) for item in call.args):
+                continue
             # Compared with, or a last resort, it chooses nothing.
             message = "" if isinstance(file.parent(call), ast.Compare | ast.BoolOp) else '`torch.device("cuda")`'
         if message and not _guarded_by_device(file, call):
             yield call, f"{message} is fixed in the code"
+    for node in file.assignments():
+        named = any(last_name(target).lower() == "device" for target in targets(node))
+        if named and _device_literal(node.value) and not _chosen_by_device(file, node):
+            yield node, f"`{ast.unparse(node)}` is fixed in the code"
     for function in file.functions():
         for default in (*function.args.defaults, *function.args.kw_defaults):
             if _device_literal(default) and default is not None and not _guarded_by_device(file, default):
@@ -95,6 +113,9 @@ def hard_coded_device(file: ParsedFile) -> Hits:
 
 
 def _shape_arguments(call: ast.Call) -> list[ast.expr]:
+    size = keyword(call, "size") or (call.args[0] if method(call) == "full" and call.args else None)
+    if size is not None:
+        return size.elts if isinstance(size, ast.Tuple | ast.List) else [size]
     if len(call.args) == 1 and isinstance(call.args[0], ast.Tuple | ast.List):
         return call.args[0].elts
     return call.args
@@ -178,6 +199,8 @@ def needless_copy(file: ParsedFile) -> Hits:
         elif isinstance(inner, ast.Call) and method(inner) == "clone" and not inner.args and not inner.keywords:
             if isinstance(inner.func, ast.Attribute) and name == "clone":
                 yield call, "`.clone()` of a clone"
+        elif name == "clone" and isinstance(inner, ast.BinOp):
+            yield call, "`.clone()` of a result that is new"
         elif name == "contiguous" and not call.keywords:
             outer = file.parent(call)
             if isinstance(outer, ast.Attribute) and outer.attr == "reshape":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from omnistage_review.registry import Hits, rule
-from omnistage_review.syntax import ParsedFile, last_name, literal, targets, walk_scope
+from omnistage_review.syntax import ParsedFile, last_name, literal, method, targets, walk_scope
 
 _CLOCKS = {
     "time.time", "time.perf_counter", "time.monotonic", "time.perf_counter_ns", "time.monotonic_ns",
@@ -17,17 +18,44 @@ def _reads_clock(file: ParsedFile, node: ast.AST) -> bool:
     return any(isinstance(inner, ast.Call) and file.name(inner.func) in _CLOCKS for inner in ast.walk(node))
 
 
-def _durations(file: ParsedFile, scope: ast.AST) -> set[str]:
-    """Variables of a function that are differences of a clock's readings."""
-    nodes = sorted((node for node in walk_scope(scope) if isinstance(node, ast.Assign)), key=lambda node: node.lineno)
-    names: set[str] = set()
-    for node in nodes:
-        subtracts = any(
-            isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub) for inner in ast.walk(node.value)
-        )
-        if subtracts and _reads_clock(file, node.value):
-            names |= {last_name(target) for target in targets(node)}
-    return names - {""}
+def _durations(file: ParsedFile, scope: ast.AST) -> tuple[set[str], set[str]]:
+    """Variables of a function that are differences of a clock's readings, and those that are such readings."""
+    nodes = [node for node in walk_scope(scope) if isinstance(node, ast.Assign)]
+    clocks = {last_name(target) for node in nodes if _is_clock(file, node.value) for target in targets(node)} - {""}
+    spans = {last_name(target) for node in nodes if _measures(file, node.value, clocks) for target in targets(node)}
+    return spans - {""}, clocks
+
+
+def _is_clock(file: ParsedFile, node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and file.name(node.func) in _CLOCKS
+
+
+def _measures(file: ParsedFile, node: ast.expr, clocks: set[str]) -> bool:
+    """Whether an expression holds the difference of two readings of a clock."""
+    return any(
+        isinstance(inner, ast.BinOp)
+        and isinstance(inner.op, ast.Sub)
+        and (_reads_clock(file, inner) or {last_name(inner.left), last_name(inner.right)} <= clocks)
+        for inner in ast.walk(node)
+    )
+
+
+def _upper_bounds(file: ParsedFile) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """What tests assert to be less than something, with the assertion. That something took long can always hold."""
+    for node in file.nodes(ast.Assert):
+        for test in ast.walk(node.test):
+            if isinstance(test, ast.Compare):
+                sides = [test.left, *test.comparators]
+                for left, operator, right in zip(sides, test.ops, sides[1:], strict=False):
+                    if isinstance(operator, ast.Lt | ast.LtE):
+                        yield node, left
+                    elif isinstance(operator, ast.Gt | ast.GtE):
+                        yield node, right
+    for call in file.nodes(ast.Call):
+        if method(call) in ("assertLess", "assertLessEqual") and len(call.args) > 1:
+            yield call, call.args[0]
+        elif method(call) in ("assertGreater", "assertGreaterEqual") and len(call.args) > 1:
+            yield call, call.args[1]
 
 
 @rule(
@@ -41,22 +69,14 @@ def _durations(file: ParsedFile, scope: ast.AST) -> set[str]:
 def asserted_duration(file: ParsedFile) -> Hits:
     if not file.is_test:
         return
-    measured: dict[ast.AST, set[str]] = {}
-    for node in file.nodes(ast.Assert):
-        if not isinstance(node.test, ast.Compare) or len(node.test.ops) != 1:
-            continue
-        left, operator, right = node.test.left, node.test.ops[0], node.test.comparators[0]
-        if isinstance(operator, ast.Gt | ast.GtE):
-            left, right = right, left
-        elif not isinstance(operator, ast.Lt | ast.LtE):
-            continue
-        # Only an upper bound: that something took at least so long cannot fail on a busy machine.
+    measured: dict[ast.AST, tuple[set[str], set[str]]] = {}
+    for node, bounded in _upper_bounds(file):
         scope = file.scope(node)
         if scope not in measured:
             measured[scope] = _durations(file, scope)
-        direct = isinstance(left, ast.BinOp) and isinstance(left.op, ast.Sub) and _reads_clock(file, left)
-        if direct or last_name(left) in measured[scope]:
-            yield node, f"`{ast.unparse(node.test)[:80]}` fails on a busy machine"
+        durations, clocks = measured[scope]
+        if last_name(bounded) in durations or (isinstance(bounded, ast.BinOp) and _measures(file, bounded, clocks)):
+            yield node, f"`{ast.unparse(bounded)[:80]}` has an upper bound, which fails on a busy machine"
 
 
 @rule(

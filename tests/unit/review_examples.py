@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-SHIPPED, TEST = "package/engine/module.py", "tests/test_module.py"
+from review_examples_security import SECURITY, SHIPPED
+
+TEST = "tests/test_module.py"
 
 # rule: (path of the file, examples that fail, examples that pass)
 EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
@@ -11,10 +13,12 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "def run(steps):\n    assert steps > 0",
             "class Engine:\n    def run(self, n):\n        assert n % 2 == 0, 'even'",
+            "class Engine:\n    def __init__(self, n):\n        assert n > 0",
         ],
         [
             "def run(steps):\n    if steps < 1:\n        raise ValueError('steps')",
             "def _run(steps):\n    assert steps > 0",
+            "class _Engine:\n    def __init__(self, n):\n        assert n > 0",
             "def run(x):\n    assert x is not None",
             "def run(x):\n    rows = f(x)\n    assert rows.shape == x.shape",
             "import triton\n@triton.jit\ndef kernel(BLOCK):\n    assert BLOCK > 0",
@@ -29,6 +33,7 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         SHIPPED,
         [
             "try:\n    f()\nexcept Exception:\n    pass",
+            "def f():\n    try:\n        return g()\n    except Exception:\n        return None",
             "for x in y:\n    try:\n        f(x)\n    except (ValueError, BaseException):\n        continue",
             "from contextlib import suppress\nwith suppress(Exception):\n    f()",
         ],
@@ -36,6 +41,8 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "try:\n    f()\nexcept KeyError:\n    pass",
             "try:\n    f()\nexcept Exception as error:\n    log(error)",
             "try:\n    import flash_attn\nexcept Exception:\n    pass",
+            "def f(name):\n    try:\n        import_module(name)\n    except Exception:\n        return",
+            "def f():\n    try:\n        return g()\n    except Exception:\n        return FALLBACK",
             "def __del__(self):\n    try:\n        self.close()\n    except Exception:\n        pass",
         ],
     ),
@@ -51,6 +58,9 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "import torch\nx = y.to('cuda:0')",
             "import torch\nx = torch.zeros(3, device='cuda')",
             "import torch\ndevice = torch.device('cuda:1')",
+            "import torch\ndevice = torch.device('cuda', 0)",
+            "import torch\ntorch.set_default_device('cuda')",
+            "import torch\nclass Runner:\n    def __init__(self):\n        self.device = 'cuda'",
             "import torch\ndef load(path, device='cuda'):\n    pass",
         ],
         [
@@ -59,6 +69,8 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "import torch\ndef capture_cuda_graph(y):\n    return y.to('cuda')",
             "x = y.to('cuda')",
             "import torch\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
+            "import torch\ndevice = torch.device('cuda', rank)",
+            "import torch\ndevice = 'cuda'\nif not torch.cuda.is_available():\n    device = 'cpu'",
             "import torch\nis_gpu = x.device == torch.device('cuda')",
         ],
     ),
@@ -68,8 +80,14 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "import torch\ny = x.view(batch, 32, 128)",
             "import torch\ny = x.reshape((-1, 4096))",
             "import torch\nx = torch.zeros(1, 4096)",
+            "import torch\nx = torch.zeros(size=(1, 4096))",
+            "import torch\nx = torch.full((1, 4096), 0.0)",
         ],
-        ["import torch\ny = x.view(batch, heads, width)", "import torch\ny = x.view(batch, 2, -1)"],
+        [
+            "import torch\nx = torch.full((1, n), 4096)",
+            "import torch\ny = x.view(batch, heads, width)",
+            "import torch\ny = x.view(batch, 2, -1)",
+        ],
     ),
     "TEN03": (
         SHIPPED,
@@ -85,6 +103,7 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "import torch\ny = torch.cat([a, b]).contiguous()",
             "import torch\ny = x.transpose(1, 2).contiguous().reshape(3, 4)",
+            "import torch\ny = (a + b).clone()",
         ],
         [
             "import torch\ny = x.transpose(1, 2).contiguous().view(3, 4)",
@@ -147,12 +166,16 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "k_cache[:, :, start : start + n + 1] = k",
             "self.kv_cache[layer, position + 1] = k",
             "cache[:, max_seq_len] = v",
+            "k_cache[pos + 1] = k",
+            "cache_k[:b, start_pos + 1 : start_pos + n + 1] = k",
         ],
         [
             "k_cache[:, :, start : start + n] = k",
             "self.kv_cache[layer, position] = k",
             "cache[:, max_seq_len - 1] = v",
             "cache[name + 1] = value",
+            "cache[position + 1] = value",
+            "k_cache[:, start + 1 : end] = k",
             "table[:, position + 1] = k",
         ],
     ),
@@ -164,12 +187,16 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "        self.past_key_values = out.past_key_values\n",
             "class Runner:\n    def __init__(self):\n        self.kv_cache = DynamicCache()\n"
             "    def generate(self, x):\n        return self.model(x, past_key_values=self.kv_cache)\n",
+            "class Layer:\n    def __init__(self):\n        self.k_cache = None\n    def forward(self, k):\n"
+            "        k = torch.cat([self.k_cache, k])\n        self.k_cache = k\n        return k\n",
         ],
         [
             "class Runner:\n    def __init__(self):\n        self.past_key_values = None\n"
             "    def step(self, x):\n        out = self.model(x, past_key_values=self.past_key_values)\n"
             "        self.past_key_values = out.past_key_values\n"
             "    def finish(self):\n        self.past_key_values = None\n",
+            "class Layer:\n    def __init__(self):\n        self.k_cache = None\n    def start(self, k):\n"
+            "        k = torch.cat([k, k])\n        self.k_cache = k\n",
             "class Runner:\n    def generate(self, x):\n        cache = DynamicCache()\n"
             "        return self.model(x, past_key_values=cache)\n",
             "class Runner:\n    def __init__(self):\n        self.kv_cache = DynamicCache()\n"
@@ -199,6 +226,7 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "import queue\nq = queue.Queue()",
             "import asyncio\nq = asyncio.Queue(maxsize=0)",
+            "import asyncio\nq = asyncio.Queue(-1)",
             "from queue import SimpleQueue\nq = SimpleQueue()",
         ],
         ["import queue\nq = queue.Queue(64)", "import asyncio\nq = asyncio.Queue(maxsize=limit)", "q = Queue()"],
@@ -209,104 +237,27 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "async def f(request):\n    return await request.body()",
             "from urllib.request import urlopen\nwith urlopen(url) as response:\n    data = response.read()",
             "import requests\ndata = requests.get(url).content",
+            "import requests\ndef f(url):\n    response = requests.get(url)\n    return response.content",
+            "import urllib.request\ndef f(url):\n    r = urllib.request.urlopen(url)\n    return r.read()",
+            "async def f(image: UploadFile):\n    return await image.read()",
             "import websockets\ns = websockets.serve(f, max_size=None)",
         ],
         [
             "async def f(request):\n    return await read_at_most(request, LIMIT)",
             "from urllib.request import urlopen\nwith urlopen(url) as response:\n    data = response.read(LIMIT)",
             "with open(path) as stream:\n    data = stream.read()",
+            "async def f(image: UploadFile):\n    return await image.read(LIMIT)",
+            "def f(message):\n    return message.content",
         ],
     ),
-    "SEC01": (
-        SHIPPED,
-        [
-            "import importlib\nm = importlib.import_module(config['class'])",
-            "from importlib import import_module\ndef f(cfg):\n    path = cfg.get('path')\n"
-            "    return import_module(path)",
-            "import importlib\ndef f(cfg):\n    name, _, attr = cfg.target.rpartition('.')\n"
-            "    importlib.import_module(name)",
-        ],
-        [
-            "import importlib\nm = importlib.import_module('torch')",
-            "import importlib\nm = importlib.import_module(_MODULES[name])",
-            "import importlib\nm = importlib.import_module(f'.{name}', __package__)",
-        ],
-    ),
-    "SEC02": (
-        SHIPPED,
-        [
-            "import yaml\nx = yaml.load(text)",
-            "import yaml\nx = yaml.load(text, Loader=yaml.FullLoader)",
-            "import yaml\nx = yaml.unsafe_load(text)",
-        ],
-        [
-            "import yaml\nx = yaml.safe_load(text)",
-            "import yaml\nx = yaml.load(text, Loader=yaml.CSafeLoader)",
-            "import yaml\nclass Loader(yaml.SafeLoader):\n    pass\nx = yaml.load(text, Loader)",
-        ],
-    ),
-    "SEC03": (
-        SHIPPED,
-        [
-            "import yaml\ndef f(text):\n    data = yaml.safe_load(text)\n    return data['model']",
-            "import yaml\nname = yaml.safe_load(text)['model']",
-        ],
-        [
-            "import yaml\ndef f(text):\n    data = yaml.safe_load(text)\n    return Settings.model_validate(data)",
-            "import yaml\ndef f(text):\n    return Settings(**yaml.safe_load(text))",
-        ],
-    ),
-    "SEC04": (
-        SHIPPED,
-        [
-            "import pickle\nx = pickle.loads(data)",
-            "import numpy as np\nx = np.load(path, allow_pickle=True)",
-            "from cloudpickle import load\nx = load(stream)",
-        ],
-        [
-            "import json\nx = json.loads(data)",
-            "import pickle\nd = pickle.dumps(x)",
-        ],
-    ),
-    "SEC05": (
-        SHIPPED,
-        ["import torch\nx = torch.load(path)", "import torch\nx = torch.load(path, weights_only=False)"],
-        ["import torch\nx = torch.load(path, weights_only=True)", "import torch\nx = torch.load(path, **options)"],
-    ),
-    "SEC06": (
-        SHIPPED,
-        ["m = AutoModel.from_pretrained(name, trust_remote_code=True)"],
-        ["m = AutoModel.from_pretrained(name, trust_remote_code=allowed)", "m = AutoModel.from_pretrained(name)"],
-    ),
-    "SEC07": (
-        SHIPPED,
-        ["x = eval(text)", "exec(compile(source, name, 'exec'))"],
-        ["model.eval()", "import ast\nx = ast.literal_eval(text)", "x = eval('1 + 1')"],
-    ),
-    "SEC08": (
-        SHIPPED,
-        [
-            "logger.info(f'generating for {prompt}')",
-            "import logging\nlogging.warning('bad key %s', self.api_key)",
-            "self.logger.debug('%s' % request.messages)",
-        ],
-        [
-            "logger.info(f'generating {len(prompt)} characters')",
-            "logger.info('request %s', request.id)",
-            "logger.info('prompt is too long')",
-            "print(prompt)",
-        ],
-    ),
-    "SEC09": (
-        SHIPPED,
-        ["import subprocess\nsubprocess.run(f'ffmpeg -i {path}', shell=True)", "import os\nos.system('rm ' + path)"],
-        ["import subprocess\nsubprocess.run(['ffmpeg', '-i', path])", "import os\nos.system('clear')"],
-    ),
+    **SECURITY,
     "DIF01": (
         SHIPPED,
         [
             "import torch\ndef denoise(self, x, n):\n    timesteps = torch.linspace(1000, 0, n)\n"
             "    for t in timesteps:\n        x = self.scheduler.step(f(x, t), t, x)",
+            "import torch\ndef denoise(scheduler, x, n):\n    for t in torch.linspace(999, 0, n):\n"
+            "        x = scheduler.step(f(x, t), t, x)",
         ],
         [
             "import torch\ndef denoise(self, x, n):\n    self.scheduler.set_timesteps(n)\n"
@@ -314,6 +265,8 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "import torch\nclass EulerScheduler:\n    def prepare(self, n):\n"
             "        timesteps = torch.linspace(1000, 0, n)\n"
             "        self.scheduler.step(timesteps)",
+            "def denoise(scheduler, x, steps):\n    for t in range(len(steps)):\n"
+            "        x = scheduler.step(f(x), steps[t], x)",
             "import torch\ndef embed(n):\n    timesteps = torch.arange(n)\n    return f(timesteps)",
         ],
     ),
@@ -322,12 +275,14 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "noise = noise_uncond + scale * (noise_uncond - noise_cond)",
             "noise = cond + guidance_scale * (uncond - cond)",
+            "noise = uncond - scale * (cond - uncond)",
             "import torch\ndef f(x):\n    x = torch.cat([uncond_embeds, cond_embeds])\n"
             "    cond, uncond = model(x).chunk(2)",
         ],
         [
             "noise = noise_uncond + scale * (noise_cond - noise_uncond)",
             "noise = cond + (scale - 1) * (cond - uncond)",
+            "noise = uncond - scale * (uncond - cond)",
             "noise = cond + (1 - scale) * (uncond - cond)",
             "import torch\ndef f(x):\n    x = torch.cat([uncond_embeds, cond_embeds])\n"
             "    uncond, cond = model(x).chunk(2)",
@@ -349,10 +304,12 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "import soundfile as sf\naudio, _ = sf.read(path)",
             "import torchaudio\nwave = torchaudio.load(path)[0]",
+            "import torchaudio\ndef f(path):\n    wave, rate = torchaudio.load(path)\n    return wave",
             "from scipy.io import wavfile\n_, audio = wavfile.read(path)",
         ],
         [
             "import soundfile as sf\naudio, rate = sf.read(path)",
+            "import torchaudio\ndef f(path):\n    wave, rate = torchaudio.load(path)\n    return wave, rate",
             "import librosa\naudio, _ = librosa.load(path, sr=16000)",
             "import soundfile as sf\naudio, _ = sf.read(path, samplerate=8000, format='RAW')",
         ],
@@ -362,11 +319,14 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         [
             "import cv2\ndef f(p):\n    return cv2.imread(p)",
             "import numpy as np\nfrom PIL import Image\nx = np.array(Image.open(p))",
+            "import numpy as np\nfrom PIL import Image\ndef f(p):\n    i = Image.open(p)\n    return np.array(i)",
         ],
         [
             "import cv2\ndef f(p):\n    return cv2.cvtColor(cv2.imread(p), cv2.COLOR_BGR2RGB)",
             "import cv2\ndef f(p):\n    return cv2.imread(p)[..., ::-1]",
             "import numpy as np\nfrom PIL import Image\nx = np.array(Image.open(p).convert('RGB'))",
+            "import numpy as np\nfrom PIL import Image\ndef f(p):\n    i = Image.open(p).convert('RGB')\n"
+            "    return np.array(i)",
         ],
     ),
     "CON01": (
@@ -430,11 +390,19 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
             "    assert time.perf_counter() - start < 1",
             "import time\ndef test_fast():\n    start = time.time()\n    f()\n"
             "    took = time.time() - start\n    assert 2 > took",
+            "import time\ndef test_fast():\n    start = time.time()\n    f()\n    end = time.time()\n"
+            "    assert end - start < 1",
+            "import time\ndef test_fast():\n    start = time.time()\n    f()\n    took = time.time() - start\n"
+            "    assert ok and 0 < took < 1",
+            "import time\ndef test_fast(self):\n    start = time.time()\n    self.assertLess(time.time() - start, 1)",
         ],
         [
             "import time\ndef test_waits():\n    start = time.time()\n    f()\n"
             "    took = time.time() - start\n    assert took >= 1",
             "def test_count():\n    assert calls < 3",
+            "import time\ndef test_order():\n    a = time.time()\n    b = time.time()\n    assert a <= b",
+            "import time\ndef test_wait():\n    deadline = time.time() + 5\n    while not done():\n"
+            "        assert time.time() < deadline",
         ],
     ),
     "TST03": (

@@ -143,6 +143,48 @@ def test_titles_and_paths_of_strangers_stay_text(title: str) -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "package/server/x\n# injected\n.py",
+        "package/server/\\<img src=x>.py",
+        "package/server/a`b``<img src=x>`c.py",
+        "package/server/@team https://evil.example www.evil.example.py",
+    ],
+)
+def test_no_part_of_the_report_makes_markup_of_a_path(path: str) -> None:
+    text = to_markdown(report_of(file(path, "def f() -> int:\n" + "    x = 1\n" * 12, "added"), file("b.py", "f(:")))
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+    assert "<img" not in html
+    assert "<h1>injected" not in html
+    missing = text[text.index("## Missing docs") : text.index("## Checklist")]
+    assert "@team" not in missing
+    assert "://" not in missing
+    assert "www." not in missing
+
+
+def test_a_message_with_code_of_a_stranger_makes_no_markup() -> None:
+    text = to_markdown(report_of(file("package/engine/m.py", "eval('a`b``<img src=x>`c' + d)\n")))
+    assert "SEC07" in text
+    assert "<img" not in MarkdownIt("commonmark", {"html": True}).render(text)
+
+
+def test_a_path_with_a_bar_is_shown_as_it_is() -> None:
+    html = MarkdownIt("commonmark").enable("table").render(to_markdown(report_of(file("package/engine/a|b.py", BAD))))
+    assert "<code>package/engine/a|b.py:2</code>" in html
+
+
+def test_suppressed_findings_are_listed_with_their_reasons() -> None:
+    text = to_markdown(report_of(file("package/engine/pool.py", BAD)))
+    assert "## Suppressed\n\n- `package/engine/pool.py:3` SEC04: made by us\n" in text
+
+
+def test_binary_files_are_named_as_not_checked() -> None:
+    report = report_of(ChangedFile("package/engine/pool.py", binary=True))
+    assert report.notes == ("1 binary files, links or submodules were not checked: package/engine/pool.py",)
+    assert report.recommendation == "review by hand"
+
+
 @pytest.fixture(scope="module")
 def schema() -> jsonschema.Draft4Validator:
     """The schema of SARIF 2.1.0 as Microsoft's jest-sarif ships it (MIT licence)."""

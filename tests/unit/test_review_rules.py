@@ -105,6 +105,16 @@ def test_a_suppression_inside_a_string_is_none() -> None:
     assert rules_of(review('import pickle\nx = pickle.loads("# review: allow[SEC04] because")\n')) == ["SEC04"]
 
 
+def test_rules_over_a_change_can_be_suppressed_too() -> None:
+    config = ChangedFile("models/p.yaml", text="a: 1  # TODO review: allow[CFG01]\n", all_lines=True)
+    assert rules_of(analyse(Change("test", files=[config]))) == ["CFG01"]
+    config.text = "a: 1  # TODO measure # review: allow[CFG01] users set it\n"
+    assert rules_of(analyse(Change("test", files=[config]))) == []
+    text = "# review: allow[TST01] the demo runs it\ndef f() -> int:\n    return 1\n"
+    analysis = analyse(Change("test", files=[ChangedFile("package/pool.py", "added", text=text, all_lines=True)]))
+    assert (analysis.findings, [reason for _, reason in analysis.suppressed]) == ([], ["the demo runs it"])
+
+
 # --------------------------------------------------------------------------------------------------- baseline
 
 

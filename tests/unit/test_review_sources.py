@@ -122,6 +122,12 @@ def test_a_diff_file_is_completed_from_the_folder_and_not_from_outside_it(tmp_pa
     assert outside.text is None
 
 
+def test_a_combined_diff_of_a_merge_is_said_not_to_be_checked(tmp_path: Path) -> None:
+    diff = tmp_path / "merge.diff"
+    diff.write_text("diff --cc m.py\n--- a/m.py\n+++ b/m.py\n@@@ -1,1 -1,1 +1,2 @@@\n  a\n++eval(b)\n")
+    assert "use --range" in from_diff(str(diff), tmp_path).notes[0]
+
+
 def test_diff_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ReviewError, match="cannot be read"):
         from_diff(str(tmp_path / "missing.diff"), tmp_path)
@@ -238,6 +244,15 @@ def test_a_tree_leaves_out_what_git_ignores(repository: Path) -> None:
     assert {"kept.py", "engine/pool.py"} <= paths
     assert "build/made.py" not in paths
     assert {file.path for file in from_tree(["build"], repository).files} == {"build/made.py"}  # asked for by name
+
+
+def test_a_tree_follows_no_links(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text("import pickle\npickle.loads(d)\n")
+    (repository / "link.py").symlink_to(tmp_path / "outside.py")
+    assert "link.py" not in {file.path for file in from_tree(["."], repository).files}
+    git(repository, "rm", "-rqf", "--cached", ".")
+    (repository / ".git").rename(tmp_path / "no-git")
+    assert "link.py" not in {file.path for file in from_tree(["."], repository).files}
 
 
 # --------------------------------------------------------------------------------------- pull requests, fake gh
