@@ -357,7 +357,11 @@ def positive(config: PreTrainedConfig, name: str) -> int:
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse a text config whose sizes are below 1, by their names."""
+    """Refuse a config whose language model has sizes below 1, by their names."""
+    try:
+        config = config.get_text_config()
+    except ValueError:  # it has several language models
+        return
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"):
         if _is_stated(config, name) and isinstance(getattr(config, name), int):
             positive(config, name)

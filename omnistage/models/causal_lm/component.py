@@ -163,7 +163,7 @@ def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrained
         with torch.device("meta"):
             skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
     except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
-        check_sizes(config.get_text_config())
+        check_sizes(config)
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} cannot make the {config.model_type} that config.json describes "
