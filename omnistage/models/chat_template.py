@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
-from omnistage.core.messages import ChatMessage
+from omnistage.core.messages import ChatMessage, Part, TextPart
 from omnistage.models.prompts import GuardedText
 
 if TYPE_CHECKING:
@@ -226,3 +226,15 @@ def template_refusal(error: Exception) -> str:
     """What to answer when a chat template did not come through."""
     reason = str(error) or type(error).__name__
     return f"the chat template refuses these messages: {reason}"
+
+
+def joined_texts(parts: Sequence[Part]) -> list[Part]:
+    """Parts with neighbouring texts made one: a special token must not hide across their border."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            merged[-1] = TextPart(last.text + part.text)
+        else:
+            merged.append(part)
+    return merged

@@ -16,13 +16,13 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.core.family import ThinkBlock
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
 from omnistage.media.hashing import content_key
 from omnistage.models._qwen_omni.expansion import expand, video_default, video_options
-from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
+from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
 from omnistage.models.loading import positive
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 
@@ -111,7 +111,7 @@ class QwenOmniProcessor(ABC):
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
         media, guarded = _Media(), self._prompts.guarded()
-        turns = [turn_of(m, [_template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
+        turns = [turn_of(m, [_template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:
             raise InvalidRequestError(
                 "use_audio_in_video needs an audio track in every video of the chat, or in none", param="messages"
@@ -317,18 +317,6 @@ def _too_short() -> MediaError:
 
 def _refused(reason: str) -> MediaError:
     return MediaError(f"the processor cannot take these media: {reason}", param="messages")
-
-
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts with neighbouring texts made one: a special token must not hide across their border."""
-    merged: list[Part] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, TextPart) and isinstance(last, TextPart):
-            merged[-1] = TextPart(last.text + part.text)
-        else:
-            merged.append(part)
-    return merged
 
 
 def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[str, str]:

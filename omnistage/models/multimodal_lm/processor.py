@@ -26,7 +26,7 @@ from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Tex
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
-from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
+from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
 from omnistage.models.loading import max_sequence_length, positive, read_auto_config
 from omnistage.models.multimodal_lm.items import KINDS, ItemProcessor, Media, MediaItem, find, sample_media
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
@@ -94,7 +94,7 @@ class MultimodalProcessor:
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
         media: list[Media] = []
         guarded = self._prompts.guarded()
-        turns = [turn_of(m, [self._template_part(p, media, guarded) for p in _joined(m.parts)]) for m in messages]
+        turns = [turn_of(m, [self._template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
         return self._template.text(turns, tools, guarded, thinking), media, guarded
 
     def think_block(self, thinking: bool | None) -> ThinkBlock | None:
@@ -302,15 +302,3 @@ def _added_around(tokenizer: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if with_special[start : start + len(plain)] == plain:
             return tuple(with_special[:start]), tuple(with_special[start + len(plain) :])
     return (), ()
-
-
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts with neighbouring texts made one: a special token must not hide across their border."""
-    merged: list[Part] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, TextPart) and isinstance(last, TextPart):
-            merged[-1] = TextPart(last.text + part.text)
-        else:
-            merged.append(part)
-    return merged
