@@ -96,7 +96,10 @@ class CodecBudget(ConfigModel):
     max_chunk_blocks: Count = Field(
         default=8, description="Each chunk is as long as all before it, up to this many blocks."
     )
-    lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
+    lookahead_blocks: CountOrZero = Field(
+        default=1,
+        description="Blocks that must be known beyond those decoded; more is closer to the whole utterance, and later.",
+    )
     max_hold_seconds: float = Field(
         default=3.0,
         ge=0.0,
