@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, overload
 
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
-from omnistage.core.cancellation import Cancellation, cancellation_scope
+from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
 from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.family import AnyProcessor, Bridge
 from omnistage.core.graph import PipelineGraph
@@ -335,7 +335,8 @@ class Omni(_Front):
     ) -> Iterator[OutputChunk]:
         """Answer one conversation item by item, the last with `final`. A failed request raises behind that item.
 
-        What is wrong with the request raises at once. Closing the iterator aborts the request.
+        What is wrong with the request raises at once. Closing the iterator aborts the request, and so does cancelling
+        a `cancellation_scope` around the loop, from another thread.
         """
         options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
         conversations, single = conversation_list(messages)
@@ -345,19 +346,23 @@ class Omni(_Front):
 
     def _stream(self, plan: RequestPlan) -> Iterator[OutputChunk]:
         buffer = OutputBuffer(self._output_buffer)
-        try:
-            while self._try_start(plan, buffer.put) is None:
-                pass
-            final: OmniRequestOutput | None = None
-            while final is None:
-                item = buffer.get()
-                if item is not None:
-                    yield item
-                    final = item.final
-            if final.error is not None:
-                raise final.error
-        finally:
-            self.abort(plan.request.info.request_id)
+        request_id, cancellation = plan.request.info.request_id, current_cancellation()
+        with cancellation.on_cancel(lambda: self.abort(request_id)):
+            try:
+                while self._try_start(plan, buffer.put) is None:
+                    cancellation.check()
+                if cancellation.cancelled:  # before there was anything to abort
+                    self.abort(request_id)
+                final: OmniRequestOutput | None = None
+                while final is None:
+                    item = buffer.get()
+                    if item is not None:
+                        yield item
+                        final = item.final
+                if final.error is not None:
+                    raise final.error
+            finally:
+                self.abort(request_id)
 
     def _run_all(
         self,

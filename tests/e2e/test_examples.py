@@ -234,6 +234,7 @@ class Typist:
 
     def __init__(self, *command: object) -> None:
         pty = pytest.importorskip("pty")
+        self._seen = b""
         self.process, self._screen = pty.fork()
         if self.process == 0:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal; tests in a shell's background ignore it
@@ -244,9 +245,17 @@ class Typist:
         """What appeared up to and with `text`."""
         seen, end = b"", time.monotonic() + seconds
         while text.encode() not in seen:
-            assert time.monotonic() < end, seen
+            assert time.monotonic() < end, self._seen
             if select.select([self._screen], [], [], 1.0)[0]:
-                seen += os.read(self._screen, 1)
+                try:
+                    piece = os.read(self._screen, 1)
+                except OSError:
+                    code, _ = self.end()
+                    pytest.fail(
+                        f"the program ended with {code} before {text!r} appeared: {self._seen.decode(errors='replace')}"
+                    )
+                seen += piece
+                self._seen += piece
         return seen.decode(errors="replace")
 
     def type(self, text: str) -> None:
@@ -268,6 +277,7 @@ def test_ctrl_c_in_a_terminal_stops_the_answer_and_ctrl_d_the_conversation(lm_fo
     command = "from omnistage.cli import app; app()"
     options = ("--max-tokens", 100_000, "--set", "thinker.ignore_eos=true", "--seed", 1)
     typist = Typist("-c", command, "chat", lm_folder, *options)
+    typist.wait_for("Ctrl-D ends.")  # libraries may write anything while the model is loaded, "> " too
     typist.wait_for("> ")
     typist.type("Hello\r")
     typist.wait_for("Hello\r\n")

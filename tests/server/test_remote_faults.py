@@ -354,7 +354,13 @@ def started(port: int, log: Path, program: str = fake_llm.__file__) -> Client:
 
 
 def listeners(port: int) -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if each.cmdline()[-1:] == [str(port)]]
+    def listens(each: psutil.Process) -> bool:
+        try:
+            return each.cmdline()[-1:] == [str(port)]
+        except psutil.Error:  # it has ended, as others' children do meanwhile
+            return False
+
+    return [each for each in psutil.Process().children(recursive=True) if listens(each)]
 
 
 def test_a_server_of_our_own_is_started_logged_restarted_and_stopped(
@@ -417,6 +423,13 @@ def test_an_address_where_another_server_answers_is_not_used(
         RemoteStage("think", config(server.url, command=["never-started"]))
 
 
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_the_guard_ends_the_whole_group_when_the_service_is_gone(tmp_path: Path) -> None:
     program = tmp_path / "family.py"
     program.write_text(
@@ -434,4 +447,4 @@ def test_the_guard_ends_the_whole_group_when_the_service_is_gone(tmp_path: Path)
         assert os.getpgid(grandchild) != os.getpgid(process.pid)
         process.stdin.close()  # as the kernel does when the service is killed
         assert process.wait(20) != 0
-    until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie", "its end")
+    until(lambda: ended(grandchild), "its end")
