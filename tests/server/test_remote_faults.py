@@ -52,7 +52,7 @@ _KEYS = (
 )
 _names = st.sampled_from(_KEYS)
 pytestmark = pytest.mark.timeout(60)
-BUDGET = RemoteBudget(first_token_seconds=0.5, idle_seconds=0.5, connect_seconds=2.0, check_seconds=0.1)
+BUDGET = RemoteBudget(first_token_seconds=40.0, idle_seconds=40.0, connect_seconds=10.0, check_seconds=0.1)
 
 
 def config(url: str, **more: object) -> RemoteStageConfig:
@@ -135,13 +135,18 @@ def client(server: FakeServer) -> Iterator[Client]:
     ],
 )
 def test_a_failure_ends_its_own_request_with_what_to_do(
-    client: Client, server: FakeServer, prompt: str, status: int, words: str
+    client: Client, server: FakeServer, prompt: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = client.submit("slow one")
+    until(lambda: bool(server.bodies), "a request with the usual budget")
+    if key := {"hang": "first_token_seconds", "stall": "idle_seconds"}.get(prompt):
+        tight = config(server.url, budget=BUDGET.model_copy(update={key: 0.5}))
+        monkeypatch.setattr(client.stage._connection, "_config", tight)
     error = client.error(prompt)
     assert error.status == status
     with pytest.raises(type(error), match=words):
         raise error
+    monkeypatch.undo()
     assert "secret" not in str(error)
     assert str(server.server_port) not in str(error)
     assert client.text(slow) == "Hello there"
