@@ -131,6 +131,11 @@ PROCESSORS = {
     "kosmos-2.5": "Kosmos2_5Processor",
 }
 """Of types that transformers' own table leaves out."""
+NO_TEMPLATE = (
+    *("blip", "blip-2", "florence2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5"),
+    *("pix2struct", "pp_formulanet", "udop"),
+)
+"""Types without a chat template, whose processors find a place for media themselves."""
 _BASE_TOKENS = ("<pad>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MISSING = re.compile(r"has no attribute '?(\w+_token)(?:_id)?'?")
 
@@ -180,7 +185,8 @@ def build_processor(model_type: str, config: Any, folder: Path) -> Any:
     for _ in range(12):
         tokenizer = _tokenizer(folder, [*tokens, *extra.values()], extra)
         try:
-            return _with_template(cls(**_arguments(model_type, cls, config, tokenizer)))
+            processor = cls(**_arguments(model_type, cls, config, tokenizer))
+            return processor if model_type in NO_TEMPLATE else _with_template(processor)
         except AttributeError as error:
             missing = _MISSING.search(str(error))
             if missing is None or missing.group(1) in extra:
@@ -367,6 +373,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llava_onevision": {"processor": {"num_image_tokens": 16}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
     "paligemma": {"image_processor": {"image_seq_length": 16}},
+    "florence2": {"image_processor": {"image_seq_length": 17}},
     "gemma3": {"processor": {"image_seq_length": 4}},
     "aya_vision": {
         "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},

@@ -233,14 +233,16 @@ def _prepared(
         return input_ids
 
     # With 1 new token a cache may be made too short: none of the dynamic ones is, and only these are used here.
-    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs)
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs
+    )
     return found[0]
 
 
 def generated(model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs) -> _Generated:
     """Greedy tokens of `generate` and the logits `[V]` of each."""
     out = model.generate(
-        ids[None],
+        input_ids=ids[None],
         attention_mask=torch.ones_like(ids[None]),
         max_new_tokens=_NEW_TOKENS,
         output_logits=True,

@@ -31,8 +31,8 @@ Media = tuple[Modality, Any]
 """A kind and a PIL image, samples `float32 [n]` or a `VideoClip`."""
 KINDS = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
 DEFAULT_RATE = 16_000
-_OF_TOKENS = frozenset({"token_type_ids", "mm_token_type_ids"})
-"""What processors also give for text."""
+_OF_TEXT = ("input_ids", "token_type_ids", "attention_mask")
+"""How names end of what processors give for text."""
 _SMALL = 64
 """Numbers of an item's tensor, at most, that is a grid or a size and not its content."""
 
@@ -138,7 +138,7 @@ class ItemProcessor:
         tensors = {n: _tensor(value) for n, value in outputs.items() if value is not None and n != "attention_mask"}
         inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         lost = sorted(tensors.keys() - inputs.keys())
-        if lost or not inputs.keys() - _OF_TOKENS:
+        if lost or all(name.endswith(_OF_TEXT) for name in inputs):
             what = f"{', '.join(lost)} is no tensor" if lost else "nothing comes of them"
             raise MediaError(f"the processor's outputs for these media cannot be used: {what}", param="messages")
         return tuple(ids.tolist()), inputs, _key(media[0][0], {"input_ids": torch.from_numpy(ids), **inputs})

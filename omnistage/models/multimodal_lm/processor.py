@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 _MIN_SECONDS = 0.03
 _COPIES = 8
 """Bytes reserved for each byte of decoded media: the processor's float32 copy, and another while it is made."""
+_PLAIN_TEMPLATE = (
+    "{%- for message in messages -%}{%- if not loop.first -%}{{- '\n' -}}{%- endif -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endfor -%}"
+)
+"""The texts of a chat, for models that come without a template of their own."""
 _SENTINEL = re.compile("[\ue0f0\ue0f1]")
 
 
@@ -73,9 +78,11 @@ class MultimodalProcessor:
     def use_whole_prompts(self) -> None:
         """Give a chat with media as transformers' processor makes it, for stages that run sequences one by one."""
         self._whole = True
+        self._chat_template = self._chat_template or _PLAIN_TEMPLATE
         for kind in KINDS:
-            tokens = [self._placeholders[kind]] if kind in self._placeholders else self._candidates(kind, times=1)
-            self._placeholders |= {kind: token for token in tokens[:1]}
+            if kind not in self._placeholders:
+                # Where the text has no place for media, as BLIP's, the processor puts one beside it.
+                self._placeholders[kind] = next(iter(self._candidates(kind, times=1)), "")
         fitting = {kind: [n for n in (1, 2) if self._fits(kind, n)] for kind in self._placeholders}
         self._single = {kind for kind, counts in fitting.items() if counts == [1]}
         self._placeholders = {kind: token for kind, token in self._placeholders.items() if fitting[kind]}
@@ -120,7 +127,7 @@ class MultimodalProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         payload = tokens_input(prompt, self._vocab_size, self._embed_size)
-        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values()}
+        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values() if text}
         if payload.embeds is None and ids & set(payload.token_ids):
             raise InvalidRequestError(
                 "prompt_token_ids hold media placeholders without media; use chat() to send media",
@@ -196,6 +203,8 @@ class MultimodalProcessor:
 
     def _fits(self, kind: Modality, count: int) -> bool:
         """Whether the processor takes a chat with so many items of this kind as a whole."""
+        if count > 1 and not self._placeholders[kind]:
+            return False
         media = [sample_media(kind, number, self.items.audio_rate) for number in range(count)]
         content = [*({"type": str(kind), str(kind): ""} for _ in media), {"type": "text", "text": "a"}]
         try:
@@ -271,7 +280,7 @@ class MultimodalProcessor:
             )
         kinds = [kind for kind, _ in media]
         for kind in sorted(set(kinds)):
-            places = rendered.count(self._placeholders[kind])
+            places = rendered.count(self._placeholders[kind]) if self._placeholders[kind] else 1
             if places != kinds.count(kind):
                 raise InvalidRequestError(
                     f"the chat template has {places} places for {kinds.count(kind)} {kind} items; send media in user "
