@@ -47,6 +47,7 @@ OVERRIDES = (
     "thinker.budget.max_batch_tokens=48",
     "thinker.budget.block_size=8",
     "thinker.budget.kv_blocks=1600",
+    "thinker.budget.max_model_len=8192",
 )
 
 

@@ -109,7 +109,9 @@ class OwnCacheMultimodalLM(OwnCacheLM):
 
     def _prompt(self, processor: MultimodalProcessor, kind: Modality, *, changed: bool) -> Prompt:
         count = 2 if processor.takes_several(kind) else 1
-        parts: list[Part] = [TextPart("a b"), *(_part(processor, kind, number, changed) for number in range(count))]
+        parts: list[Part] = [TextPart("a b")]
+        for number in range(count):
+            parts += [_part(processor, kind, number, changed), TextPart(f"c {number}")]
         payload = processor.chat([ChatMessage("user", tuple(parts))])
         return torch.tensor(payload.token_ids, device=self.device), self._on_device(payload.media[0].inputs)
 
