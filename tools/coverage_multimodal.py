@@ -32,6 +32,7 @@ from omnistage.core.types import Modality
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.multimodal_lm.component import MultimodalLM
+from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 from omnistage.models.multimodal_lm.probe import STOCK_FAILURE
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 from omnistage.models.multimodal_lm.verify import as_sent, make_chats, reference_answers
@@ -46,6 +47,7 @@ OVERRIDES = (
     "thinker.budget.max_batch_tokens=48",
     "thinker.budget.block_size=8",
     "thinker.budget.kv_blocks=1600",
+    "thinker.budget.max_model_len=8192",
 )
 
 
@@ -95,11 +97,15 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
     with Omni(folder, device="cpu", dtype="float32", overrides=OVERRIDES, progress=False) as omni:
         stage = omni.orchestrator.stages["thinker"]
         component = stage.component if isinstance(stage, ARStage) else None
-        if not isinstance(component, MultimodalLM):
+        if not isinstance(component, (MultimodalLM, OwnCacheMultimodalLM)):
             return causal.Outcome(model_type, "refused", "served by a family of its own")
-        without = component.unsupported
-        processor = MultimodalProcessor.load(folder)
-        chats, expected = _reference(folder, processor, make_chats(processor, CHATS, seed, without))
+        without, processor, text_alone = component.unsupported, MultimodalProcessor.load(folder), True
+        if isinstance(component, OwnCacheMultimodalLM):
+            processor.use_whole_prompts()
+            text_alone = component.takes_text_alone
+        chats, expected = _reference(
+            folder, processor, make_chats(processor, CHATS, seed, without, text_alone=text_alone)
+        )
         if len(chats) < CHATS - 1:
             return causal.Outcome(model_type, "unbuilt", "transformers itself cannot answer chats with its media")
         sent = [[as_sent(message) for message in chat] for chat in chats]
@@ -113,7 +119,10 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
     outcome = causal.judge(model_type, answers, got, "float32")
     kinds = ", ".join(sorted(processor.input_modalities - {Modality.TEXT, *without}))
     refused = "".join(f"; {kind} refused: {reason}" for kind, reason in without.items())
-    return replace(outcome, reason=kinds + refused if outcome.state == "exact" else outcome.reason)
+    if outcome.state != "exact":
+        return outcome
+    state = "fallback" if isinstance(component, OwnCacheMultimodalLM) else "exact"
+    return replace(outcome, state=state, reason=kinds + ("" if text_alone else ", never text alone") + refused)
 
 
 def _reference(folder: Path, processor: MultimodalProcessor, chats: Sequence[Any]) -> tuple[list[Any], list[Any]]:

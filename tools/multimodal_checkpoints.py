@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ import torch
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models.multimodal_lm.processor import auto_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from multimodal_types import (  # noqa: E402  (a module beside this one, however this one is loaded)
+    CONFIGS,
+    EXTRA_TOKENS,
+    MELS,
+    NO_TEMPLATE,
+    OPTIONS,
+    PART_TYPES,
+    PROCESSORS,
+    TOKEN_IDS,
+    TOKENS,
+)
 
 TEXT_VOCAB = 1280
 HIDDEN = 64
@@ -120,19 +134,8 @@ def _settings(config: Any) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------- processors
 
-PROCESSORS = {
-    "cosmos3_omni": "Qwen3VLProcessor",
-    "glm_ocr": "Glm46VProcessor",
-    "glmga": "Glm46VProcessor",
-    "fast_vlm": "LlavaProcessor",
-    "qwen2_5_omni_thinker": "Qwen2_5OmniProcessor",
-    "qwen3_omni_moe_thinker": "Qwen3OmniMoeProcessor",
-    "kosmos-2": "Kosmos2Processor",
-    "kosmos-2.5": "Kosmos2_5Processor",
-}
-"""Of types that transformers' own table leaves out."""
 _BASE_TOKENS = ("<pad>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_MISSING = re.compile(r"has no attribute '?(\w+_token)(?:_id)?'?")
+_MISSING = re.compile(r"(?:has no|missing required) attribute '?(\w+_token)(?:_id)?'?")
 
 
 def processor_class(model_type: str) -> Any:
@@ -152,6 +155,8 @@ def write(model_type: str, folder: Path, seed: int = 0) -> Any:
     model = auto_model(model_type).from_config(config, dtype=torch.float32).eval()
     _randomise(model, seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
+    if model.config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = 1
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return model
@@ -176,12 +181,13 @@ def build_processor(model_type: str, config: Any, folder: Path) -> Any:
     cls = processor_class(model_type)
     source = inspect.getsource(importlib.import_module(cls.__module__))
     tokens = list(dict.fromkeys([*_BASE_TOKENS, *TOKENS.get(model_type, ()), *_TOKEN.findall(source)]))
-    extra: dict[str, str] = {}
+    extra = dict(EXTRA_TOKENS.get(model_type, {}))
     for _ in range(12):
         tokenizer = _tokenizer(folder, [*tokens, *extra.values()], extra)
         try:
-            return _with_template(cls(**_arguments(model_type, cls, config, tokenizer)))
-        except AttributeError as error:
+            processor = cls(**_arguments(model_type, cls, config, tokenizer))
+            return processor if model_type in NO_TEMPLATE else _with_template(processor)
+        except (AttributeError, ValueError) as error:
             missing = _MISSING.search(str(error))
             if missing is None or missing.group(1) in extra:
                 raise
@@ -277,6 +283,8 @@ def _set_token_ids(model_type: str, config: Any, processor: Any) -> None:
         names = list(texts) if isinstance(texts, tuple) else texts
         setattr(config, key, processor.tokenizer.convert_tokens_to_ids(names))
     vocab = processor.tokenizer.get_vocab()
+    if isinstance(getattr(config, "vocabulary_map", None), dict):
+        config.vocabulary_map["<image>"] = vocab["<image>"]
     unused = TEXT_VOCAB - 1
     for part in [config, *(getattr(config, n) for n in config.sub_configs if getattr(config, n, None) is not None)]:
         for key, value in list(vars(part).items()):
@@ -292,135 +300,3 @@ def _set_token_ids(model_type: str, config: Any, processor: Any) -> None:
             if found is None:
                 found, unused = unused, unused - 1
             setattr(part, key, found)
-
-
-MELS = 16
-_PINPOINTS = [[32, 64], [64, 32], [64, 64]]
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-CONFIGS: dict[str, dict[str, Any]] = {
-    **{
-        t: {"text_config": {"rope_parameters": _MROPE}}
-        for t in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm46v", "glm4v", "glm_ocr", "glmga")
-    },
-    "glm4v_moe": {
-        "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
-    },
-    "vipllava": {"vision_feature_layers": [-1, -2]},
-    "llava_next": {"image_grid_pinpoints": _PINPOINTS},
-    "llava_next_video": {"image_grid_pinpoints": _PINPOINTS, "image_seq_length": 16},
-    "llava_onevision": {"image_grid_pinpoints": _PINPOINTS},
-    "gemma3": {"mm_tokens_per_image": 4},
-    "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
-    "got_ocr2": {"vision_config": {"image_size": 512}},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    **{
-        t: {"projector_config": {"encoder_hidden_size": 1024}, "window_size": 15}
-        for t in ("granite_speech", "granite_speech_plus")
-    },
-    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64}},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "step3p7": {"text_config": {"sliding_window": 64}},
-    "chameleon": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "emu3": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
-    "qwen2_5_omni_thinker": {
-        "text_config": {"rope_parameters": _MROPE},
-        "vision_start_token_id": 0,
-        "audio_start_token_id": 0,
-    },
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 0, "audio_start_token_id": 0},
-    "muse_glimmer": {"out_hidden_size": 256},
-    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
-    "granite4_vision": {
-        "image_grid_pinpoints": _PINPOINTS,
-        "downsample_rate": "1/2",
-        "deepstack_layer_map": [[-1, 0]],
-        "spatial_target_layers": [1],
-    },
-    "phi4_multimodal": {
-        "audio_config": {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64}
-    },
-    "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": 10000.0}
-                for kind in ("full_attention", "sliding_attention")
-            }
-        }
-    },
-    "kimi_k25": {"projection_hidden_size": 64, "projector_hidden_size": 64},
-    "paligemma": {"text_config": {"num_image_tokens": 16}},
-}
-"""Settings of types whose default config cannot be made small by names alone."""
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "vibevoice_asr": {"feature_extractor": {"feature_size": 1}},
-    "llava": {"processor": {"num_additional_image_tokens": 1}},
-    "llava_next": {
-        "processor": {"num_additional_image_tokens": 1},
-        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
-    },
-    "llava_next_video": {
-        "processor": {"num_additional_image_tokens": 1},
-        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
-    },
-    "llava_onevision": {"processor": {"num_image_tokens": 16}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
-    "paligemma": {"image_processor": {"image_seq_length": 16}},
-    "gemma3": {"processor": {"image_seq_length": 4}},
-    "aya_vision": {
-        "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
-        "image_processor": {"max_patches": 2},
-    },
-    "internvl": {"processor": {"image_seq_length": 4}, "image_processor": {"max_patches": 2}},
-    "ernie4_5_vl_moe": {"video_processor": {"draw_on_frames": False}},
-    "step3p7": {"image_processor": {"vision_patch_size": 8, "patch_size": 32}},
-    "deepseek_vl_hybrid": {"processor": {"num_image_tokens": 16}},
-    "granite4_vision": {
-        "processor": {"downsample_rate": "1/2"},
-        "image_processor": {"image_grid_pinpoints": _PINPOINTS},
-    },
-    "janus": {"processor": {"num_image_tokens": 16}},
-    "aria": {"image_processor": {"max_image_size": 490}},
-    "cohere2_vision": {"image_processor": {"patch_size": 2, "max_patches": 2}},
-    "got_ocr2": {"image_processor": {"size": {"height": 512, "width": 512}}},
-    "ovis2": {"processor": {"image_seq_length": 16}},
-    "phi4_multimodal": {"audio_processor": {"feature_size": 80}},
-    "qianfan_ocr": {"processor": {"image_seq_length": 4}, "image_processor": {"max_patches": 2}},
-    "vipllava": {"processor": {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}},
-    "deepseek_vl": {"processor": {"num_image_tokens": 16}},
-    "idefics3": {"processor": {"image_seq_len": 4}},
-    "smolvlm": {"processor": {"image_seq_len": 4}, "image_processor": {"do_image_splitting": False}},
-    "granite_docling": {"processor": {"image_seq_len": 1}},
-}
-"""Of a type's processor and its parts."""
-_OMNI_IDS = {"vision_start_token_id": "<vision_bos_token>", "audio_start_token_id": "<audio_bos_token>"}
-TOKEN_IDS: dict[str, dict[str, Any]] = {
-    "molmo2": {"image_patch_id": "<im_patch>"},
-    "qwen2_5_omni_thinker": _OMNI_IDS,
-    "qwen3_omni_moe_thinker": _OMNI_IDS,
-    "aya_vision": {"image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
-    "ovis2": {
-        "image_token_id": "<IMG_ATOM>",
-        "visual_indicator_token_ids": ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
-    },
-}
-"""Tokens of a config that are named otherwise there."""
-TOKENS: dict[str, tuple[str, ...]] = {
-    "molmo2": ("<im_patch>", "<im_start>", "<im_end>", "<im_col>", "<low_res_im_start>"),
-    "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
-    "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
-}
-"""Special tokens that a processor needs and its source does not spell."""
-PART_TYPES = {
-    "qwen2_5_omni_thinker": "qwen2_5_omni",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
-    "glm4v_moe": "glm4v",
-    "musicflamingo": "audioflamingo3",
-    "glm_ocr": "glm46v",
-    "glmga": "glm46v",
-    "qwen3_vl_moe": "qwen3_vl",
-    "shieldgemma2": "gemma3",
-    "diffusion_gemma": "gemma4",
-}
-"""Whose parts a type's processor is made of, where transformers lists none for it."""

@@ -93,6 +93,14 @@ class InputProcessor(Protocol):
 
 
 @runtime_checkable
+class WholePrompts(Protocol):
+    """An input processor that gives media apart from their prompt, unless the entry stage takes none that way."""
+
+    def use_whole_prompts(self) -> None:
+        """Called once, before the first input, where the entry stage runs its sequences one by one."""
+
+
+@runtime_checkable
 class AudioLimits(Protocol):
     """An input processor whose model takes audio of some lengths only."""
 

@@ -27,7 +27,7 @@ from omnistage.config import (
 )
 from omnistage.core.errors import CapacityError, CheckpointError, OmniError
 from omnistage.core.failures import raise_interrupt
-from omnistage.core.family import AnyProcessor, Bridge, LoadContext
+from omnistage.core.family import AnyProcessor, Bridge, LoadContext, WholePrompts
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.memory import free_host_memory
 from omnistage.core.params import StageParams
@@ -110,6 +110,8 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
             group.start(report)
             times.end()
             stages |= group.stages
+        if isinstance(processor, WholePrompts) and stages[graph.order[0]].stats().extra.get("one_by_one"):
+            processor.use_whole_prompts()
         undo.pop_all()
     return EngineParts(
         graph,

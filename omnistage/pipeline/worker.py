@@ -127,6 +127,7 @@ class Worker:
         self._run_loops(parts)
         self._channel.share_devices(message.devices)
         self._ready.set()
+        self._channel.send(self._beat(None))  # so that its stages are known when the service goes on
         self._channel.send(Ready(used_devices()))
         while not self._stopped.wait(message.beat_seconds):
             self._channel.send(self._beat(parts.max_step_seconds))

@@ -170,8 +170,9 @@ class ARComponent(ABC):
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         """`[T, E]`, `int64 [position_dims, T]` → final hidden states `[T, H]`."""
 
-    def open_sequence(self) -> OwnSequence:
+    def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
         """A new sequence, where there is an `own_state`; nothing else of a forward is called then."""
+        del media
         raise StageError(f"{type(self).__name__} keeps its sequences in the engine's pool")
 
     def forward_media(

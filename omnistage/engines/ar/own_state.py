@@ -7,12 +7,14 @@ bounded, and a sequence that loses its blocks loses its state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from omnistage.core.errors import OmniError
+from omnistage.core.failures import stage_failure
 from omnistage.engines.ar.component import OwnSequence
 from omnistage.engines.ar.graphs import StepTensors
 from omnistage.engines.ar.rows import UNREAD
@@ -44,12 +46,22 @@ class OwnStateRunner(Runner):
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         for key in output.preempted:
             self._states.pop(key, None)
-        return super().launch(output)
+        failed: dict[str, OmniError] = {}
+        with self._stream.use():
+            for item in output.batch:
+                try:
+                    self._advance(item)
+                except BaseException as error:  # the boundary of one sequence: nobody else is in its forward
+                    self._states.pop(item.key, None)
+                    failed[item.key] = stage_failure(error, "the model's forward")
+        step = super().launch(replace(output, batch=tuple(item for item in output.batch if item.key not in failed)))
+        step.result.failed |= failed
+        return step
 
     def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
         logits = []
         for item in batch:
-            row = self._advance(item)
+            row = self._advance(item)  # computed already: what is read here
             if item.sample and row is not None:
                 logits.append(row)
         return StepTensors(torch.stack(logits) if logits else None, None, None)
@@ -61,7 +73,7 @@ class OwnStateRunner(Runner):
             return None
         state = self._states.get(item.key)
         if state is None:
-            state = self._states[item.key] = _State(self.component.open_sequence())
+            state = self._states[item.key] = _State(self.component.open_sequence(rows.payload.media))
         # After a preemption too the prompt is one forward and each generated token another, as at first: recurrent
         # layers and windows may give other numbers for both in one.
         while state.length < end:

@@ -108,12 +108,12 @@ Component = TypeVar("Component", bound=CausalLM)
 
 def load(context: LoadContext, adapter: type[Component] = CausalLM, auto: Any = None) -> Component:  # type: ignore[assignment]
     """A model folder's component on the paged engine; `adapter` is its class, `auto` transformers' own of its model."""
-    return adapter(*_read(context, auto))
+    return adapter(*read_model(context, auto))
 
 
 def load_any(context: LoadContext) -> ARComponent:
     """The component of a model folder: on the paged engine, or where that cannot be with transformers' own cache."""
-    model, tokenizer = _read(context)
+    model, tokenizer = read_model(context)
     try:
         return CausalLM(model, tokenizer)
     except UnsupportedModelError as error:
@@ -121,10 +121,10 @@ def load_any(context: LoadContext) -> ARComponent:
     # Read again: what was tried has changed the model's attention and its layers. Two copies need not fit.
     del model
     gc.collect()
-    return OwnCacheLM(*_read(context), reason=reason)
+    return OwnCacheLM(*read_model(context), reason=reason)
 
 
-def _read(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | None]:
+def read_model(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | None]:
     """The model of a folder with its tokenizer; on the `meta` device without both weights and tokenizer."""
     folder = context.model.folder
     auto = auto or transformers.AutoModelForCausalLM

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModelError
-from omnistage.core.types import ARInput, RequestInfo
+from omnistage.core.types import ARInput, MediaSpan, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec, OwnSequence, OwnState
 from omnistage.hf import transformers
@@ -36,6 +36,10 @@ _CAUSAL_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.05
 _ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 """What a model's own code may raise."""
 
+Inputs = Mapping[str, torch.Tensor]
+"""What a model's forward takes of a prompt beside its token ids."""
+Prompt = tuple[torch.Tensor, Inputs]
+"""Token ids `int64 [n]`, and media."""
 _Generated = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """Tokens `[n]`, and the logits `[V]` of each."""
 
@@ -56,8 +60,12 @@ class OwnCacheLM(ARComponent):
         self.model, self.decoder = freeze(model), model.base_model
         self.device, self.dtype, self.tokenizer = model.device, model.dtype, tokenizer
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
-        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's.
-        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
+        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's, but for what an
+        # answer of an encoder's decoder begins with.
+        kept = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "decoder_start_token_id")}
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=False, pad_token_id=0, use_cache=True, **kept
+        )
         vocab_size, width = positive(config, "vocab_size"), 0
         if model.device.type == "meta":
             state = _planned_state(model, config)
@@ -113,39 +121,47 @@ class OwnCacheLM(ARComponent):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         raise StageError("sequences with transformers' own cache give logits themselves")
 
-    def open_sequence(self) -> OwnSequence:
+    def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
+        del media
         return GeneratedSequence(self.model)
+
+    def _prompts(self, vocab_size: int) -> list[Prompt]:
+        """What the model is tried with, text first."""
+        return [(torch.tensor(ids, device=self.device) % vocab_size, {}) for ids in _PROMPTS]
 
     @torch.inference_mode()
     def _probe(self, vocab_size: int) -> tuple[int, OwnState]:
         """Compare what will be served with `generate`; the width of logits and what a sequence takes."""
-        model, name = self.model, type(self.model).__name__
-        prompts = [torch.tensor(ids, device=self.device) % vocab_size for ids in _PROMPTS]
-        expected = [_generated(model, ids) for ids in prompts]
+        model, name, prompts = self.model, type(self.model).__name__, self._prompts(vocab_size)
+        expected = [generated(model, *prompt) for prompt in prompts]
         # In turn: a model that remembers anywhere but in its cache, as RecurrentGemma does, takes one for the other.
         alone = not _same(model, prompts, expected)
         if alone and not all(_same(model, prompts[i : i + 1], expected[i : i + 1]) for i in range(len(prompts))):
             raise UnsupportedModelError(f"{name} gives other logits each time; it cannot be served")
-        whole, ids = model(input_ids=prompts[0][None], use_cache=False).logits[0], prompts[0]
-        gaps = [_difference(whole[cut - 1], GeneratedSequence(model).forward(ids[:cut])) for cut in _CUTS]
-        if not min(gaps) < (_CAUSAL_TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE):
-            raise UnsupportedModelError(
-                f"{name} gives other logits for the same text where the prompt ends elsewhere, as an encoder does: its "
-                "tokens attend to later ones, and only causal models are served"
-            )
-        sequence, sizes = GeneratedSequence(model), []
+        self._check_causal(prompts[0][0])
+        (ids, inputs), sizes = prompts[-1], []
+        sequence = GeneratedSequence(model, inputs)
         for part in (ids, ids[:1], ids[:1]):
             sequence.forward(part)
             sizes.append(sequence.num_bytes())
         growth = max(0, sizes[2] - sizes[1])
-        return whole.shape[-1], OwnState(growth, max(0, sizes[2] - growth * (len(ids) + 2)), alone)
+        return expected[0][1][0].shape[-1], OwnState(growth, max(0, sizes[2] - growth * (len(ids) + 2)), alone)
+
+    def _check_causal(self, ids: torch.Tensor) -> None:
+        model, whole = self.model, self.model(input_ids=ids[None], use_cache=False).logits[0]
+        gaps = [_difference(whole[cut - 1], GeneratedSequence(model).forward(ids[:cut])) for cut in _CUTS]
+        if not min(gaps) < (_CAUSAL_TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} gives other logits for the same text where the prompt ends elsewhere, as an "
+                "encoder does: its tokens attend to later ones, and only causal models are served"
+            )
 
 
-def _same(model: PreTrainedModel, prompts: Sequence[torch.Tensor], expected: Sequence[_Generated]) -> bool:
+def _same(model: PreTrainedModel, prompts: Sequence[Prompt], expected: Sequence[_Generated]) -> bool:
     """Whether the sequences, computed in turn, give what `generate` gives for each."""
-    sequences = [GeneratedSequence(model) for _ in prompts]
+    sequences = [GeneratedSequence(model, inputs) for _, inputs in prompts]
     for step in range(_NEW_TOKENS):
-        for ids, sequence, (tokens, logits) in zip(prompts, sequences, expected, strict=True):
+        for (ids, _), sequence, (tokens, logits) in zip(prompts, sequences, expected, strict=True):
             got = sequence.forward(tokens[step - 1, None] if step else ids)
             if not _difference(got, logits[step]) < _TOLERANCE:
                 return False
@@ -155,27 +171,45 @@ def _same(model: PreTrainedModel, prompts: Sequence[torch.Tensor], expected: Seq
 class GeneratedSequence(OwnSequence):
     """One sequence, prepared and continued as `generate` does it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, inputs: Inputs | None = None) -> None:
+        """`inputs`: the media of its prompt, which comes first and whole."""
         self._model = model
+        """That which generates: with media some models have another one inside do it."""
+        self._inputs = dict(inputs or {})
         self._ids: torch.Tensor | None = None
-        """`[1, n]`: all tokens so far."""
+        """`[1, n]`: all tokens so far; of an encoder's decoder, its own."""
         self._arguments: dict[str, Any] = {}
         """Of the next forward: the cache, and what else the model keeps between two."""
+        # Offsets of positions that Qwen's models keep in a module for the prompt that came last.
+        self._keepers = [module for module in model.modules() if "rope_deltas" in vars(module)]
+        self._offsets: list[Any] = [None] * len(self._keepers)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        model, ids = self._model, token_ids[None]
-        if ids.device.type == "meta":  # `generate` looks at its data
-            last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-            return model(input_ids=ids, use_cache=True, **last).logits[0, -1]  # type: ignore[no-any-return]
-        first = self._ids is None
+        if token_ids.device.type == "meta":  # `generate` looks at its data
+            forward = self._model.forward
+            last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+            return self._model(input_ids=token_ids[None], use_cache=True, **last).logits[0, -1]  # type: ignore[no-any-return]
+        for module, offset in zip(self._keepers, self._offsets, strict=True):
+            module.rope_deltas = offset
+        logits = self._next(token_ids)
+        self._offsets = [module.rope_deltas for module in self._keepers]
+        return logits
+
+    def _next(self, token_ids: torch.Tensor) -> torch.Tensor:
+        first, count = self._ids is None, len(token_ids)
         if self._ids is None:
-            self._arguments = _prepared(model, ids)
-        self._ids = ids if self._ids is None else torch.cat((self._ids, ids), dim=1)
-        inputs = model.prepare_inputs_for_generation(
-            self._ids, next_sequence_length=len(token_ids), is_first_iteration=first, **self._arguments
+            self._model, self._ids, self._arguments = _prepared(self._model, token_ids[None], self._inputs)
+            self._inputs, count = {}, self._ids.shape[1]
+        else:
+            self._ids = torch.cat((self._ids, token_ids[None]), dim=1)
+        embedded = first and self._arguments.get("inputs_embeds") is not None
+        inputs = self._model.prepare_inputs_for_generation(
+            self._ids, next_sequence_length=None if embedded else count, is_first_iteration=first, **self._arguments
         )
-        out = model(**inputs, return_dict=True)
-        self._arguments = model._update_model_kwargs_for_generation(out, self._arguments)
+        out = self._model(**inputs, return_dict=True)
+        self._arguments = self._model._update_model_kwargs_for_generation(
+            out, self._arguments, is_encoder_decoder=self._model.config.is_encoder_decoder
+        )
         # A copy: the logits of a whole prompt would stay with those of its last token.
         return out.logits[0, -1].clone()  # type: ignore[no-any-return]
 
@@ -186,31 +220,36 @@ class GeneratedSequence(OwnSequence):
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
-    """What `generate` hands to its loop for a prompt `[1, n]`: a new cache above all."""
+def _prepared(
+    model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs
+) -> tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]:
+    """What `generate` hands to its loop for a prompt `[1, n]`: the model, the first ids, and a new cache above all."""
+    found: list[tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]] = []
 
-    def take(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> dict[str, Any]:
-        del model, input_ids
+    def take(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         for name in ("logits_processor", "stopping_criteria", "generation_config"):
             options.pop(name, None)
-        return options
+        found.append((model, input_ids, options))
+        return input_ids
 
     # With 1 new token a cache may be made too short: none of the dynamic ones is, and only these are used here.
-    return model.generate(  # type: ignore[no-any-return]
-        ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs
     )
+    return found[0]
 
 
-def _generated(model: PreTrainedModel, ids: torch.Tensor) -> _Generated:
+def generated(model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs) -> _Generated:
     """Greedy tokens of `generate` and the logits `[V]` of each."""
     out = model.generate(
-        ids[None],
+        input_ids=ids[None],
         attention_mask=torch.ones_like(ids[None]),
         max_new_tokens=_NEW_TOKENS,
         output_logits=True,
         return_dict_in_generate=True,
+        **inputs,
     )
-    return out.sequences[0, len(ids) :], [logits[0] for logits in out.logits]
+    return out.sequences[0, -len(out.logits) :], [logits[0] for logits in out.logits]
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import ConfigError
 from omnistage.core.params import SamplingParams
-from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
+from omnistage.core.types import ARInput, MediaSpan, RequestInfo, StageInput, TokenChunk
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, OwnSequence
@@ -102,8 +102,8 @@ class _Tap(ARComponent):
         self.steps.append(logits.float().cpu())
         return logits
 
-    def open_sequence(self) -> OwnSequence:
-        return _TapSequence(self._inner.open_sequence(), self.firsts)
+    def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
+        return _TapSequence(self._inner.open_sequence(media), self.firsts)
 
 
 class _TapSequence(OwnSequence):

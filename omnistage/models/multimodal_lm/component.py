@@ -6,6 +6,7 @@ to the decoder (`capture.py`); the rows that arrive there are the item's, whatev
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.component import load as load_causal_lm
+from omnistage.models.causal_lm.component import read_model
 from omnistage.models.loading import nested_settings, read_auto_config
 from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from omnistage.engines.ar.sharding import RankGroup
+
+
+_NO_MEDIA = (
+    "no placeholder of a media item was found in its chat template, or its processor takes none; check that the folder "
+    "has the chat template and processor that the model came with"
+)
 
 
 class MultimodalLM(CausalLM):
@@ -124,11 +132,7 @@ class MultimodalLM(CausalLM):
         }
 
     def media_bytes(self, tokens: int) -> int:
-        vision = getattr(self.model.config, "vision_config", None)
-        sizes = ("temporal_patch_size", "patch_size", "hidden_size", "intermediate_size", "spatial_merge_size")
-        if vision is None or not all(isinstance(getattr(vision, name, None), int) for name in sizes):
-            return 0
-        return vision_bytes(vision, self.dtype, tokens)
+        return encoder_bytes(self.model.config, self.dtype, tokens)
 
     def forward_media(
         self,
@@ -149,26 +153,49 @@ class MultimodalLM(CausalLM):
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def load(context: LoadContext) -> MultimodalLM:
-    """The component of a model folder, compared with transformers on prompts with media."""
+def load(context: LoadContext) -> ARComponent:
+    """The component of a model folder: on the paged engine, or where that cannot be with transformers' own cache."""
     prepare_torchvision(required=False)
-    model_type = str(read_auto_config(context.model.folder).model_type)
-    component = load_causal_lm(context, MultimodalLM, auto_model(model_type))
-    if context.device.type != "meta":
+    folder, planned = context.model.folder, context.device.type == "meta"
+    auto = auto_model(str(read_auto_config(folder).model_type))
+    processor = None if planned else MultimodalProcessor.load(folder)
+    try:
+        return _paged(context, auto, processor)
+    except UnsupportedModelError as error:
+        reason = str(error)
+    from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
+
+    gc.collect()  # two copies need not fit
+    if processor is not None:
+        processor.use_whole_prompts()
+        if len(processor.input_modalities) < 2:
+            raise UnsupportedModelError(_NO_MEDIA)
+    return OwnCacheMultimodalLM(*read_model(context, auto), processor, reason=reason)
+
+
+def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
+    """The component on the paged engine, compared with transformers on prompts with media."""
+    component = load_causal_lm(context, MultimodalLM, auto)
+    if processor is not None:
         from omnistage.models.multimodal_lm.probe import check_media
 
-        processor = MultimodalProcessor.load(context.model.folder)
         if len(processor.input_modalities) < 2:
-            raise UnsupportedModelError(
-                f"{type(component.model).__name__}: no placeholder of a media item was found in its chat template; "
-                "check that the folder has the chat template and processor that the model came with"
-            )
+            raise UnsupportedModelError(_NO_MEDIA)
         # Also those of kinds that are not served: any of them may be sampled.
         settings = nested_settings(component.model.config.to_dict())
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
         component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
         component.unsupported = check_media(component, processor)
     return component
+
+
+def encoder_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
+    """Peak memory of encoding pictures that take this many tokens, where the config tells."""
+    vision = getattr(config, "vision_config", None)
+    sizes = ("temporal_patch_size", "patch_size", "hidden_size", "intermediate_size", "spatial_merge_size")
+    if vision is None or not all(isinstance(getattr(vision, name, None), int) for name in sizes):
+        return 0
+    return vision_bytes(vision, dtype, tokens)
 
 
 def _encoders(model: PreTrainedModel) -> list[Any]:

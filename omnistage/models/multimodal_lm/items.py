@@ -8,6 +8,7 @@ every prompt, and its content alone decides its key.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ Media = tuple[Modality, Any]
 """A kind and a PIL image, samples `float32 [n]` or a `VideoClip`."""
 KINDS = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
 DEFAULT_RATE = 16_000
+_OF_TEXT = ("input_ids", "token_type_ids", "attention_mask")
+"""How names end of what processors give for text."""
 _SMALL = 64
 """Numbers of an item's tensor, at most, that is a grid or a size and not its content."""
 
@@ -104,7 +107,7 @@ class ItemProcessor:
         options = _arguments(media, self.audio_rate)
         try:
             outputs = self._processor(text=[text], return_tensors="pt", **options)
-        except (ValueError, TypeError, KeyError, IndexError, StopIteration, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError) as error:
             reason = str(error) or type(error).__name__
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         return self._recorder.text, dict(outputs)
@@ -127,6 +130,18 @@ class ItemProcessor:
             inputs[name] = tensor[:, start : start + len(ids)] if tensor.shape == (1, len(theirs)) else tensor
         kind = media[0][0]
         return MediaItem(kind, text, ids, inputs, _key(kind, inputs))
+
+    def prompt(self, text: str, media: Sequence[Media]) -> tuple[tuple[int, ...], dict[str, torch.Tensor], bytes]:
+        """Token ids of a whole prompt as the processor itself makes them, the other inputs of a forward, and a key."""
+        outputs = self.call(text, media)[1]
+        ids = np.asarray(outputs.pop("input_ids")).reshape(-1)
+        tensors = {n: _tensor(value) for n, value in outputs.items() if value is not None and n != "attention_mask"}
+        inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        lost = sorted(tensors.keys() - inputs.keys())
+        if lost or all(name.endswith(_OF_TEXT) for name in inputs):
+            what = f"{', '.join(lost)} is no tensor" if lost else "nothing comes of them"
+            raise MediaError(f"the processor's outputs for these media cannot be used: {what}", param="messages")
+        return tuple(ids.tolist()), inputs, _key(media[0][0], {"input_ids": torch.from_numpy(ids), **inputs})
 
     def _core(self, ids: Sequence[int]) -> tuple[int, ...]:
         """From the first special token to the last: what a neighbouring text cannot merge with."""
@@ -163,6 +178,13 @@ def sample_media(kind: Modality, number: int, rate: int) -> Media:
     if kind is Modality.IMAGE:
         return kind, Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     return kind, VideoClip(rng.integers(0, 256, (4, height, width, 3), dtype=np.uint8), 2.0, 2.0)
+
+
+def accepted_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's `generate` takes of a processor's outputs."""
+    functions = model.forward, type(model).generate, model.prepare_inputs_for_generation
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    return {name: value for name, value in inputs.items() if name in names}
 
 
 def _arguments(media: Sequence[Media], rate: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 _MIN_SECONDS = 0.03
 _COPIES = 8
 """Bytes reserved for each byte of decoded media: the processor's float32 copy, and another while it is made."""
+_PLAIN_TEMPLATE = (
+    "{%- for message in messages -%}{%- if not loop.first -%}{{- '\n' -}}{%- endif -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endfor -%}"
+)
+"""The texts of a chat, for models that come without a template of their own."""
 _SENTINEL = re.compile("[\ue0f0\ue0f1]")
 
 
@@ -55,6 +61,7 @@ class MultimodalProcessor:
         self.items = ItemProcessor(processor, self._prompts)
         self._template = ChatTemplate(self._render, tokenizer, parts=True)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
+        self._whole = False
         self._placeholders = self._find_placeholders()
         self._joint: set[Modality] = set()
         self._single: set[Modality] = set()
@@ -67,6 +74,19 @@ class MultimodalProcessor:
         config = read_auto_config(folder).get_text_config()
         vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
         return cls(load_processor(folder), vocab_size, embed_size, max_sequence_length(config))
+
+    def use_whole_prompts(self) -> None:
+        """Give a chat with media as transformers' processor makes it, for stages that run sequences one by one."""
+        self._whole = True
+        self._chat_template = self._chat_template or _PLAIN_TEMPLATE
+        for kind in KINDS:
+            if kind not in self._placeholders:
+                # Where the text has no place for media, as BLIP's, the processor puts one beside it.
+                self._placeholders[kind] = next(iter(self._candidates(kind, times=1)), "")
+        fitting = {kind: [n for n in (1, 2) if self._fits(kind, n)] for kind in self._placeholders}
+        self._single = {kind for kind, counts in fitting.items() if counts == [1]}
+        self._placeholders = {kind: token for kind, token in self._placeholders.items() if fitting[kind]}
+        self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
 
     # --------------------------------------------------------------------------------------------- inputs
 
@@ -82,6 +102,8 @@ class MultimodalProcessor:
                 raise InvalidRequestError(f"this model takes one {kind} in a chat; send one", param="messages")
         self._check_size(rendered, media)
         with locked(self._lock):
+            if self._whole:
+                return self._whole_input(rendered, media)
             items, pieces = self._items(rendered, media)
         return self._spliced(items, pieces, guarded)
 
@@ -105,7 +127,7 @@ class MultimodalProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         payload = tokens_input(prompt, self._vocab_size, self._embed_size)
-        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values()}
+        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values() if text}
         if payload.embeds is None and ids & set(payload.token_ids):
             raise InvalidRequestError(
                 "prompt_token_ids hold media placeholders without media; use chat() to send media",
@@ -168,15 +190,28 @@ class MultimodalProcessor:
                     break
         return found
 
-    def _candidates(self, kind: Modality) -> list[str]:
-        """Special tokens that are in a chat for an item of this kind alone."""
+    def _candidates(self, kind: Modality, times: int = 0) -> list[str]:
+        """Special tokens that are in a chat for an item of this kind alone, as often as `times` says."""
         parts = [{"type": "text", "text": "a"}], [{"type": str(kind), str(kind): ""}, {"type": "text", "text": "a"}]
         try:
             plain, filled = (self._render([{"role": "user", "content": content}], None) for content in parts)
         except Exception:  # the template is a program of the checkpoint's: it may raise anything
             return []
         added = self._processor.tokenizer.get_added_vocab()
-        return [token for token in added if filled.count(token) > plain.count(token)]
+        more = {token: filled.count(token) - plain.count(token) for token in added}
+        return [token for token, count in more.items() if (count == times if times else count > 0)]
+
+    def _fits(self, kind: Modality, count: int) -> bool:
+        """Whether the processor takes a chat with so many items of this kind as a whole."""
+        if count > 1 and not self._placeholders[kind]:
+            return False
+        media = [sample_media(kind, number, self.items.audio_rate) for number in range(count)]
+        content = [*({"type": str(kind), str(kind): ""} for _ in media), {"type": "text", "text": "a"}]
+        try:
+            self._whole_input(self._render([{"role": "user", "content": content}], None), media)
+        except OmniError:
+            return False
+        return True
 
     def _try_two(self, kind: Modality) -> None:
         """Note whether two items become in one prompt what each becomes alone, and whether there may be two."""
@@ -236,6 +271,26 @@ class MultimodalProcessor:
         cuts = [0, *(place for match in places for place in match.span()), len(rendered)]
         pieces = [rendered[cuts[i] : cuts[i + 1]] for i in range(0, len(cuts), 2)]
         return [self.items.item(self._placeholders[one[0]], [one]) for one in media], pieces
+
+    def _whole_input(self, rendered: str, media: Sequence[Media]) -> ARInput:
+        """The chat through transformers' processor as a whole. Its inputs are the first span's."""
+        if _SENTINEL.search(rendered):
+            raise InvalidRequestError(
+                "this model cannot take the spelling of a special token beside media; remove it", param="messages"
+            )
+        kinds = [kind for kind, _ in media]
+        for kind in sorted(set(kinds)):
+            places = rendered.count(self._placeholders[kind]) if self._placeholders[kind] else 1
+            if places != kinds.count(kind):
+                raise InvalidRequestError(
+                    f"the chat template has {places} places for {kinds.count(kind)} {kind} items; send media in user "
+                    "messages",
+                    param="messages",
+                )
+        ids, inputs, key = self.items.prompt(rendered, media)
+        nowhere = torch.empty(0, dtype=torch.int64)
+        spans = [MediaSpan(kind, key, nowhere, {}) for kind in sorted(set(kinds))]
+        return ARInput(ids, media=(replace(spans[0], inputs=inputs), *spans[1:]))
 
     def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:
         text = pieces[0] + "".join(item.text + piece for item, piece in zip(items, pieces[1:], strict=True))

@@ -5,7 +5,6 @@ All cases run in one batch of our pipeline and one by one in the reference, in f
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import Modality
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.models.loading import read_auto_config
-from omnistage.models.multimodal_lm.items import sample_media
+from omnistage.models.multimodal_lm.items import accepted_inputs, sample_media
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
 _NEW_TOKENS = 16
@@ -54,12 +53,21 @@ def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progres
 
 
 def make_chats(
-    processor: MultimodalProcessor, count: int, seed: int, without: Collection[Modality] = ()
+    processor: MultimodalProcessor,
+    count: int,
+    seed: int,
+    without: Collection[Modality] = (),
+    *,
+    text_alone: bool = True,
 ) -> list[list[ChatMessage]]:
     """Chats with no media, one item and two of each kind that the model takes, in turn; none of the kinds `without`."""
     kinds = sorted(processor.input_modalities - {Modality.TEXT, *without})
     several = [kind for kind in kinds if processor.takes_several(kind)]
-    plans: list[tuple[Modality, ...]] = [(), *((kind,) for kind in kinds), *((kind, kind) for kind in several)]
+    plans: list[tuple[Modality, ...]] = [
+        *([()] if text_alone else []),
+        *((kind,) for kind in kinds),
+        *((kind, kind) for kind in several),
+    ]
     if len(kinds) > 1:
         plans.append(tuple(kinds))
     chats = []
@@ -111,21 +119,22 @@ def reference_answers(
         )
         .eval()
     )
-    accepted = inspect.signature(model.forward).parameters
     answers = []
     for chat in chats:
         rendered, media, _guarded = processor.rendered(chat)
         # Some processors take no text without media; it is then tokenised as any text.
-        ids = torch.tensor([processor.chat(chat).token_ids])
-        inputs = processor.items.call(rendered, media)[1] if media else {"input_ids": ids}
+        if media:
+            inputs = processor.items.call(rendered, media)[1]
+        else:
+            inputs = {"input_ids": torch.tensor([processor.chat(chat).token_ids])}
         out = model.generate(
-            **{name: value for name, value in inputs.items() if name in accepted},
+            **accepted_inputs(model, inputs),
             do_sample=False,
             max_new_tokens=new_tokens,
             output_logits=True,
             return_dict_in_generate=True,
         )
-        tokens = out.sequences[0, inputs["input_ids"].shape[1] :]
+        tokens = out.sequences[0, -len(out.logits) :]
         logprobs = torch.stack(out.logits)[:, 0].double().log_softmax(-1)
         answers.append(ReferenceAnswer(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()))
     return answers
