@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -53,6 +54,18 @@ class OwnState:
     """The model keeps part of it, so that a sequence must end before the next begins."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor of a recurrent layer's state, as transformers' cache layers name it."""
+
+    kind: Literal["conv_states", "recurrent_states"]
+    index: int
+    """Which of that kind."""
+    shape: tuple[int, ...]
+    """Of one sequence."""
+    dtype: torch.dtype
+
+
 class OwnSequence(ABC):
     """A sequence that a component computes by itself, with the cache that its model makes for it."""
 
@@ -98,6 +111,8 @@ class ARSpec:
     """Without soft caps, sinks or values of another width than keys, so that every attention backend computes it."""
     own_state: OwnState | None = None
     """Sequences run one by one, and the component keeps their state: `open_sequence`. None: in the engine's pool."""
+    states: tuple[tuple[StateShape, ...], ...] = ()
+    """Of each of `recurrent_modules`."""
     usual_length: int = 0
     """Tokens of the longest sequence where the budget does not say; 0: `max_length`."""
 
@@ -105,6 +120,11 @@ class ARSpec:
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What the cache of each attention module holds for a token."""
         return self.layer_shapes or ((self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence takes beside its blocks, whatever its length: the state of recurrent layers."""
+        return sum(prod(state.shape) * state.dtype.itemsize for states in self.states for state in states)
 
     def empty_caches(self, blocks: int, size: int, new: Callable[[tuple[int, ...]], torch.Tensor]) -> list[KVCache]:
         """Caches of all attention modules for so many blocks; `new` makes a tensor of a shape."""
@@ -137,6 +157,11 @@ class ARComponent(ABC):
         from omnistage.engines.ar.attention import attention_modules  # brings transformers
 
         return attention_modules(self.decoder)
+
+    @property
+    def recurrent_modules(self) -> Sequence[nn.Module]:
+        """The modules that keep a state for each sequence (`recurrent.py`), in the order of `spec.states`."""
+        return ()
 
     @property
     def decoders(self) -> tuple[nn.Module, ...]:

@@ -19,6 +19,8 @@ def prepare_layers(component: ARComponent, budget: ARBudget, *, kernels: bool) -
     if component.device.type == "cuda" if budget.merge_linears == "auto" else budget.merge_linears:
         for decoder in component.decoders:
             merge_linears(decoder)
+    if component.spec.states:
+        return ()  # its layers look at the batch, which neither a compiled nor a captured step can do
     sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
     if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
         for decoder in component.decoders:

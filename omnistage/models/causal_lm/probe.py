@@ -8,7 +8,7 @@ dtype of the weights: in float16 a wrong model can lie within the rounding of a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_cache
 from omnistage.engines.ar.attention.recording import AttentionCall, record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.recurrent import StatePool, StateStep, states_of
 from omnistage.hf import transformers
 
 if TYPE_CHECKING:
@@ -60,14 +61,19 @@ def stock_logits(model: PreTrainedModel, vocab_size: int) -> Expected:
     return Expected(model(input_ids=ids, use_cache=False).logits[0], False)
 
 
-def attention_calls(model: PreTrainedModel, vocab_size: int) -> list[AttentionCall]:
-    """What each attention module asks for; empty on the `meta` device where the model looks at its data."""
-    _check_layer_types(model)
+def attention_calls(
+    model: PreTrainedModel, vocab_size: int, recurrent: Sequence[nn.Module] = ()
+) -> list[AttentionCall]:
+    """What each attention module asks for; empty on the `meta` device where the model looks at its data.
+
+    Layers with one of the modules `recurrent` may be without attention.
+    """
+    _check_layer_types(model, {states_of(module).layer for module in recurrent})
     planned, dtype = model.device.type == "meta", model.dtype
     if planned:
         model.to(torch.bfloat16)  # without data, experts are multiplied in no other
     try:
-        calls = record_attention(model, vocab_size)
+        calls = record_attention(model, vocab_size, required=not recurrent)
         _check_positions(calls)
         _check_cached_windows(model, calls)
         return calls
@@ -82,10 +88,11 @@ def attention_calls(model: PreTrainedModel, vocab_size: int) -> list[AttentionCa
             model.to(dtype)
 
 
-def _check_layer_types(model: PreTrainedModel) -> None:
+def _check_layer_types(model: PreTrainedModel, recurrent: Set[int]) -> None:
     """Refuse layers that are no plain attention by their own name: sparse ones show it in long texts only."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    kinds = [kind for number, kind in enumerate(kinds) if number not in recurrent]
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "moe", "mlp"})
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of the type {', '.join(others)}; the paged engine computes full and "
@@ -156,6 +163,11 @@ def _paged_logits(component: ARComponent, wide: bool) -> torch.Tensor:
     dtype = torch.float32 if wide else component.dtype
     caches = component.spec.empty_caches(2, _PROBE_TOKENS, lambda shape: torch.zeros(shape, device=device, dtype=dtype))
     bind_caches(component.attention_modules, caches)
+    states = StatePool(
+        component.recurrent_modules,
+        2,
+        lambda shape, kind: torch.zeros(shape, device=device, dtype=torch.float32 if wide else kind),
+    )
     backend = SdpaBackend()
     slots = [np.arange(_PROBE_TOKENS) + i * _PROBE_TOKENS for i in range(2)]
     tables = [np.asarray([i], dtype=np.int32) for i in range(2)]
@@ -165,10 +177,11 @@ def _paged_logits(component: ARComponent, wide: bool) -> torch.Tensor:
             positions = np.arange(start, end)
             counts, lengths = (np.full(2, n, dtype=np.int32) for n in (len(positions), end))
             where = torch.from_numpy(np.concatenate([s[positions] for s in slots])).to(device)
-            plan = backend.plan(BatchLayout(counts, lengths, slots, tables), device)
+            layout = BatchLayout(counts, lengths, slots, tables)
             places = torch.from_numpy(np.concatenate([positions] * 2)).to(device)
-            paged = current.paged = PagedContext(backend, where, plan)
-            hidden = component.forward(component.embed(ids[places]), places[None], paged)
+            paged = current.paged = PagedContext(backend, where, backend.plan(layout, device))
+            with states.computing(StateStep.of(layout, (0, 1), device)):
+                hidden = component.forward(component.embed(ids[places]), places[None], paged)
             parts.append(component.logits(hidden).view(2, len(positions), -1))
     return torch.cat(parts, dim=1)
 
