@@ -36,6 +36,7 @@ class DecoderComponent(ARComponent):
         layer_shapes: tuple[KVShape, ...] = (),
         plain_attention: bool = True,
         states: tuple[tuple[StateShape, ...], ...] = (),
+        uneven_states: bool = False,
     ) -> None:
         """`config` is the decoder's own; the rest is as in `ARSpec`, None for what the config says."""
         # Without attention there are only states.
@@ -54,6 +55,7 @@ class DecoderComponent(ARComponent):
             layer_shapes=layer_shapes,
             plain_attention=plain_attention,
             states=states,
+            uneven_states=uneven_states,
         )
         self.model = freeze(model)
         self.decoder = decoder

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from omnistage.engines.ar.attention import KVCache, PagedContext
+    from omnistage.engines.ar.grouped import Group
     from omnistage.engines.ar.sharding import RankGroup
 
 
@@ -113,6 +114,13 @@ class ARSpec:
     """Sequences run one by one, and the component keeps their state: `open_sequence`. None: in the engine's pool."""
     states: tuple[tuple[StateShape, ...], ...] = ()
     """Of each of `recurrent_modules`."""
+    uneven_states: bool = False
+    """These compute single tokens otherwise than several, not only by rounding. So prompts are not cut into single ones,
+    and generated tokens remain single ones when they are computed again."""
+    grouped: bool = False
+    """The component takes groups of sequences (`forward_group`) instead of a flattened batch."""
+    padded_groups: bool = False
+    """They may differ in length."""
     usual_length: int = 0
     """Tokens of the longest sequence where the budget does not say; 0: `max_length`."""
 
@@ -194,6 +202,10 @@ class ARComponent(ABC):
     @abstractmethod
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         """`[T, E]`, `int64 [position_dims, T]` → final hidden states `[T, H]`."""
+
+    def forward_group(self, token_ids: torch.Tensor, group: Group) -> torch.Tensor:
+        """`int64 [B, n]` → logits `[B, V]` of the tokens after them; nothing else is called of a `grouped` one."""
+        raise StageError(f"{type(self).__name__} runs flattened batches")
 
     def open_sequence(self) -> OwnSequence:
         """A new sequence, where there is an `own_state`; nothing else of a forward is called then."""

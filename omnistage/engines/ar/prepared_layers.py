@@ -11,7 +11,7 @@ from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compilin
 
 def prepare_layers(component: ARComponent, budget: ARBudget, *, kernels: bool) -> tuple[int, ...]:
     """Do what the budget says; the batch sizes to capture. `kernels`: the stage may run Triton kernels."""
-    if component.spec.own_state is not None:
+    if component.spec.own_state is not None or component.spec.grouped:
         return ()  # it runs as it is in transformers
     set_experts(component.decoder, budget.experts, component.device, component.dtype)
     if kernels:

@@ -27,6 +27,19 @@ _Forward = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class StateChunk:
+    """Several rows of one sequence, or its first."""
+
+    start: int
+    end: int
+    slot: int
+    fresh: bool
+    """They are its first."""
+    together: int
+    """So many belong to the prompt; the others were single ones when they were computed first."""
+
+
+@dataclass(frozen=True, slots=True)
 class StateStep:
     """Which rows of a flattened batch belong to which state."""
 
@@ -34,17 +47,25 @@ class StateStep:
     """int64 `[B]`: rows of sequences that go on by one token; None: all of the batch, in this order."""
     slots: _Slots
     """Of those sequences."""
-    chunks: tuple[tuple[int, int, int, bool], ...]
-    """Other sequences: rows [start, end), slot, and whether they begin."""
+    chunks: tuple[StateChunk, ...]
+    """Other sequences."""
 
     @classmethod
-    def of(cls, layout: BatchLayout, slots: Sequence[int], device: torch.device) -> StateStep:
-        """`slots`: of each sequence of the layout."""
+    def of(
+        cls, layout: BatchLayout, slots: Sequence[int], device: torch.device, prompts: Sequence[int] | None = None
+    ) -> StateStep:
+        """`slots`: of each sequence of the layout; `prompts`: the lengths of their prompts."""
         counts, lengths = layout.query_lengths.tolist(), layout.sequence_lengths.tolist()
         starts = [0, *accumulate(counts)]
         single = [i for i, count in enumerate(counts) if count == 1 and lengths[i] > 1]
         chunks = tuple(
-            (starts[i], starts[i + 1], slots[i], lengths[i] == counts[i])
+            StateChunk(
+                starts[i],
+                starts[i + 1],
+                slots[i],
+                lengths[i] == counts[i],
+                counts[i] if prompts is None else min(counts[i], max(0, prompts[i] + counts[i] - lengths[i])),
+            )
             for i in range(len(counts))
             if counts[i] > 1 or lengths[i] == 1
         )
@@ -90,13 +111,14 @@ class StatePool:
 class LayerStates:
     """One recurrent module's part of the pool, and how its forward is given a state."""
 
-    def __init__(self, shapes: tuple[StateShape, ...], argument: str, layer: int, *, stepwise: bool) -> None:
+    def __init__(self, shapes: tuple[StateShape, ...], argument: str, layer: int, *, stepwise: bool, uneven: bool) -> None:
         """`argument`: of the module's forward that takes a cache; `layer`: where it looks in that.
 
-        `stepwise`: from a state it goes on by single tokens only, and gives other numbers for several.
+        `stepwise`: from a state it goes on by single tokens only, and gives other numbers for several. `uneven`: for
+        single ones it gives other numbers.
         """
         self.shapes = shapes
-        self.stepwise = stepwise
+        self.stepwise, self.uneven = stepwise, uneven
         self.layer = layer
         self.pool: StatePool | None = None
         self.tensors: list[torch.Tensor] = []
@@ -126,14 +148,18 @@ class LayerStates:
                 pool[slots] = new
         return out
 
-    def chunk(self, forward: _Forward, rows: torch.Tensor, slot: int, fresh: bool) -> torch.Tensor:
+    def chunk(self, forward: _Forward, rows: torch.Tensor, chunk: StateChunk) -> torch.Tensor:
         """Rows `[1, n, H]` of one sequence."""
-        if fresh:
-            return self.begin(forward, rows, slot)
-        place = slice(slot, slot + 1)
-        if not self.stepwise:
-            return self.go_on(forward, rows, place)
-        return torch.cat([self.go_on(forward, row, place) for row in rows.split(1, dim=1)], dim=1)
+        together = chunk.together if self.uneven else rows.shape[1]
+        place, parts = slice(chunk.slot, chunk.slot + 1), []
+        if chunk.fresh:
+            parts.append(self.begin(forward, rows[:, :together], chunk.slot))
+        elif self.stepwise:
+            together = 0
+        elif together:
+            parts.append(self.go_on(forward, rows[:, :together], place))
+        parts += [self.go_on(forward, rows[:, i : i + 1], place) for i in range(together, rows.shape[1])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _new_layer(self) -> transformers.cache_utils.LinearAttentionLayer:
         return transformers.cache_utils.LinearAttentionLayer(number_of_states=self._count)
@@ -159,8 +185,8 @@ class RecurrentLayer:
         out = torch.empty_like(hidden_states)
         if len(step.rows):
             out[0, step.rows] = states.go_on(forward, hidden_states[0, step.rows, None], step.slots)[:, 0]
-        for start, end, slot, fresh in step.chunks:
-            out[:, start:end] = states.chunk(forward, hidden_states[:, start:end], slot, fresh)
+        for chunk in step.chunks:
+            out[:, chunk.start : chunk.end] = states.chunk(forward, hidden_states[:, chunk.start : chunk.end], chunk)
         return out
 
 

@@ -101,6 +101,7 @@ class RecurrentRunner(Runner):
             [],
             [],
         )
-        step = StateStep.of(layout, [state.slot for state in held], self.component.device)
+        prompts = [self._rows[item.key].prompt_length for item in batch]
+        step = StateStep.of(layout, [state.slot for state in held], self.component.device, prompts)
         with self._pool.computing(step):
             return super()._forward(batch)

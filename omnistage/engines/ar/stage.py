@@ -32,6 +32,7 @@ from omnistage.core.types import (
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.grouped import GroupRunner
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
 from omnistage.engines.ar.own_state import OwnStateRunner
@@ -69,6 +70,8 @@ class _Answer:
 def runner_of(spec: ARSpec) -> type[Runner]:
     if spec.own_state is not None:
         return OwnStateRunner
+    if spec.grouped:
+        return GroupRunner
     return RecurrentRunner if spec.states else Runner
 
 
@@ -96,6 +99,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             max_running=budget.max_running,
             ageing_steps=budget.ageing_steps,
             prefill_chunk=budget.prefill_chunk,
+            cut_pairs=not component.spec.uneven_states,
         )
         backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
         graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton")

@@ -16,8 +16,10 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.recurrent import make_recurrent
 from omnistage.hf import transformers
+from omnistage.models.causal_lm.embedding import model_embedding
 from omnistage.models.causal_lm.head import ModelHead, model_head
 from omnistage.models.causal_lm.own_cache import OwnCacheLM
+from omnistage.models.causal_lm.own_forward import OwnForwardLM
 from omnistage.models.causal_lm.probe import Expected, attention_calls, check_logits, stock_logits
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.causal_lm.recurrent import find_recurrent
@@ -59,7 +61,7 @@ class CausalLM(DecoderComponent):
         if not recurrent:
             kv_shape(config)  # a config that is no transformer's is refused before it is run
         planned = model.device.type == "meta"  # there are no numbers to compare
-        expected = None if planned else stock_logits(model, vocab_size)
+        expected = None if planned else stock_logits(model, vocab_size, cached=bool(recurrent))
         self._recurrent = [make_recurrent(module, states) for module, states in recurrent]
         calls = attention_calls(model, vocab_size, self._recurrent)
         for call in calls:
@@ -76,9 +78,12 @@ class CausalLM(DecoderComponent):
             layer_shapes=tuple((call.kv_heads, call.key_dim, call.value_dim) for call in calls),
             plain_attention=all(call.plain for call in calls),
             states=tuple(states.shapes for _module, states in recurrent),
+            uneven_states=any(states.uneven for _module, states in recurrent),
         )
         self._attention_modules = [call.module for call in calls]
         self._head = model_head(model, decoder, head)
+        if recurrent:  # of the others, none with a scale of the decoder's own is known
+            self._embedding = model_embedding(decoder, self._embedding)
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         if expected is not None:
@@ -131,7 +136,11 @@ def load_any(context: LoadContext) -> ARComponent:
     # Read again: what was tried has changed the model's attention and its layers. Two copies need not fit.
     del model
     gc.collect()
-    return OwnCacheLM(*_read(context), reason=reason)
+    model, tokenizer = _read(context)
+    try:
+        return OwnForwardLM(model, tokenizer, reason=reason)
+    except UnsupportedModelError:
+        return OwnCacheLM(model, tokenizer, reason=reason)
 
 
 def _read(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | None]:

@@ -34,6 +34,8 @@ _TOLERANCE = 1e-3
 _ROUNDED_TOLERANCE = 0.1
 """The same where the model runs in the dtype of its weights only, such as quantised ones."""
 _NARROW = (torch.float16, torch.bfloat16)
+CACHES = ("past_key_values", "cache_params")
+"""Arguments and outputs of a model that are its cache."""
 _FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, StageError)
 """What a model's own code may raise for a batch that it does not expect."""
 
@@ -48,17 +50,29 @@ class Expected:
 
 
 @torch.inference_mode()
-def stock_logits(model: PreTrainedModel, vocab_size: int) -> Expected:
-    """What the engine has to compute."""
+def stock_logits(model: PreTrainedModel, vocab_size: int, *, cached: bool = False) -> Expected:
+    """What the engine has to compute. `cached`: with the last token alone, after the state of the others."""
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % vocab_size
     if getattr(model.config, "quantization_config", None) is None:
         try:
             with in_float32(model):
-                return Expected(model(input_ids=ids, use_cache=False).logits[0], True)
+                return Expected(_logits(model, ids, cached), True)
         except (RuntimeError, TypeError):  # kernels for one dtype, or no memory for one module's weights in float32
             if model.dtype == torch.float32:
                 raise
-    return Expected(model(input_ids=ids, use_cache=False).logits[0], False)
+    return Expected(_logits(model, ids, cached), False)
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, cached: bool) -> torch.Tensor:
+    """`[n, V]`"""
+    if not cached:
+        return model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    first = model(input_ids=ids[:, :-1], use_cache=True)
+    name = next(name for name in CACHES if name in first)
+    taken = inspect.signature(model.forward).parameters
+    place = {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in taken else {}
+    last = model(input_ids=ids[:, -1:], use_cache=True, **{name: first[name]}, **place)
+    return torch.cat((first.logits[0], last.logits[0]))
 
 
 def attention_calls(

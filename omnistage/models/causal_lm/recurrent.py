@@ -14,19 +14,20 @@ from omnistage.core.errors import UnsupportedModelError
 from omnistage.engines.ar.component import StateShape
 from omnistage.engines.ar.recurrent import LayerStates
 from omnistage.hf import transformers
-from omnistage.models.causal_lm.probe import in_float32
+from omnistage.models.causal_lm.probe import CACHES, in_float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TOKENS, _CUT = 11, 7
-_TOLERANCE = 1e-5
+_TOLERANCE = 2e-5
 """Of a layer's output in float32, relative to its range."""
+_SCALES = (1.0, 4.0)
+"""Of the rows of which it is asked: a bound on time steps shows for some only."""
 _MAX_STATES = 16
 """More than any layer has of one kind."""
 _ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 """What a model's own code may raise."""
-_CACHES = ("past_key_values", "cache_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: i
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     cache.written = lambda layer: found.setdefault(running[-1].module, (layer, running[-1]))  # type: ignore[assignment]
-    taken = next(name for name in _CACHES if name in inspect.signature(model.forward).parameters)
+    taken = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
     ids = torch.arange(_TOKENS, device=model.device)[None] % vocab_size
     try:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **{taken: cache})
@@ -128,9 +129,19 @@ def _states_of(call: _Call, layer: int) -> LayerStates:
         if state is not None
     )
     if rows.device.type == "meta":
-        return LayerStates(shapes, argument, layer, stepwise=False)
+        return LayerStates(shapes, argument, layer, stepwise=False, uneven=False)
+    stepwise = uneven = False
     with in_float32(module):
-        rows = rows.float()
-        whole, cut = run(rows)[0], run(rows[:, :_CUT], rows[:, _CUT:])[0]
-    gap = float((whole - cut).abs().max()) / (float(whole.abs().max()) or 1.0)
-    return LayerStates(shapes, argument, layer, stepwise=not gap < _TOLERANCE)
+        for scale in _SCALES:
+            asked = rows.float() * scale
+            whole, head, tail = run(asked)[0], asked[:, :_CUT], asked[:, _CUT:]
+            stepwise = stepwise or _differ(run(head, tail)[0], whole)
+            uneven = uneven or _differ(run(head, *tail.split(1, dim=1))[0], whole)
+    if stepwise and uneven:
+        raise UnsupportedModelError(f"{name} goes on from a state neither by several tokens nor by single ones")
+    return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
+
+
+def _differ(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """By more than rounding."""
+    return not float((got - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)
