@@ -11,7 +11,7 @@ from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compilin
 
 def prepare_layers(component: ARComponent, budget: ARBudget, *, kernels: bool) -> tuple[int, ...]:
     """Do what the budget says; the batch sizes to capture. `kernels`: the stage may run Triton kernels."""
-    if component.spec.own_state is not None:
+    if component.spec.own_state is not None or component.spec.grouped:
         return ()  # it runs as it is in transformers
     set_experts(component.decoder, budget.experts, component.device, component.dtype)
     if kernels:
@@ -19,6 +19,8 @@ def prepare_layers(component: ARComponent, budget: ARBudget, *, kernels: bool) -
     if component.device.type == "cuda" if budget.merge_linears == "auto" else budget.merge_linears:
         for decoder in component.decoders:
             merge_linears(decoder)
+    if component.spec.states:
+        return ()  # its layers look at the batch, which neither a compiled nor a captured step can do
     sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
     if worth_compiling([component.decoder]) if budget.compile == "auto" else budget.compile:
         for decoder in component.decoders:

@@ -111,12 +111,15 @@ class Scheduler:
         max_running: int,
         ageing_steps: int = 64,
         prefill_chunk: int | None = None,
+        cut_pairs: bool = True,
     ) -> None:
+        """`cut_pairs`: a prompt may be cut so that one token of it is computed by itself, after others."""
         self.pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._ageing_steps = ageing_steps
         self._prefill_chunk = prefill_chunk or max_batch_tokens
+        self._cut_pairs = cut_pairs
         self._sequences: dict[str, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
@@ -190,6 +193,8 @@ class Scheduler:
             if budget == 0:
                 break
             count = min(state.pending, budget, self._prefill_chunk)
+            if not self._cut_pairs:
+                count = self._uncut(state, count)
             if not count or not state.running:  # evicted a moment ago
                 continue
             end = state.computed + count
@@ -242,6 +247,8 @@ class Scheduler:
                 return
             cached = self._reuse_prefix(state)
             count = min(state.pending, budget, self._prefill_chunk)
+            if not self._cut_pairs and not (count := self._uncut(state, count)):
+                continue
             end = state.computed + count
             while not self._try_grow(state, end):
                 if not self._evict_for(state, preempted, batch):
@@ -261,6 +268,15 @@ class Scheduler:
                 started.append(state.key)
             batch.append(self._advance(state, count))
             budget -= count
+
+    @staticmethod
+    def _uncut(state: SequenceState, count: int) -> int:
+        """So many tokens or fewer, that a prompt is not cut before its last one, nor after a single one."""
+        rest = state.prompt_length - state.computed
+        if count >= rest:
+            return count
+        count -= rest - count == 1
+        return 0 if count == 1 and state.computed else count
 
     @staticmethod
     def _advance(state: SequenceState, count: int) -> ScheduledSequence:

@@ -31,11 +31,13 @@ from omnistage.core.types import (
 )
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.grouped import GroupRunner
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
 from omnistage.engines.ar.own_state import OwnStateRunner
 from omnistage.engines.ar.prepared_layers import prepare_layers
+from omnistage.engines.ar.recurrent_runner import RecurrentRunner
 from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
@@ -65,6 +67,14 @@ class _Answer:
     announced: bool = False
 
 
+def runner_of(spec: ARSpec) -> type[Runner]:
+    if spec.own_state is not None:
+        return OwnStateRunner
+    if spec.grouped:
+        return GroupRunner
+    return RecurrentRunner if spec.states else Runner
+
+
 class ARStage(BatchedStage[ARInput, SamplingParams]):
     """A stage on the autoregressive engine."""
 
@@ -89,12 +99,13 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             max_running=budget.max_running,
             ageing_steps=budget.ageing_steps,
             prefill_chunk=budget.prefill_chunk,
+            cut_pairs=not component.spec.uneven_states,
         )
         backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
         graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton")
         on_cuda = component.device.type == "cuda"
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
-        self.runner = (Runner if component.spec.own_state is None else OwnStateRunner)(
+        self.runner = runner_of(component.spec)(
             component,
             backend,
             self.stream,
