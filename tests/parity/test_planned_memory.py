@@ -41,7 +41,9 @@ MODELS = [
     ("stable_diffusion_3", None),
     ("z_image", None),
     ("flux", "dev"),
+    ("flux", "fill"),
     ("flux2", "base"),
+    ("flux2", "dev"),
     ("qwen_image", "image"),
     ("wan", "i2v_clip"),
 ]

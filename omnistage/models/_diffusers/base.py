@@ -175,6 +175,7 @@ class DiffusersDenoiser(Denoiser):
     """Of parts that have another than the stage's."""
     network: ClassVar[str] = "transformer"
     """What the pipeline calls it."""
+    default_strength: ClassVar[float] = _STRENGTH
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         self.pipe = pipe
@@ -239,7 +240,7 @@ class DiffusersDenoiser(Denoiser):
 
         Gives the timesteps that are left, and `[1, ...]` each: latents, the scaled picture, its noise.
         """
-        strength = default_to(params.strength, _STRENGTH)
+        strength = default_to(params.strength, self.default_strength)
         left = skip_to_strength(scheduler, timesteps, steps, strength)
         picture = self.scaled(sample(condition, generator, self.device))
         gaussian = noise(picture.shape, generator, self.device, picture.dtype)
