@@ -177,6 +177,9 @@ class DiffusionParams(StageParams):
     strength: _FiniteFloat | None = Field(
         default=None, gt=0.0, le=1.0, description="How much to change the input picture; 1 ignores it."
     )
+    control_scale: _FiniteFloat | None = Field(
+        default=None, ge=0.0, le=10.0, description="How closely to follow the picture that controls (ControlNet)."
+    )
     num_frames: int | None = Field(default=None, ge=1, le=4096, description="Frames of a video.")
     fps: _FiniteFloat | None = Field(default=None, gt=0.0, le=240.0, description="Frames a second of a video.")
     scheduler: str | None = Field(

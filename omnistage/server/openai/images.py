@@ -78,6 +78,7 @@ class ImageRequest(WireModel):
     negative_prompt: str | None = None
     seed: int | None = None
     strength: Finite | None = None
+    control_scale: Finite | None = None
     scheduler: str | None = None
     progress: bool = Field(default=False, description="A stream also reports each step.")
     priority: int = 0
