@@ -41,8 +41,12 @@ def load_quantised(
         check_scheme(stage_cfg.quantize, context.device, context.dtype, context.stage_name)
         quantiser = _quantiser(context.model, stage_cfg, registry)
     quantiser.layers.clear()
-    with quantising(quantiser):
+    if context.device.type == "cpu":
         component = factory(context)
+        quantiser.apply_to(component, context.device)
+    else:
+        with quantising(quantiser):
+            component = factory(context)
     quantiser.check(context.stage_name)
     return component
 

@@ -173,17 +173,13 @@ class NeedsReader:
         return self._diffusion(where, component, stage, device)
 
     def _plan_quantised(self, stage: LocalStageConfig, component: object) -> None:
-        from omnistage.engines.ar.component import ARComponent
-        from omnistage.engines.diffusion.component import Denoiser, PromptEncoder
+        from omnistage.engines.peak_memory import META
         from omnistage.engines.quantisation.transform import Quantiser
 
         if isinstance(stage, CodecStageConfig) or stage.quantize is None:
             return
         kept = self._registry.family(self._model.family).full_precision
-        quantiser = Quantiser(stage.quantize, isinstance(stage, DiffusionStageConfig), kept)
-        networks = component.modules if isinstance(component, ARComponent | PromptEncoder) else ()
-        for network in component.transformers if isinstance(component, Denoiser) else networks:
-            quantiser.plan(network)
+        Quantiser(stage.quantize, isinstance(stage, DiffusionStageConfig), kept).apply_to(component, META)
 
     def _autoregressive(
         self, where: tuple[str, str, str], component: object, stage: ARStageConfig, device: torch.device

@@ -7,6 +7,7 @@ the memory allows where three small ones do not. The modules around them stay as
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -57,13 +58,13 @@ class MergedLinear(nn.Module):
 def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int:
     """Merge what can be merged in a decoder; how many groups. Quantised layers stay.
 
-    `only`: names of layers, where others shall stay as they are.
+    `only`: names of layers, where others stay as they are; these may be of classes over the same weights.
     """
     merged = 0
     for path, module in list(decoder.named_modules()):
         for names in _GROUPS:
             layers = [getattr(module, name, None) for name in names]
-            linears = [layer for layer in layers if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
+            linears = [layer for layer in layers if _is_plain(layer, any_kind=only is not None)]
             if len(linears) < len(names) or not _alike(linears):
                 continue
             if only is not None and any(f"{path}.{name}".lstrip(".") not in only for name in names):
@@ -81,6 +82,12 @@ def merged_weight(layer: nn.Module) -> torch.Tensor:
     if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
         raise TypeError("layers that are not merged, are quantised, or have a bias")
     return linear.weight
+
+
+def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:
+    if not isinstance(layer, nn.Linear) or not (any_kind or type(layer) is nn.Linear):
+        return False
+    return type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:

@@ -1,7 +1,8 @@
-"""Quantise a loaded model from outside: its linear layers are exchanged one by one, on the device that will run them.
+"""Quantise a loaded model from outside: its linear layers change in place, one by one, on the device that runs them.
 
-`load_component` opens a `Quantiser` around a stage's loading. Whatever loads a model then leaves it in host memory, and
-`on_device` hands it over: a GPU holds quantised weights and one layer at full size, never all of them.
+For a GPU a `Quantiser` is open while a stage is loaded. Whatever loads a model then leaves it in host memory, and
+`on_device` hands it over: the GPU holds quantised weights and one layer at full size, never all of them. On the CPU the
+component is complete before, so that it was compared with the reference in full precision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
-from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows
+from omnistage.engines.quantisation.packed import has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
 
 _MIN_CAPABILITY = {"int8": (7, 0), "int4": (8, 0), "float8": (8, 9)}
@@ -84,11 +85,21 @@ class Quantiser:
             merge_linears(network, set(chosen))
         for name in chosen:
             module = network.get_submodule(name)
-            if isinstance(module, MergedLinear):
-                if module.index == 0:
-                    module.group.linear = self._quantised(module.group.linear, device)
+            layer = module.group.linear if isinstance(module, MergedLinear) else module
+            if not isinstance(module, MergedLinear) or module.index == 0:
+                self._quantise(layer, device)
+
+    def apply_to(self, component: object, device: torch.device) -> None:
+        """Exchange the layers of a component that is complete; on the meta device for ones of the same size."""
+        from omnistage.engines.ar.component import ARComponent
+        from omnistage.engines.diffusion.component import Denoiser, PromptEncoder
+
+        networks = component.modules if isinstance(component, ARComponent | PromptEncoder) else ()
+        for network in component.transformers if isinstance(component, Denoiser) else networks:
+            if device.type == "meta":
+                self.plan(network)
             else:
-                network.set_submodule(name, self._quantised(module, device))
+                self.apply(network, device)
 
     def plan(self, network: nn.Module) -> None:
         """Exchange the layers of a network on the meta device for ones of the size that they will have."""
@@ -105,17 +116,18 @@ class Quantiser:
                 param=f"{stage}.quantize",
             )
 
-    def _quantised(self, layer: nn.Module, device: torch.device) -> nn.Module:
+    def _quantise(self, layer: nn.Module, device: torch.device) -> None:
         if not isinstance(layer, nn.Linear):
             raise InternalError(f"{type(layer).__name__} is not a linear layer")
         if self.config.scheme == "int8_dynamic":
-            return PackedInt8Linear(layer)
+            pack_linear(layer)
+            return
+        layer.__class__ = nn.Linear  # others read the numbers of their weights
         layer.to(device)
         kept = layer.weight
         layer.weight = nn.Parameter(_torchao_weight(kept.detach(), self.config), requires_grad=False)
         if type(layer.weight) is type(kept):
             raise InternalError(f"torchao left a layer of {list(kept.shape)} as it was")
-        return layer
 
 
 def _torchao_weight(weight: torch.Tensor, config: QuantizeConfig) -> torch.Tensor:
