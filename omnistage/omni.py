@@ -56,12 +56,13 @@ class _Front:
         device: str | None = None,
         dtype: str | None = None,
         gpu_memory: str | int | None = None,
+        quantize: str | None = None,
         ray: str | None = None,
         progress: bool | Report = True,
     ) -> None:
         """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
         values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
-        values |= {"device": device, "dtype": dtype, "ray": ray}
+        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray}
         self._open(build_parts(OmniEngineArgs.parse(values), progress=progress))
 
     @classmethod

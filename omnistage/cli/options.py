@@ -94,6 +94,13 @@ class ModelOptions:
         None, "Memory of a GPU to take at most, like 24GiB; short for deployment.gpu_memory.", metavar="SIZE"
     )
 
+    quantize: str | None = option(
+        None,
+        "int8, int4, int8_dynamic or float8: quantised weights in all stages that the scheme suits; short for their "
+        "quantize.",
+        metavar="SCHEME",
+    )
+
     ray: str | None = option(
         None,
         "Ray cluster on which the groups of deployment.placement run, all stages as one without any: auto, or its "
@@ -127,6 +134,7 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
             gpu_memory=self.gpu_memory,
+            quantize=self.quantize,
             ray=self.ray,
             progress=progress,
         )

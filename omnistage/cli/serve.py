@@ -360,6 +360,7 @@ def _load(
             device=settings.device,
             dtype=settings.dtype,
             gpu_memory=settings.gpu_memory,
+            quantize=settings.quantize,
             ray=settings.ray,
             progress=functools.partial(service.report_loading, name),
         )

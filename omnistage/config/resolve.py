@@ -17,6 +17,7 @@ from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Source
 from omnistage.config.names import check_names, check_placement, graph_of
 from omnistage.config.problems import to_config_error
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
+from omnistage.config.quantize import Scheme
 from omnistage.config.schema import OmniConfig
 from omnistage.config.yamlio import load_file
 from omnistage.core.errors import ConfigError
@@ -36,6 +37,9 @@ class OmniEngineArgs(ConfigModel):
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
     gpu_memory: Size | None = Field(default=None, description="Short for deployment.gpu_memory.")
+    quantize: Scheme | None = Field(
+        default=None, description="Scheme of quantised weights, for all stages that it suits."
+    )
     ray: str | None = Field(
         default=None,
         min_length=1,
@@ -138,10 +142,24 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
     for name, value in (("device", args.device), ("dtype", args.dtype), ("gpu_memory", memory)):
         if value is not None:
             layers.set(("deployment", name), value, Source(f"--{name.replace('_', '-')}"))
+    if args.quantize is not None:
+        _quantise_all(layers, args.quantize)
     layers.apply_overrides(args.overrides)
     if args.ray is not None:
         _place_on_ray(layers, args.ray)
     return layers
+
+
+def _quantise_all(layers: Layers, scheme: Scheme) -> None:
+    """The scheme for all stages that may have weights for it, unless the configuration says more of one."""
+    for name, stage in layers.section("pipeline", "stages").items():
+        if isinstance(stage, dict) and stage.get("engine") in ("autoregressive", "diffusion"):
+            if stage.get("quantize") is None:
+                layers.set(
+                    ("pipeline", "stages", name, "quantize"),
+                    {"scheme": scheme, "required": False},
+                    Source("--quantize"),
+                )
 
 
 def _place_on_ray(layers: Layers, address: str) -> None:

@@ -239,5 +239,7 @@ class Family:
     """Those of its bridges that read text and never hidden states: they also work behind a remote server."""
     plans_memory: bool = False
     """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
+    full_precision: tuple[str, ...] = ()
+    """Regular expressions of modules that quantisation leaves as they are, beside those that it leaves in all models."""
     bundle: Bundle | None = None
     """Weights that `omnistage pull` fetches for it."""

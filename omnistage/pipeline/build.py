@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -37,6 +38,7 @@ from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.engine_stage import engine_stage
 from omnistage.pipeline.links import links_within
 from omnistage.pipeline.phases import PhaseTimes
+from omnistage.pipeline.quantised import check_quantised, load_quantised, make_quantiser
 from omnistage.pipeline.supervision import Rebuild
 from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
 from omnistage.placement.group import StageGroup
@@ -45,6 +47,9 @@ from omnistage.placement.measure import WEIGHTS_SHARE, LoadingProgress, Measured
 from omnistage.placement.memory_plan import MemoryPlan, PlannedStage, make_plan
 from omnistage.placement.needs import weights_on_disk
 from omnistage.placement.worker_process import Host, LocalProcess
+
+if TYPE_CHECKING:
+    from omnistage.engines.quantisation.transform import Quantiser
 
 _LONGEST_REASON = 200
 _PLANNED_SHARE = 0.5
@@ -184,6 +189,8 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
+    if quantisers := [factory.quantiser for factory in factories.values() if factory.quantiser is not None]:
+        check_quantised(quantisers, stages)
     return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
 
 
@@ -292,6 +299,7 @@ class StageFactory:
         )
         self.compiler: threading.Thread | None = None
         """Imports what compiles while weights are read; engines and warm-ups may import parts of it, too."""
+        self.quantiser = make_quantiser(model, name, stage_cfg, deployment, registry)
         self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
 
     def may_compile(self, planned: PlannedStage) -> bool:
@@ -329,7 +337,7 @@ class StageFactory:
         component = self._component
         if component is None:
             with LoadingProgress(self._planned, context.progress):
-                component = load_component(context, registry=self._registry)
+                component = load_component(context, registry=self._registry, quantiser=self.quantiser)
             self._component = component if self._keeps_component else None
         if self.compiler is not None:
             self.compiler.join()
@@ -385,11 +393,13 @@ def build_stage(
     return stage
 
 
-def load_component(context: LoadContext, *, registry: Registry = REGISTRY) -> object:
+def load_component(
+    context: LoadContext, *, registry: Registry = REGISTRY, quantiser: Quantiser | None = None
+) -> object:
     """A stage's component from its checkpoint; whatever goes wrong in there comes out as an `OmniError`."""
     factory = registry.component(context.stage.component)
     with _reading(context.model.folder, f"stage {context.stage_name!r}"):
-        return factory(context)
+        return load_quantised(context, factory, registry, quantiser)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from omnistage.engines.ar.attention.recording import AttentionCall, record_atten
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.recurrent import StatePool, StateStep, states_of
+from omnistage.engines.quantisation.transform import current_quantiser
 from omnistage.hf import transformers
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _TOLERANCE = 1e-3
 """Of the logits' range, in float32."""
 _ROUNDED_TOLERANCE = 0.1
 """The same where the model runs in the dtype of its weights only, such as quantised ones."""
+_FLOAT8_TOLERANCE = 0.25
 _NARROW = (torch.float16, torch.bfloat16)
 CACHES = ("past_key_values", "cache_params")
 """Arguments and outputs of a model that are its cache."""
@@ -53,7 +55,7 @@ class Expected:
 def stock_logits(model: PreTrainedModel, vocab_size: int, *, cached: bool = False) -> Expected:
     """What the engine has to compute. `cached`: with the last token alone, after the state of the others."""
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % vocab_size
-    if getattr(model.config, "quantization_config", None) is None:
+    if getattr(model.config, "quantization_config", None) is None and current_quantiser() is None:
         try:
             with in_float32(model):
                 return Expected(_logits(model, ids, cached), True)
@@ -150,7 +152,7 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
         raise
     except _FORWARD_ERRORS as error:
         raise _refusal(name, error) from error
-    tolerance = _TOLERANCE if expected.wide else _ROUNDED_TOLERANCE
+    tolerance = _TOLERANCE if expected.wide else rounded_tolerance(_ROUNDED_TOLERANCE)
     scale = float(expected.logits.abs().max()) or 1.0
     worst = float((got.float() - expected.logits.float()).abs().max()) / scale
     if not worst < tolerance:
@@ -158,6 +160,12 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range): it "
             "uses token ids, positions or state that a flattened batch does not carry"
         )
+
+
+def rounded_tolerance(plain: float) -> float:
+    """`plain`, or what quantised activations need: two orders of the same sums round some of them to other numbers."""
+    quantiser = current_quantiser()
+    return _FLOAT8_TOLERANCE if quantiser is not None and quantiser.config.scheme == "float8" else plain
 
 
 def _refusal(name: str, error: Exception) -> UnsupportedModelError:
