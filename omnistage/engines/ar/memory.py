@@ -173,7 +173,7 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     def step() -> torch.Tensor:
         embeds = component.embed(torch.empty(tokens, dtype=torch.int64, device=META))
         paged = current.paged = PagedContext(
-            _NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
+            NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
         )
         positions = torch.empty(spec.position_dims, tokens, dtype=torch.int64, device=META)
         hidden = component.forward(embeds, positions, paged)
@@ -244,7 +244,7 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     return outputs + count * _GRAPH_BYTES + largest
 
 
-class _NoAttention(AttentionBackend):
+class NoAttention(AttentionBackend):
     """Allocates what paged attention allocates: its result."""
 
     name = "none"
@@ -267,4 +267,4 @@ class _NoAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del key, cache, paged, scale, window, softcap, sinks
-        return torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+        return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

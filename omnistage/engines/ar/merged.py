@@ -19,10 +19,13 @@ class _Merged(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self._sizes = tuple(layer.out_features for layer in layers)
-        self.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
+        self.sizes = tuple(layer.out_features for layer in layers)
         biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        # A layer like others, so that whatever changes linear layers from outside can change it.
+        self.joint = nn.Linear(layers[0].in_features, sum(self.sizes), bias=bool(biases), device="meta")
+        self.joint.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
+        if biases:
+            self.joint.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
@@ -30,9 +33,9 @@ class _Merged(nn.Module):
         """The output of one of the layers. The first to be asked with an input computes all of them."""
         if self._input is not x:
             self._input = x
-            self._outputs = nn.functional.linear(x, self.weight, self.bias).split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
+            self._outputs = self.joint(x).split(self.sizes, dim=-1)
         out = self._outputs[index]
-        if index == len(self._sizes) - 1:  # usually the last to be asked: nothing is held until the next step
+        if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
             self._input, self._outputs = None, ()
         return out
 
@@ -43,10 +46,10 @@ class MergedLinear(nn.Module):
     def __init__(self, merged: _Merged, index: int) -> None:
         super().__init__()
         self.group = merged
-        self._index = index
+        self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.part(self._index, x)
+        return self.group.part(self.index, x)
 
 
 def merge_linears(decoder: nn.Module) -> int:
@@ -67,9 +70,9 @@ def merge_linears(decoder: nn.Module) -> int:
 
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
-    if not isinstance(layer, MergedLinear) or layer.group.bias is not None:
+    if not isinstance(layer, MergedLinear) or layer.group.joint.bias is not None:
         raise TypeError("layers that are not merged, or have a bias")
-    return layer.group.weight
+    return layer.group.joint.weight
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:
