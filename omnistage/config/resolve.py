@@ -10,6 +10,7 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
+from omnistage.config.adapters import with_adapter_stages
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
 from omnistage.config.emit import emit_yaml, value_paths
 from omnistage.config.layers import Layers
@@ -43,6 +44,8 @@ class OmniEngineArgs(ConfigModel):
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's default.")
+    adapters: tuple[str, ...] = Field(default=(), description="NAME=FOLDER strings, for deployment.adapters.")
+    adapter_folders: tuple[str, ...] = Field(default=(), description="Added to deployment.adapter_folders.")
     allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
 
     @classmethod
@@ -116,6 +119,7 @@ def check(data: Mapping[str, object], sources: Sources, registry: Registry) -> t
         graph = graph_of(config.pipeline, registry.text_bridges())
         check_names(config.pipeline, registry)
         check_placement(config.deployment.placement, config.pipeline.stages)
+        config = with_adapter_stages(config, graph)
     except ConfigError as error:
         path = tuple((error.param or "").split("."))
         raise LocatedConfigError(error.message, param=error.param, where=nearest_source(path, sources)) from error
@@ -139,6 +143,13 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
         if value is not None:
             layers.set(("deployment", name), value, Source(f"--{name.replace('_', '-')}"))
     layers.apply_overrides(args.overrides)
+    for text in args.adapters:
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, not {text!r}", param="adapters")
+        layers.set(("deployment", "adapters", name), {"folder": folder}, Source("--adapter"))
+    if args.adapter_folders:
+        layers.set(("deployment", "adapter_folders"), list(args.adapter_folders), Source("--adapter-folder"))
     if args.ray is not None:
         _place_on_ray(layers, args.ray)
     return layers

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -34,7 +35,9 @@ from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.adapters import adapter_library
 from omnistage.pipeline.engine_stage import engine_stage
+from omnistage.pipeline.hosts import host_of
 from omnistage.pipeline.links import links_within
 from omnistage.pipeline.phases import PhaseTimes
 from omnistage.pipeline.supervision import Rebuild
@@ -44,7 +47,9 @@ from omnistage.placement.launch import make_group
 from omnistage.placement.measure import WEIGHTS_SHARE, LoadingProgress, MeasuredStage, meter_for
 from omnistage.placement.memory_plan import MemoryPlan, PlannedStage, make_plan
 from omnistage.placement.needs import weights_on_disk
-from omnistage.placement.worker_process import Host, LocalProcess
+
+if TYPE_CHECKING:
+    from omnistage.engines.adapters.library import AdapterLibrary
 
 _LONGEST_REASON = 200
 _PLANNED_SHARE = 0.5
@@ -79,6 +84,8 @@ class EngineParts:
     """Of stages that run in processes of their own."""
     links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Those that follow a stage in its process, and get their input there."""
+    adapters: Mapping[str, AdapterLibrary] = field(default_factory=dict)
+    """Of the stages in this process that take adapters."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -125,6 +132,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         times,
         tuple(groups),
         {name: targets for group in groups for name, targets in links_within(graph, group.stages).items()},
+        built.adapters,
     )
 
 
@@ -134,19 +142,10 @@ def _spawn_group(
     """The processes of a group, which will build its stages from the same arguments."""
     configs = resolved.config.pipeline.stages
     stages = {stage: type(configs[stage].params) for stage in resolved.graph.order if stage in group.stages}
-    processes = make_group(name, group, stages, args, _host(group, resolved.config.deployment))
+    processes = make_group(name, group, stages, args, host_of(group, resolved.config.deployment))
     for stage in processes.stages.values():
         undo.callback(stage.close)
     return processes
-
-
-def _host(group: GroupConfig, deployment: DeploymentConfig) -> Callable[[], Host]:
-    """What starts the processes of a group."""
-    if group.kind != "ray":
-        return LocalProcess
-    from omnistage.pipeline.ray_host import RayHost
-
-    return partial(RayHost, deployment.ray_address, group.num_cpus, group.num_gpus)
 
 
 def bridges_of(graph: PipelineGraph, registry: Registry) -> dict[str, Bridge]:
@@ -160,6 +159,7 @@ class BuiltStages:
     stages: Mapping[str, Stage]
     rebuilds: Mapping[str, Rebuild]
     memory: tuple[MeasuredStage, ...]
+    adapters: Mapping[str, AdapterLibrary]
 
 
 def build_stages(
@@ -182,7 +182,9 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
-    return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
+    adapters = {name: each.adapters for name, each in factories.items() if each.adapters is not None}
+    rebuilds = {name: factory.rebuild for name, factory in factories.items()}
+    return BuiltStages(stages, rebuilds, tuple(memory), adapters)
 
 
 def load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
@@ -290,7 +292,9 @@ class StageFactory:
         )
         self.compiler: threading.Thread | None = None
         """Imports what compiles while weights are read; engines and warm-ups may import parts of it, too."""
-        self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
+        self.adapters = adapter_library(name, deployment)
+        """Kept when the stage is built anew: those that were loaded at run time are still there."""
+        self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load, adapters=self.adapters)
 
     def may_compile(self, planned: PlannedStage) -> bool:
         """Whether the stage's engine is likely to compile its network."""
@@ -343,6 +347,7 @@ def build_stage(
     *,
     registry: Registry = REGISTRY,
     load: Callable[[LoadContext], object] | None = None,
+    adapters: AdapterLibrary | None = None,
 ) -> Stage:
     """Load a stage's component where the configuration says and put it on its engine."""
     if isinstance(stage_cfg, RemoteStageConfig):
@@ -367,7 +372,7 @@ def build_stage(
         if progress is not None:
             progress("compiling" if device.type == "cuda" else "engine", WEIGHTS_SHARE)
         with _enough_memory(name):
-            return engine_stage(name, stage_cfg, component)
+            return engine_stage(name, stage_cfg, component, adapters)
 
     if device.type != "cpu":
         return build()

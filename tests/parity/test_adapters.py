@@ -62,7 +62,9 @@ def stage_of(base: Base, slots: int = 5, library: AdapterLibrary | None = None, 
     return ARStage("thinker", component_of(base.folder), ARBudget(**options), library)
 
 
-def run(stage: ARStage, requests: Sequence[tuple[Sequence[int], Wanted]], **params: Any) -> list[tuple[list[int], list[float]]]:
+def run(
+    stage: ARStage, requests: Sequence[tuple[Sequence[int], Wanted]], **params: Any
+) -> list[tuple[list[int], list[float]]]:
     """Tokens and their log probabilities, of requests that run together."""
     options = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **params}
     found: dict[str, tuple[list[int], list[float]]] = {}
@@ -144,7 +146,14 @@ def test_a_prefix_is_reused_by_the_same_content_and_never_by_another(base: Base)
     library._configured["copy"] = AdapterSource(base.adapters / "all")
     stage, prompt = stage_of(base, library=library), PROMPTS[5]
     hits = []
-    for wanted, known in (("all", "all"), ("feed", "feed"), (None, None), ("copy", "all"), ("feed", "feed"), (None, None)):
+    for wanted, known in (
+        ("all", "all"),
+        ("feed", "feed"),
+        (None, None),
+        ("copy", "all"),
+        ("feed", "feed"),
+        (None, None),
+    ):
         before = stage.stats().extra["prefix_hits"]
         (answer,) = run(stage, [(prompt, wanted)])
         check(base, prompt, known, answer)
