@@ -13,6 +13,6 @@ def host_of(group: GroupConfig, deployment: DeploymentConfig) -> Callable[[], Ho
     """What starts the processes of a group."""
     if group.kind != "ray":
         return LocalProcess
-    from omnistage.pipeline.rayhost_of import RayHost
+    from omnistage.pipeline.ray_host import RayHost
 
     return partial(RayHost, deployment.ray_address, group.num_cpus, group.num_gpus)
