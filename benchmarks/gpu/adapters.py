@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/adapters.py [--scale 1] [--hooks] [--plain]
 
-Prints one line of JSON with the milliseconds of a step without adapters, with layers for eight adapters of which one is
-used, and with all eight used beside rows without one. `--hooks` also measures layers that add the adapters in products
-of their own, as quantised ones do; `--plain` leaves compilation out. Without a GPU it runs a toy, to try the script out.
+Prints one line of JSON with the milliseconds of a step without adapters, with layers for eight of which one is used,
+and with all eight used. `--hooks` also measures layers that add the adapters in products of their own, as quantised
+ones do; `--plain` leaves compilation out. Without a GPU it runs a toy, to try the script out.
 """
 
 from __future__ import annotations
