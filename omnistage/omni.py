@@ -20,6 +20,7 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, SpeechPrompt, TextBatch
+from omnistage.pipeline.adapters import Adapters
 from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
 from omnistage.pipeline.build import EngineParts, Report, build_parts
 from omnistage.pipeline.health import OrchestratorStats, StageHealth
@@ -58,11 +59,16 @@ class _Front:
         gpu_memory: str | int | None = None,
         quantize: str | None = None,
         ray: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         progress: bool | Report = True,
     ) -> None:
-        """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
+        """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served.
+
+        `adapters`: folders of LoRA adapters by name; parameters choose by `lora`.
+        """
         values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
-        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray}
+        named = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
+        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray, "adapters": named}
         self._open(build_parts(OmniEngineArgs.parse(values), progress=progress))
 
     @classmethod
@@ -87,6 +93,7 @@ class _Front:
         deployment = parts.deployment
         self.processor = parts.processor
         self.memory = parts.memory
+        self.adapters = Adapters(parts.deployment, parts.adapters)
         self.start_times = parts.times
         self._groups = parts.groups
         self.media_limits = parts.limits.media

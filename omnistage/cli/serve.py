@@ -15,7 +15,7 @@ import typer
 
 from omnistage.cli.common import err
 from omnistage.cli.early_imports import EarlyImports
-from omnistage.cli.options import ModelOptions, option
+from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -105,9 +105,20 @@ class AccessOptions:
     allow_host: list[str] = option(
         [], "A further host name to accept where only loopback names are. Repeatable.", metavar="NAME"
     )
+    adapter_folder: list[Path] = option(
+        [], "Let clients load LoRA adapters from below this folder while it runs. Repeatable.", metavar="DIR"
+    )
     content_filter: str | None = option(
         None, "Content filter, like wordlist:FILE; default: none.", metavar="NAME[:ARG]"
     )
+
+    def adapter_overrides(self) -> list[str]:
+        """As settings that stand above everything else: a model's configuration does not open folders to clients."""
+        for folder in self.adapter_folder:
+            if not folder.is_dir():
+                raise InvalidRequestError(f"{folder} is not a folder", param="--adapter-folder")
+        folders = [str(folder.resolve()) for folder in self.adapter_folder]
+        return [f"deployment.adapter_folders={json.dumps(folders)}"]
 
     def keyring(self) -> Keyring:
         from omnistage.server.access.keys import load_keys
@@ -300,7 +311,8 @@ def _serve(
     from omnistage.server.service import Service
 
     overrides = overrides_by_model(settings.overrides, list(folders))
-    overrides = {name: [*entries, *media.overrides()] for name, entries in overrides.items()}
+    above = [*media.overrides(), *access.adapter_overrides()]
+    overrides = {name: [*entries, *above] for name, entries in overrides.items()}
     keyring = access.keyring()
     content_filter = None if access.content_filter is None else make_filter(access.content_filter)
     tracing = observability.start_tracing()
@@ -350,6 +362,7 @@ def _load(
     from omnistage.omni import AsyncOmni
 
     imports.finish()
+    adapters = overrides_by_model(settings.adapter, list(folders), "--adapter")
     for name, folder in folders.items():
         err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
         entries = overrides[name]
@@ -362,6 +375,7 @@ def _load(
             gpu_memory=settings.gpu_memory,
             quantize=settings.quantize,
             ray=settings.ray,
+            adapters=adapter_folders(adapters[name]),
             progress=functools.partial(service.report_loading, name),
         )
         for stage in omni.memory:
@@ -377,7 +391,7 @@ def _notify(line: str, style: str) -> None:
     err().print(line, style=style, markup=False)
 
 
-def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[str]]:
+def overrides_by_model(entries: list[str], names: list[str], param: str = "--set") -> dict[str, list[str]]:
     """The settings of each model: those for all, and those that begin with its name, as in `chat:key=value`."""
     overrides: dict[str, list[str]] = {name: [] for name in names}
     for entry in entries:
@@ -388,7 +402,7 @@ def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[s
         elif name in overrides:
             overrides[name].append(rest)
         else:
-            raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param="--set")
+            raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param=param)
     return overrides
 
 

@@ -38,6 +38,10 @@ class MediaError(InvalidRequestError, code="invalid_media"):
     """An image, audio clip or video that cannot be decoded."""
 
 
+class AdapterError(InvalidRequestError, code="invalid_adapter"):
+    """A LoRA adapter that is unknown, cannot be read, or does not fit the model."""
+
+
 class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
     """Larger than a configured limit; the message gives both numbers."""
 

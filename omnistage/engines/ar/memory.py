@@ -163,7 +163,8 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
         # Where sequences run one by one, a prompt is computed whole.
         activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
         graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
-        caches=(budget.encoder_cache if media else 0) + component.spec.state_bytes * budget.max_running
+        caches=(budget.encoder_cache if media else 0)
+        + component.spec.state_bytes * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
     fixed = None if fixed is None else min(fixed, useful)
@@ -177,7 +178,7 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     def step() -> torch.Tensor:
         embeds = component.embed(torch.empty(tokens, dtype=torch.int64, device=META))
         paged = current.paged = PagedContext(
-            _NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
+            NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
         )
         positions = torch.empty(spec.position_dims, tokens, dtype=torch.int64, device=META)
         hidden = component.forward(embeds, positions, paged)
@@ -248,7 +249,7 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     return outputs + count * _GRAPH_BYTES + largest
 
 
-class _NoAttention(AttentionBackend):
+class NoAttention(AttentionBackend):
     """Allocates what paged attention allocates: its result."""
 
     name = "none"
@@ -271,4 +272,4 @@ class _NoAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del key, cache, paged, scale, window, softcap, sinks
-        return torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+        return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

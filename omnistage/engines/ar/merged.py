@@ -20,14 +20,15 @@ class _Merged(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self._sizes = tuple(layer.out_features for layer in layers)
+        self.sizes = tuple(layer.out_features for layer in layers)
+        # A layer like others, so that whatever changes linear layers from outside can change it.
         merged = nn.Linear(1, 1, bias=False, device="meta")
-        merged.in_features, merged.out_features = layers[0].in_features, sum(self._sizes)
+        merged.in_features, merged.out_features = layers[0].in_features, sum(self.sizes)
         merged.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
         biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         if biases:
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-        self.linear: nn.Module = merged
+        self.joint: nn.Module = merged
         """Exchanged where weights are quantised."""
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
@@ -36,9 +37,9 @@ class _Merged(nn.Module):
         """The output of one of the layers. The first to be asked with an input computes all of them."""
         if self._input is not x:
             self._input = x
-            self._outputs = self.linear(x).split(self._sizes, dim=-1)
+            self._outputs = self.joint(x).split(self.sizes, dim=-1)
         out = self._outputs[index]
-        if index == len(self._sizes) - 1:  # usually the last to be asked: nothing is held until the next step
+        if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
             self._input, self._outputs = None, ()
         return out
 
@@ -78,10 +79,10 @@ def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int
 
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
-    linear = layer.group.linear if isinstance(layer, MergedLinear) else None
-    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
+    joint = layer.group.joint if isinstance(layer, MergedLinear) else None
+    if type(joint) is not nn.Linear or joint.bias is not None or type(joint.weight) is not nn.Parameter:
         raise TypeError("layers that are not merged, are quantised, or have a bias")
-    return linear.weight
+    return joint.weight
 
 
 def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:

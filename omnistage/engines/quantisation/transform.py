@@ -85,7 +85,7 @@ class Quantiser:
             merge_linears(network, set(chosen))
         for name in chosen:
             module = network.get_submodule(name)
-            layer = module.group.linear if isinstance(module, MergedLinear) else module
+            layer = module.group.joint if isinstance(module, MergedLinear) else module
             if not isinstance(module, MergedLinear) or module.index == 0:
                 self._quantise(layer, device)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,9 +189,7 @@ class OwnForwardLM(ARComponent):
             except (RuntimeError, TypeError) as error:  # kernels for one dtype, or no memory for weights in float32
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-        return self._check_as(
-            vocab_size, self.dtype, _TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE
-        )
+        return self._check_as(vocab_size, self.dtype, _TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE)
 
     @torch.inference_mode()
     def _check_as(self, vocab_size: int, dtype: torch.dtype, tolerance: float) -> bool:
@@ -213,7 +210,9 @@ class OwnForwardLM(ARComponent):
         windows = {layer[3] for layer in self._layers if layer is not None} - {None}
         for window in windows:
             if window > _LONGEST_WINDOW:
-                raise UnsupportedModelError(f"a window of {window} tokens is too long to be looked at when it is loaded")
+                raise UnsupportedModelError(
+                    f"a window of {window} tokens is too long to be looked at when it is loaded"
+                )
             ids = torch.arange(window + 9, device=self.device) % vocab_size
             whole = self.model(input_ids=ids[None], use_cache=False).logits[0, -1:]
             got = self._run([ids], [ids[:1]], True, dtype)
@@ -239,7 +238,9 @@ class OwnForwardLM(ARComponent):
             for part, end in ((ids[:-_CUT], len(ids) - _CUT), (ids[-_CUT:], len(ids))):
                 logits = self.forward_group(part[None], Group.of(len(part), [end], [own], self.device))
             got.append([logits[0]])
-        alike = [range(len(prompts))] if padded else [[i for i, p in enumerate(prompts) if len(p) == n] for n in _PROMPTS]
+        alike = (
+            [range(len(prompts))] if padded else [[i for i, p in enumerate(prompts) if len(p) == n] for n in _PROMPTS]
+        )
         for step in range(len(tokens[0]) - 1):
             for group in alike:
                 ids = torch.stack([tokens[i][step] for i in group])[:, None]

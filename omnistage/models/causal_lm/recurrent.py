@@ -110,7 +110,9 @@ def _states_of(call: _Call, layer: int) -> LayerStates:
     argument = next((key for key, item in call.arguments.items() if isinstance(item, transformers.Cache)), None)
     inputs = [i for key, i in call.arguments.items() if isinstance(i, torch.Tensor) and not key.endswith("mask")]
     if argument is None or len(inputs) != 1 or inputs[0] is not next(iter(call.arguments.values())):
-        raise UnsupportedModelError(f"{name} takes more than hidden states and a cache, which its sequences would share")
+        raise UnsupportedModelError(
+            f"{name} takes more than hidden states and a cache, which its sequences would share"
+        )
     rows = inputs[0]
 
     def run(*parts: torch.Tensor) -> tuple[torch.Tensor, Any]:

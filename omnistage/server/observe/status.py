@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NotRequired, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -39,6 +40,10 @@ class ModelCard(TypedDict):
     voices: list[str]
     stages: list[str]
     defaults: dict[str, dict[str, JsonValue]]
+    parent: NotRequired[str]
+    """Of an adapter: the model that it changes."""
+    root: NotRequired[str]
+    """Of an adapter: the name of its folder."""
 
 
 class ModelList(TypedDict):
@@ -74,8 +79,13 @@ class CancelledRequest(TypedDict):
 async def list_models(request: Request) -> ModelList:
     """The models that this key may use."""
     allowed = caller(request).models
-    models = [_card(m) for m in service_of(request).models.values() if allowed is None or m.name in allowed]
-    return ModelList(object="list", data=models)
+    models = [
+        each
+        for model in service_of(request).models.values()
+        for each in (model, *(replace(model, adapter=name) for name in model.omni.adapters.names()))
+    ]
+    cards = [_card(model) for model in models if allowed is None or model.requested_name in allowed]
+    return ModelList(object="list", data=cards)
 
 
 @router.get("/v1/models/{name:path}")
@@ -89,8 +99,8 @@ async def get_model(name: str, request: Request) -> ModelCard:
 def _card(model: ServedModel) -> ModelCard:
     omni = model.omni
     stages = {name: stage for name, kind in _DEFAULTS.items() if (stage := model.stage_for_params(kind)) is not None}
-    return ModelCard(
-        id=model.name,
+    card = ModelCard(
+        id=model.requested_name,
         object="model",
         created=model.created,
         owned_by="omnistage",
@@ -102,6 +112,10 @@ def _card(model: ServedModel) -> ModelCard:
             for name, stage in stages.items()
         },
     )
+    if model.adapter is not None:
+        card["parent"] = model.name
+        card["root"] = omni.adapters.names()[model.adapter][1].name
+    return card
 
 
 @router.get("/health", responses={**response_docs(Health), 503: {"model": Health}})

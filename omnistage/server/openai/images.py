@@ -36,7 +36,7 @@ from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
-from omnistage.server.openai.request_models import Finite, Size, diffusion_params
+from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
 from omnistage.server.openai.response_models import TokenCounts
 from omnistage.server.openai.running import final_output
 from omnistage.server.service import ServedModel, Service
@@ -77,6 +77,7 @@ class ImageRequest(WireModel):
     true_cfg: Finite | None = None
     negative_prompt: str | None = None
     seed: int | None = None
+    lora: LoraField = None
     strength: Finite | None = None
     control_scale: Finite | None = None
     scheduler: str | None = None

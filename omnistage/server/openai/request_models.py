@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 
 from omnistage.core.errors import InvalidRequestError
-from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.params import MAX_MIXED_ADAPTERS, Adapters, DiffusionParams, SamplingParams
 from omnistage.core.validation import short_repr
 from omnistage.server.http.openapi import bounds_of
 from omnistage.server.openai.base import WireModel, max_items
@@ -52,6 +52,13 @@ class AudioOptions(WireModel):
 
     voice: Voice | None = None
     format: Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"] = "wav"
+
+
+LoraField = Annotated[
+    Adapters | None,
+    max_items(MAX_MIXED_ADAPTERS),
+    Field(default=None, description="LoRA adapters: a name, or a list of {name, weight}."),
+]
 
 
 class SamplesText(WireModel):
@@ -107,6 +114,7 @@ class SamplingFields(SamplesText):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], max_items(MAX_STOP)] | None = None
     return_token_ids: bool | None = Field(default=None, description="Send the ids of generated tokens, as vLLM does.")
+    lora: LoraField = None
     priority: int = 0
     timeout: Finite | None = None
 

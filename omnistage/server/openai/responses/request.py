@@ -17,7 +17,7 @@ from omnistage.core.validation import field_error
 from omnistage.server.http.openapi import bounds_of
 from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
-from omnistage.server.openai.request_models import AudioOptions, Finite, SamplesText
+from omnistage.server.openai.request_models import AudioOptions, Finite, LoraField, SamplesText
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
 from omnistage.server.openai.tools import ExactSchema, JsonSchema
 
@@ -140,6 +140,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     max_output_tokens: int | None = None
     temperature: Finite | None = None
     top_p: Finite | None = None
+    lora: LoraField = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = TextOptions()
