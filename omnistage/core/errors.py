@@ -42,7 +42,7 @@ class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded")
     """Larger than a configured limit; the message gives both numbers."""
 
 
-class PromptTooLongError(LimitExceededError, status=400, code="prompt_too_long"):
+class PromptTooLongError(LimitExceededError, status=400, code="context_length_exceeded"):
     """More tokens than the stage can hold."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import shutil
 import tempfile
 import time
@@ -46,11 +45,12 @@ from omnistage.server.http.errors import (
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
+from omnistage.server.openai.responses.store import ResponseStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 from omnistage.server.reasoning import ReasoningStream, plan_thinking
 
@@ -63,7 +63,6 @@ SESSION_CLOSE_TIMEOUT = 5.0
 TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS = 2, 8
 """Transcriptions without a stage: those that run at once, and those that run or wait."""
 KeyT = TypeVar("KeyT")
-_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,7 @@ class Service:
         self.audit_required = False
         """Whether requests are refused while the audit log cannot be written."""
         self.spoken = SpokenAnswers()
+        self.responses = ResponseStore()
         self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
@@ -193,9 +193,13 @@ class Service:
         if self.audit_required and self.audit_file is not None and self.audit_file.failing:
             raise AuditError("the audit log cannot be written, and requests are refused until it can; try again later")
 
-    def model(self, name: str) -> ServedModel:
-        """A model by its name. Raises the client's error."""
+    def model(self, name: str | None) -> ServedModel:
+        """A model by its name, which may be left out where there is one. Raises the client's error."""
         self.check_ready()
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None:
+            raise InvalidRequestError("is missing; /v1/models lists the models", param="model")
         model = self.models.get(name)
         if model is None:
             # With keys, not everybody may see all models.
@@ -273,7 +277,7 @@ class Service:
     @contextlib.contextmanager
     def _tagging(self, holder: Holder, tag: str, request_id: str) -> Iterator[None]:
         """The client's own id leads to this request from its preparation on; one that is refused does not keep it."""
-        if not _TAG.fullmatch(tag):
+        if not is_tag(tag):
             raise InvalidRequestError("the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _")
         earlier = self._tagged.get((holder.name, tag))
         _remember(self._tagged, (holder.name, tag), request_id)

@@ -403,7 +403,7 @@ def test_what_the_model_has_no_room_for_is_left_out(
     connection.session.update(session={"type": "realtime", "truncation": "disabled"})
     connection.response.create()
     failed = until_event(connection, "response.done")[-1].response
-    assert (failed.status, failed.status_details.error.code) == ("failed", "prompt_too_long")
+    assert (failed.status, failed.status_details.error.code) == ("failed", "context_length_exceeded")
 
 
 @pytest.fixture(params=["lm", "omni"])

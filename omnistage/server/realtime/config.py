@@ -15,7 +15,6 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import AudioLimits
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
-from omnistage.core.validation import short_repr
 from omnistage.server.openai.audio import capabilities
 from omnistage.server.openai.base import Metadata
 from omnistage.server.openai.responses.tools import FlatTool
@@ -235,17 +234,13 @@ def default_config(model: ServedModel) -> SessionConfig:
 
 def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None:
     """Raise if this model does not support these settings."""
-    voices = model.omni.processor.voices()
-    voice = config.audio.output.voice
+
     if config.speaks and Modality.AUDIO not in model.omni.modalities:
         raise UnsupportedModalityError(
             'this model has no audio output; use ["text"]', param=f"{prefix}.output_modalities"
         )
-    if voice is not None and voice not in voices:
-        known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
-        raise InvalidRequestError(
-            f"there is no voice {short_repr(voice)}; {known}", param=f"{prefix}.audio.output.voice"
-        )
+    if config.speaks or config.audio.output.voice is not None:
+        model.omni.voices.resolve(config.audio.output.voice, f"{prefix}.audio.output.voice")
     try:
         toolbox = config.tool_fields().toolbox
         if toolbox is not None:
