@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, NotRequired
 
@@ -52,7 +52,7 @@ from omnistage.server.service import ServedModel, Service
 router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
-_MAX_TOKENS = 1_000_000
+MAX_TRANSCRIPT_TOKENS = 1_000_000
 """The largest value: a transcription is as long as the speech, so that the model's context is its limit."""
 _TIMED = ("srt", "vtt")
 _ENGLISH = ("en", "english")
@@ -111,19 +111,6 @@ class TranscriptionForm(WireModel):
         if self.stream_include_usage is None and self.stream_continuous_usage_stats is None:
             return None
         return TranscriptChunks(self.model or "", bool(self.stream_include_usage))
-
-    def instruction(self) -> str:
-        """What a chat model is asked to do with the audio."""
-        parts = [_INSTRUCTION]
-        if self.language:
-            parts.append(f"The language is {self.language}.")
-        if self.languages:
-            parts.append(f"The languages may be: {', '.join(self.languages)}.")
-        if self.keywords:
-            parts.append(f"Words that may be said: {', '.join(self.keywords)}.")
-        if self.prompt:
-            parts.append(f"Context that may help with names and spelling: {self.prompt}")
-        return " ".join(parts)
 
     def reject_timestamps(self) -> None:
         """Raise for options that only speech recognition with timestamps has."""
@@ -213,6 +200,22 @@ class Transcription(TypedDict):
     words: NotRequired[list[Word]]
 
 
+def instruction(
+    language: str | None, languages: Sequence[str] = (), keywords: Sequence[str] = (), prompt: str | None = None
+) -> str:
+    """What a chat model is asked to do with audio."""
+    parts = [_INSTRUCTION]
+    if language:
+        parts.append(f"The language is {language}.")
+    if languages:
+        parts.append(f"The languages may be: {', '.join(languages)}.")
+    if keywords:
+        parts.append(f"Words that may be said: {', '.join(keywords)}.")
+    if prompt:
+        parts.append(f"Context that may help with names and spelling: {prompt}")
+    return " ".join(parts)
+
+
 @router.post(
     "/v1/audio/transcriptions",
     response_model=None,
@@ -239,12 +242,15 @@ async def transcriptions(
     stage = served.stage_for_params(SamplingParams)
     if stage is None:
         raise UnsupportedModalityError("this model has no text output; use one that has", param="model")
-    content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.instruction()}]
+    content = [
+        {"type": "audio", "audio": data},
+        {"type": "text", "text": instruction(form.language, form.languages, form.keywords, form.prompt)},
+    ]
     running = service.run_request(
         holder,
         served,
         [{"role": "user", "content": content}],
-        {stage: SamplingParams(temperature=form.temperature, max_tokens=_MAX_TOKENS)},
+        {stage: SamplingParams(temperature=form.temperature, max_tokens=MAX_TRANSCRIPT_TOKENS)},
         RequestOptions(["text"], None, 0, form.timeout),
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )

@@ -203,8 +203,6 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
 
     @model_validator(mode="after")
     def _audio_fits(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "is for streams; send stream: true, or leave it out")
         if self.structured_outputs is not None and (self.text.format.type != "text" or self.tools):
             raise field_error("structured_outputs", "goes without text.format and tools; leave one out")
         if self.audio is not None and "audio" not in (self.modalities or ()):

@@ -16,6 +16,7 @@ from omnistage.core.params import StageParams
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
+from omnistage.server.http.errors import NotFoundError
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import stream_response
@@ -36,6 +37,10 @@ from omnistage.server.service import ServedModel, Service
 
 router = api_router()
 _Items = tuple[Mapping[str, object], ...]
+
+
+class PreviousResponseError(InvalidRequestError, code="previous_response_not_found"):
+    """The response that a request continues is not stored, or no longer."""
 
 
 class DeletedResponse(TypedDict):
@@ -148,7 +153,10 @@ def _history(body: ResponsesRequest, service: Service, holder: Holder) -> tuple[
     """The conversation that the request continues, and its size."""
     if body.previous_response_id is None:
         return (), 0
-    stored = service.responses.get(holder.name, body.previous_response_id, "previous_response_id")
+    try:
+        stored = service.responses.get(holder.name, body.previous_response_id)
+    except NotFoundError as error:
+        raise PreviousResponseError(error.message, param="previous_response_id") from None
     return stored.items, stored.size
 
 

@@ -60,7 +60,7 @@ class ResponseStore:
         self._kept[str(response["id"])] = StoredResponse(holder, response, items, inputs, size, expires)
         self.size += size
 
-    def get(self, holder: str, response_id: str, param: str = "response_id") -> StoredResponse:
+    def get(self, holder: str, response_id: str) -> StoredResponse:
         """A response of this holder's. Raises `NotFoundError`."""
         stored = self._kept.get(response_id)
         if stored is not None and stored.expires < self._clock():
@@ -69,7 +69,7 @@ class ResponseStore:
         if stored is None or stored.holder != holder:
             raise NotFoundError(
                 f"there is no response {short_repr(response_id)}, or it was dropped; send the conversation in input",
-                param=param,
+                param="response_id",
             )
         return stored
 
