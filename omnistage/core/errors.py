@@ -38,6 +38,19 @@ class MediaError(InvalidRequestError, code="invalid_media"):
     """An image, audio clip or video that cannot be decoded."""
 
 
+class SizeError(InvalidRequestError):
+    """A side of a picture, `width` or `height`, that the model cannot draw; `nearest` is one that it can."""
+
+    def __init__(self, message: str, *, side: str, nearest: int) -> None:
+        super().__init__(message, param=side)
+        self.side = side
+        self.nearest = nearest
+
+
+class SizeLimitError(SizeError, status=413, code="limit_exceeded"):
+    """A side that is longer than the model draws."""
+
+
 class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
     """Larger than a configured limit; the message gives both numbers."""
 

@@ -70,6 +70,8 @@ class ServedModel:
     name: str
     omni: AsyncOmni
     created: int = field(default_factory=lambda: int(time.time()))
+    nearest_sizes: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = field(default_factory=dict)
+    """Of pictures: what it draws for a size that is a preference."""
 
     @cached_property
     def thinking(self) -> Thinking | None:

@@ -35,24 +35,24 @@ def apply_update(
             if all(error.param != earlier.param for earlier in refused):
                 refused.append(error)
             left = None if error.param is None or len(refused) > _MAX_REFUSED else without(settings, error.param)
-            if not left:
+            if not left or left.keys() == {"type"}:
                 raise refused[0] from None
             settings = left
 
 
 def without(settings: JsonObject, path: str) -> JsonObject | None:
-    """Settings without the field at a path, or what of it is there; None where nothing is.
-
-    What holds nothing else goes with it. A list goes as a whole.
-    """
+    """Settings without the one at a path; None where they have none there. A setting goes as a whole, as it is set."""
     steps = re.split(r"[.\[]", path)[1:]
+    depth = 3 if steps[:2] in (["audio", "input"], ["audio", "output"]) else 1
+    return _without(settings, steps[:depth])
+
+
+def _without(settings: JsonObject, steps: list[str]) -> JsonObject | None:
     if not steps or steps[0] not in settings:
         return None
     head, value = steps[0], settings[steps[0]]
+    inner = _without(value, steps[1:]) if isinstance(value, dict) and len(steps) > 1 else None
     rest = {name: one for name, one in settings.items() if name != head}
-    if not isinstance(value, dict) or len(steps) == 1:
-        return rest
-    inner = without(value, path.partition(".")[2])
     return {**rest, head: inner} if inner else rest
 
 
