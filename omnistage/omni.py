@@ -20,6 +20,7 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, SpeechPrompt, TextBatch
+from omnistage.core.voices import VoiceNames
 from omnistage.pipeline.adapters import Adapters
 from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
 from omnistage.pipeline.build import EngineParts, Report, build_parts
@@ -113,7 +114,11 @@ class _Front:
             links=parts.links,
         )
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
-        self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
+        speaks = Modality.AUDIO in self.modalities
+        self.voices = VoiceNames(parts.processor.voices(), deployment.voices, speaks=speaks)
+        self._requests = RequestFactory(
+            parts.graph, params_types, parts.processor, parts.limits, parts.defaults, voices=self.voices
+        )
         self._output_buffer = deployment.output_buffer
         self._preparing: dict[str, Cancellation] = {}
         """Requests that the orchestrator does not know yet, by id."""
@@ -127,6 +132,10 @@ class _Front:
         with cancellation_scope() as cancellation:
             cancellation.deadline = self._requests.deadline(arrival, options.timeout)
             return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
+
+    def tokens(self, prompt: Prompt, options: RequestOptions) -> tuple[int, ...] | int:
+        """The tokens of a prompt; their number alone where some stand for media or embeddings."""
+        return self._requests.tokens(prompt, options)
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""

@@ -37,6 +37,10 @@ class ServiceOptions:
     name: str | None = option(None, "What clients call MODEL; default: the folder's name.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every network.")
     port: int = option(8000, "Port; 0 takes a free one.", min=0, max=65535)
+    ssl_certfile: Path | None = option(None, "Serve https: the certificate and its chain, PEM.", metavar="FILE")
+    ssl_keyfile: Path | None = option(
+        None, "The certificate's private key; default: it is in the same file.", metavar="FILE"
+    )
     public_url: str | None = option(
         None, "URL under which clients reach the service, for links in responses.", metavar="URL"
     )
@@ -68,6 +72,26 @@ class ServiceOptions:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise InvalidRequestError("is not a URL like https://api.example.org", param="--public-url")
         return self.public_url.rstrip("/")
+
+    def certificate(self) -> tuple[Path, Path] | None:
+        """Of https, with its key, which fits. Raises `InvalidRequestError`."""
+        import ssl
+
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise InvalidRequestError("goes with --ssl-certfile", param="--ssl-keyfile")
+            return None
+        key = self.ssl_keyfile or self.ssl_certfile
+        for param, file in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", key)):
+            if not file.is_file():
+                raise InvalidRequestError(f"{file} is not a file", param=param)
+        try:  # a key with a passphrase is refused, where OpenSSL would ask for it on the terminal
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                f"no certificate with its key, in PEM and without a passphrase: {error}", param="--ssl-certfile"
+            ) from error
+        return self.ssl_certfile, key
 
     def folders(self, model: str | None) -> dict[str, str]:
         """The folder, or the hub's name, of each model by the name that clients use."""
@@ -313,6 +337,7 @@ def _serve(
     overrides = overrides_by_model(settings.overrides, list(folders))
     above = [*media.overrides(), *access.adapter_overrides()]
     overrides = {name: [*entries, *above] for name, entries in overrides.items()}
+    certificate = options.certificate()
     keyring = access.keyring()
     content_filter = None if access.content_filter is None else make_filter(access.content_filter)
     tracing = observability.start_tracing()
@@ -342,6 +367,7 @@ def _serve(
                 load,
                 host=options.host,
                 port=options.port,
+                certificate=certificate,
                 drain_seconds=options.drain_seconds,
                 notify=_notify,
                 exits=True,

@@ -95,6 +95,10 @@ class DeploymentConfig(ConfigModel):
     max_rebuilds: CountOrZero = Field(
         default=3, description="Attempts to rebuild a stage that has failed, each within 10 minutes of the last."
     )
+    voices: dict[str, str] = Field(
+        default_factory=dict,
+        description="Other names for the model's voices, like `{alloy: Chelsie}`; OpenAI's mean its voices in turn.",
+    )
     ray_address: str | None = Field(
         default=None,
         max_length=300,

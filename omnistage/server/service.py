@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import shutil
 import tempfile
 import time
@@ -47,11 +46,12 @@ from omnistage.server.http.errors import (
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
+from omnistage.server.openai.responses.store import ResponseStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 from omnistage.server.reasoning import ReasoningStream, plan_thinking
 
@@ -66,7 +66,6 @@ TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS = 2, 8
 MAX_QUEUED_ADAPTERS = 16
 """Adapters that are being loaded or wait for it, one at a time: each is a large file."""
 KeyT = TypeVar("KeyT")
-_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class ServedModel:
     name: str
     omni: AsyncOmni
     created: int = field(default_factory=lambda: int(time.time()))
+    nearest_sizes: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = field(default_factory=dict)
+    """Of pictures: what it draws for a size that is a preference."""
     adapter: str | None = None
     """Of a request that names an adapter as its model; `name` is then that of its base."""
 
@@ -155,6 +156,7 @@ class Service:
         self.audit_required = False
         """Whether requests are refused while the audit log cannot be written."""
         self.spoken = SpokenAnswers()
+        self.responses = ResponseStore()
         self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
         self.adapter_workers = Workers(1, MAX_QUEUED_ADAPTERS, "adapters", "adapters")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
@@ -203,9 +205,13 @@ class Service:
         if self.audit_required and self.audit_file is not None and self.audit_file.failing:
             raise AuditError("the audit log cannot be written, and requests are refused until it can; try again later")
 
-    def model(self, name: str) -> ServedModel:
-        """A model by its name. Raises the client's error."""
+    def model(self, name: str | None) -> ServedModel:
+        """A model by its name, which may be left out where there is one. Raises the client's error."""
         self.check_ready()
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None:
+            raise InvalidRequestError("is missing; /v1/models lists the models", param="model")
         model = self.models.get(name) or self.adapted(name)
         if model is None:
             # With keys, not everybody may see all models.
@@ -289,7 +295,7 @@ class Service:
     @contextlib.contextmanager
     def _tagging(self, holder: Holder, tag: str, request_id: str) -> Iterator[None]:
         """The client's own id leads to this request from its preparation on; one that is refused does not keep it."""
-        if not _TAG.fullmatch(tag):
+        if not is_tag(tag):
             raise InvalidRequestError("the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _")
         earlier = self._tagged.get((holder.name, tag))
         _remember(self._tagged, (holder.name, tag), request_id)

@@ -43,7 +43,7 @@ from omnistage.engines.ar.recurrent_runner import RecurrentRunner
 from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
-from omnistage.engines.ar.text import TextStream
+from omnistage.engines.ar.text import TextStream, stop_reason
 from omnistage.engines.stage import BatchedStage
 from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
@@ -365,6 +365,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             hidden_start=hidden.start if hidden is not None else 0,
             prompt=None if answer.announced else answer.payload,
             ended_by=ended_by,
+            stop_reason=None if finish is None else stop_reason(answer.text, answer.params, ended_by),
             cached_tokens=0 if answer.announced else self.scheduler.cached(key),
             frames=(result.frames[key],) if key in result.frames else (),
         )
@@ -403,6 +404,10 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         ]
 
     # -------------------------------------------------------------------------------------------- insight
+
+    @property
+    def max_model_len(self) -> int:
+        return self.max_length
 
     def stats(self) -> StageStats:
         waiting, running, starved = self.scheduler.counts()

@@ -17,6 +17,7 @@ from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
+    SizeError,
     UnsupportedModalityError,
 )
 from omnistage.core.family import LoadContext
@@ -308,8 +309,10 @@ def check_sides(params: DiffusionParams, multiple: int) -> None:
     for name, value in (("width", params.width), ("height", params.height)):
         if value is not None and value % multiple:
             low = max(value // multiple, 1) * multiple
-            raise InvalidRequestError(
-                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}", param=name
+            raise SizeError(
+                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}",
+                side=name,
+                nearest=low + multiple if value - low > multiple / 2 else low,
             )
 
 

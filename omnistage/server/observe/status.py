@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import JsonValue
 from typing_extensions import TypedDict
 
+from omnistage import __version__
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.stage import StageState
 from omnistage.core.threads import DaemonThreads
@@ -37,7 +38,11 @@ class ModelCard(TypedDict):
     created: int
     owned_by: Literal["omnistage"]
     modalities: dict[str, list[str]]
+    max_model_len: int | None
+    """Tokens of prompt and answer together, of the stage that samples text; null: not known."""
     voices: list[str]
+    voice_aliases: dict[str, str | None]
+    """Other names that `voice` may have, and the voice that each means; null: the only one, which has no name."""
     stages: list[str]
     defaults: dict[str, dict[str, JsonValue]]
     parent: NotRequired[str]
@@ -63,6 +68,10 @@ class Readiness(TypedDict):
     """What is being loaded, and how much of it is."""
     stages: NotRequired[list[UnavailableStage]]
     """Those because of which it is `unavailable`."""
+
+
+class Version(TypedDict):
+    version: str
 
 
 class Health(TypedDict):
@@ -98,6 +107,7 @@ async def get_model(name: str, request: Request) -> ModelCard:
 
 def _card(model: ServedModel) -> ModelCard:
     omni = model.omni
+    text = model.stage_for_params(SamplingParams)
     stages = {name: stage for name, kind in _DEFAULTS.items() if (stage := model.stage_for_params(kind)) is not None}
     card = ModelCard(
         id=model.requested_name,
@@ -105,7 +115,9 @@ def _card(model: ServedModel) -> ModelCard:
         created=model.created,
         owned_by="omnistage",
         modalities={"input": sorted(omni.processor.input_modalities | {"text"}), "output": list(model.omni.modalities)},
-        voices=list(omni.processor.voices()),
+        max_model_len=None if text is None else omni.orchestrator.stages[text].max_model_len,
+        voices=list(omni.voices.voices),
+        voice_aliases=dict(omni.voices.aliases),
         stages=list(omni.orchestrator.graph.order),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)
@@ -153,6 +165,12 @@ def _unavailable(model: str, health: StageHealth) -> UnavailableStage:
 async def read_stats(read: Callable[[], _Result]) -> _Result:
     """Read statistics, not in the event loop: they come from the stages' own code."""
     return await asyncio.wrap_future(_readers.submit(read))
+
+
+@router.get("/version")
+async def version() -> Version:
+    """The service's version."""
+    return Version(version=__version__)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
