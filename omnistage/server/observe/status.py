@@ -21,6 +21,7 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.observe.model_features import transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
@@ -38,6 +39,10 @@ class ModelCard(TypedDict):
     modalities: dict[str, list[str]]
     voices: list[str]
     stages: list[str]
+    transcribes: bool
+    """Whether it recognises speech by itself, without a chat model that is asked to."""
+    unsupported: list[str]
+    """Parameters of pictures that it refuses, among `size` and `negative_prompt`."""
     defaults: dict[str, dict[str, JsonValue]]
 
 
@@ -97,6 +102,8 @@ def _card(model: ServedModel) -> ModelCard:
         modalities={"input": sorted(omni.processor.input_modalities | {"text"}), "output": list(model.omni.modalities)},
         voices=list(omni.processor.voices()),
         stages=list(omni.orchestrator.graph.order),
+        transcribes=transcribes(model),
+        unsupported=unsupported_drawing(model),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)
             for name, stage in stages.items()

@@ -1,6 +1,7 @@
 // The parameters for a model's modalities. Empty fields are not sent: the service's defaults apply.
 
 import { $, el } from "./dom.js";
+import { openPanel } from "./panel.js";
 
 const number = (name, label, hint, range) => ({ name, label, hint, type: "number", ...range });
 
@@ -40,8 +41,8 @@ export class Params {
     else fields.push(...SAMPLING);
     if (model.draws && model.chats) fields.push(...DRAWING.filter(({ name }) => !["seed", "n"].includes(name)));
     if (model.chats) fields.push(SYSTEM);
-    this.fields = fields;
-    $("params").replaceChildren(...fields.map((field) => this.field(field)));
+    this.fields = fields.filter(({ name }) => !model.unsupported.includes(name));
+    $("params").replaceChildren(...this.fields.map((field) => this.field(field)));
   }
 
   field({ name, label, hint, type, ...range }) {
@@ -65,9 +66,24 @@ export class Params {
     return name === "seed" ? "random" : name === "negative_prompt" || name === "system" ? "none" : "model’s default";
   }
 
-  /** Whether all fields are valid; the browser marks those that are not. */
+  /** Whether all fields are valid; those that are not are shown with the browser's reason, also where the panel was closed. */
   valid() {
-    return $("params").reportValidity();
+    if ($("params").checkValidity()) return true;
+    openPanel();
+    $("params").reportValidity();
+    return false;
+  }
+
+  /** Say at a field why the service refused it, until it is changed. */
+  mark(name, message) {
+    const field = $(`param-${name.split(".").pop()}`);
+    if (field === null) return;
+    field.setAttribute("aria-invalid", "true");
+    field.title = message;
+    field.addEventListener("input", () => {
+      field.removeAttribute("aria-invalid");
+      field.title = "";
+    }, { once: true });
   }
 
   /** The filled fields, numbers as numbers. */
