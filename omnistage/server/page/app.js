@@ -11,7 +11,7 @@ import { hear } from "./heard.js";
 import { Keeper } from "./keeper.js";
 import { onKey, setUpKey } from "./key.js";
 import { setUpMicrophone } from "./microphone.js";
-import { choose as chooseOutput, describe, examplesFor, outputs, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
+import { choose as chooseOutput, chooseModel, describe, examplesFor, outputs, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
 import { setUpPanels, setUpTheme } from "./panel.js";
 import { Params } from "./params.js";
 import { Past } from "./past.js";
@@ -238,13 +238,20 @@ function newChat() {
   $("prompt").focus();
 }
 
+/** Show a conversation that was kept, with the model that answered last. */
 async function open(id) {
   try {
     const kept = await load(id);
-    if (kept !== null) show(await Conversation.from(kept), kept.draft);
+    if (kept === null) return;
+    show(await Conversation.from(kept), kept.draft);
   } catch (error) {
     notKept(error);
+    return;
   }
+  const answer = conversation.turns.at(-1)?.answer;
+  if (!answer || answer.model === $("model").value) return;
+  chooseModel(answer.model);
+  if (model() !== undefined) choose();
 }
 
 /** A conversation is no longer kept: where it is the one that is shown, begin another. */
@@ -294,7 +301,10 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => exchange.stop());
 $("talk").addEventListener("click", talkLive);
 $("new-chat").addEventListener("click", newChat);
-$("model").addEventListener("change", choose);
+$("model").addEventListener("change", () => {
+  chooseModel($("model").value);
+  choose();
+});
 $("outputs").addEventListener("change", rememberOutputs);
 
 setUpKey();

@@ -67,6 +67,7 @@ export class Answer {
     if (record.reasoning) answer.addReasoning(record.reasoning);
     answer.text = record.text;
     record.pictures.forEach(({ blob, seed }, index) => blob && answer.showDone(index, blob, seed));
+    if (record.pictures.some(({ blob }) => !blob)) answer.gallery.after(el("p", { class: "note" }, "Its pictures are no longer kept."));
     if (record.video?.blob) answer.showVideo(record.video);
     if (record.speech) answer.showReplay(record.speech);
     answer.close(record.ended ?? "stopped", record.error, record.ended ? record.facts : ["interrupted", ...record.facts]);

@@ -38,12 +38,20 @@ export async function loadModels() {
   return (await getJson("v1/models")).data.map((entry) => new Model(entry));
 }
 
+const CHOSEN = "omnistage.model"; // in this tab
+
+/** Choose a model, where it is served. */
+export function chooseModel(id) {
+  if (![...$("model").options].some(({ value }) => value === id)) return;
+  $("model").value = id;
+  sessionStorage.setItem(CHOSEN, id);
+}
+
 /** Fill the chooser; the model that was chosen before stays chosen. */
 export function showModels(models) {
-  const before = $("model").value;
   $("model").replaceChildren(...models.map(({ id }) => el("option", { value: id }, id)));
   $("model").disabled = models.length === 0;
-  if (models.some(({ id }) => id === before)) $("model").value = before;
+  chooseModel(sessionStorage.getItem(CHOSEN));
 }
 
 const WANTED = "omnistage.outputs"; // what answers are made of besides text, as it was chosen last

@@ -3,6 +3,8 @@
 import { $, el } from "./dom.js";
 import { openPanel } from "./panel.js";
 
+const ENTERED = "omnistage.params";
+
 const number = (name, label, hint, range) => ({ name, label, hint, type: "number", ...range });
 
 const SAMPLING = [
@@ -24,13 +26,22 @@ const WHOLE = new Set(["max_tokens", "seed", "steps", "n"]);
 
 export class Params {
   constructor() {
-    this.entered = new Map(); // by name, so that they survive a change of model
-    $("params").addEventListener("input", ({ target }) => this.entered.set(target.name, target.value));
+    // By name, so that they survive a change of model; in this tab also a reload.
+    this.entered = new Map(JSON.parse(sessionStorage.getItem(ENTERED) ?? "[]"));
+    $("params").addEventListener("input", ({ target }) => {
+      this.entered.set(target.name, target.value);
+      this.keep();
+    });
     $("params").addEventListener("submit", (event) => event.preventDefault());
     $("reset-params").addEventListener("click", () => {
       this.entered.clear();
+      this.keep();
       if (this.model) this.show(this.model);
     });
+  }
+
+  keep() {
+    sessionStorage.setItem(ENTERED, JSON.stringify([...this.entered]));
   }
 
   /** Draw the fields for a model. */
