@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ PREFERENCES = {
     "media.navigator.streams.fake": True,
     "media.navigator.permission.disabled": True,
     "media.autoplay.default": 0,
+    "media.cubeb.force_mock_context": True,  # without a sound card an audio clock would stand still
     "browser.shell.checkDefaultBrowser": False,
     "datareporting.policy.dataSubmissionEnabled": False,
     "app.update.enabled": False,
@@ -43,7 +45,7 @@ class Tab:
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            answer = json.loads(self._socket.recv(timeout=SECONDS))
+            answer = json.loads(self._socket.recv(timeout=SECONDS + 15))
             if answer.get("method") == "log.entryAdded" and answer["params"]["level"] == "error":
                 self.problems.append(str(answer["params"]["text"]))
             if answer.get("id") == number:
@@ -100,5 +102,6 @@ def _address(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:
         if (said := re.search(r"WebDriver BiDi listening on (ws://\S+)", line)) is not None:
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
             return said[1]
     pytest.skip("this Firefox ended before it listened")

@@ -18,39 +18,48 @@ def tab(server: Running) -> Iterator[Tab]:
         tab.go("about:blank")  # before the server ends: the page keeps asking it for its gauges
 
 
-FITS = "[document.documentElement, document.body, document.getElementById('scroll')].every((e) => e.scrollWidth <= e.clientWidth)"
-ASK = """
-  const set = (id, value) => {
-    const field = document.getElementById(id);
-    field.value = value;
-    field.dispatchEvent(new Event(id === "model" ? "change" : "input", { bubbles: true }));
-  };
-  set("model", MODEL);
-  set("param-max_tokens", 3);
-  set("prompt", "Hello");
-  document.getElementById("composer").requestSubmit();
-"""
+FITS = """['html', 'body', '#scroll'].map((name) => document.querySelector(name))
+  .every((place) => place.scrollWidth <= place.clientWidth)"""
+READY = "document.querySelector('#status[data-state=ready]') !== null"
+
+
+def fill(tab: Tab, **values: object) -> None:
+    for name, value in values.items():
+        tab.run(
+            f"""const field = document.getElementById({name.replace("_", "-", 1)!r});
+            field.value = {value!r};
+            field.dispatchEvent(new Event("input", {{ bubbles: true }}));
+            field.dispatchEvent(new Event("change", {{ bubbles: true }}));"""
+        )
+
+
+def click(tab: Tab, name: str) -> None:
+    tab.run(f"document.getElementById({name!r}).click()")
+
+
+def answers(tab: Tab, number: int) -> None:
+    tab.until(f"document.querySelectorAll('.answer[data-ended=done]').length === {number}")
 
 
 def test_it_works_in_firefox(tab: Tab, server: Running, axe: str) -> None:
     tab.go(f"{server.url}/")
-    tab.until("document.querySelector('#status[data-state=ready]') !== null")
-    tab.run(ASK.replace("MODEL", "'lm'"))
-    said = tab.until("document.querySelector('.answer[data-ended=done]')?.querySelector('.words').innerText")
-    tab.run("document.getElementById('model').value = 'draw'; document.getElementById('model').dispatchEvent(new Event('change'))")
-    tab.run("document.getElementById('param-steps').value = 2; document.getElementById('param-steps').dispatchEvent(new Event('input', { bubbles: true }))")
-    tab.run("document.getElementById('prompt').value = 'A boat'; document.getElementById('composer').requestSubmit()")
-    tab.until("document.querySelectorAll('.answer[data-ended=done]').length === 2")
-    tab.go(f"{server.url}/")  # as a reload: the tab is the same
-    tab.until("document.querySelectorAll('.answer[data-ended=done]').length === 2")
+    tab.until(READY)
+    for number, (model, parameters) in enumerate((("lm", {"param_max_tokens": 3}), ("draw", {"param_steps": 2})), 1):
+        fill(tab, model=model)
+        fill(tab, prompt="A boat", **parameters)
+        click(tab, "send")
+        answers(tab, number)
+    said = tab.run("return document.querySelector('.answer .words').innerText")
+    tab.go(f"{server.url}/")
+    answers(tab, 2)
     assert tab.run("return document.querySelector('.answer .words').innerText") == said
-    assert tab.until("document.querySelector('.picture img').naturalWidth") > 0
-    tab.until("document.querySelector('#status[data-state=ready]') !== null")
-    tab.run("document.getElementById('model').value = 'omni'; document.getElementById('model').dispatchEvent(new Event('change'))")
-    tab.run("document.getElementById('talk').click()")
+    tab.until("document.querySelector('.picture img').naturalWidth")
+    tab.until(READY)
+    fill(tab, model="omni")
+    click(tab, "talk")
     tab.until("document.getElementById('live').dataset.state === 'listening'")
     tab.until("document.getElementById('live').dataset.heard === 'true'")  # Firefox's own test tone
-    tab.run("document.getElementById('live-end').click()")
+    click(tab, "live-end")
     tab.run(f"{axe}; return null")
     for width in (360, 820, 1280):
         tab.size(width, 800)

@@ -173,7 +173,7 @@ function stopAll() {
 // ---------------------------------------------------------------------------------------------------- live voice
 
 function talkLive() {
-  if (talk.active || exchange.running !== null || !params.valid()) return;
+  if (talk.active || exchange.running !== null || model() === undefined || !params.valid()) return;
   microphone.discard();
   exchange.stop(); // also what is still being spoken
   const chosen = model();
