@@ -23,6 +23,7 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.observe.model_features import transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
@@ -44,6 +45,10 @@ class ModelCard(TypedDict):
     voice_aliases: dict[str, str | None]
     """Other names that `voice` may have, and the voice that each means; null: the only one, which has no name."""
     stages: list[str]
+    transcribes: bool
+    """Whether it recognises speech by itself, without a chat model that is asked to."""
+    unsupported: list[str]
+    """Parameters of pictures that it refuses, among `size` and `negative_prompt`."""
     defaults: dict[str, dict[str, JsonValue]]
     parent: NotRequired[str]
     """Of an adapter: the model that it changes."""
@@ -119,6 +124,8 @@ def _card(model: ServedModel) -> ModelCard:
         voices=list(omni.voices.voices),
         voice_aliases=dict(omni.voices.aliases),
         stages=list(omni.orchestrator.graph.order),
+        transcribes=transcribes(model),
+        unsupported=unsupported_drawing(model),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)
             for name, stage in stages.items()
