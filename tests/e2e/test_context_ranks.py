@@ -20,7 +20,7 @@ from omnistage.pipeline import supervision
 from omnistage.pipeline.ranks import Ranks
 from tests.unit.placement_harness import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from omnistage.pipeline.ranks import Ranks
 from omnistage.placement.worker_process import LocalProcess
 from tests.unit.placement_harness import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = ["Hello", "one two three four five six seven", "x", "the quick brown fox jumps over the lazy dog"]
 SETTINGS = ("thinker.kv_blocks=24", "thinker.prefill_chunk=16")
