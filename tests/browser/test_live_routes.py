@@ -131,7 +131,7 @@ def test_who_leaves_while_it_waits_for_a_request_waits_no_more(server: Running, 
     connection = socket.create_connection((host, int(port)), timeout=20)
     connection.sendall(b"GET /v1/requests/nobody/events?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
     connection.close()
-    until(lambda: bool(audit), "a line in the audit log", 20)
+    until(lambda: bool(audit), "a line in the audit log")
     assert (audit[0]["endpoint"], audit[0]["ended"]) == ("GET /v1/requests/{request_id}/events", "disconnected")
 
 

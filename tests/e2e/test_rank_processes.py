@@ -22,7 +22,7 @@ from omnistage.pipeline.ranks import Ranks
 from omnistage.placement.worker_process import LocalProcess
 from tests.unit.placement_harness import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = ["Hello", "one two three four five six seven", "x", "the quick brown fox jumps over the lazy dog"]
 SETTINGS = ("thinker.kv_blocks=24", "thinker.prefill_chunk=16")
@@ -75,15 +75,16 @@ def test_answers_are_those_of_one_process(omni: Omni, folder: Path) -> None:
 def test_requests_end_with_a_rank_that_dies_or_hangs_and_the_stage_is_rebuilt(
     omni: Omni, fault: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omnistage.pipeline.ranks._MAX_MISSED_BEATS", 3)
     before, ranks, rebuilds = answers(omni), ranks_of(omni), omni.health()["thinker"].rebuilds
     stream = omni.stream_chat([{"role": "user", "content": "Tell me"}], SamplingParams(max_tokens=900, ignore_eos=True))
     next(stream)
     os.kill(ranks.pids()[0], fault)
-    with pytest.raises(StageLostError, match=f"rank 1 of stage 'thinker' {said}"):
-        for _ in stream:
-            pass
-    eventually(lambda: omni.health()["thinker"].rebuilds == rebuilds + 1, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr("omnistage.pipeline.ranks._MAX_MISSED_BEATS", 3)  # no longer: one that starts may be that silent
+        with pytest.raises(StageLostError, match=f"rank 1 of stage 'thinker' {said}"):
+            for _ in stream:
+                pass
+    eventually(lambda: omni.health()["thinker"].rebuilds == rebuilds + 1)
     assert omni.health()["thinker"].state is StageState.UP
     assert ranks_of(omni).pids() != ranks.pids()
     assert answers(omni) == before

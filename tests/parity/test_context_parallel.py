@@ -25,7 +25,7 @@ from omnistage.models.stable_diffusion_3 import tiny as stable_diffusion_3
 from omnistage.models.wan import tiny as wan
 from omnistage.pipeline.build import build_stage
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 WITHIN = 2e-5
 SMALL = {"width": 64, "height": 64, "steps": 2, "seed": 3, "n": 2}
 IMAGE = picture(64, 64, seed=5)

@@ -33,7 +33,7 @@ class Command:
             self._lines.append("[end]")
             self._changed.notify_all()
 
-    def line(self, pattern: str, timeout: float = 90) -> re.Match[str]:
+    def line(self, pattern: str, timeout: float = 240) -> re.Match[str]:
         """Wait for a line."""
 
         def found() -> re.Match[str] | None:
@@ -45,7 +45,7 @@ class Command:
         assert match is not None, "".join(self._lines)
         return match
 
-    def lines(self, pattern: str, count: int, timeout: float = 90) -> None:
+    def lines(self, pattern: str, count: int, timeout: float = 240) -> None:
         """Wait for a number of lines."""
 
         def found() -> bool:
@@ -54,7 +54,7 @@ class Command:
         with self._changed:
             assert self._changed.wait_for(found, timeout), "".join(self._lines)
 
-    def end(self, timeout: float = 30) -> int:
+    def end(self, timeout: float = 120) -> int:
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code

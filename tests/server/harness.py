@@ -131,7 +131,7 @@ def make(family: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = 120.0) -> None:
     """Wait for a condition of another thread; it fails loudly where it never comes true."""
     pause, give_up = threading.Event(), time.monotonic() + timeout
     while not condition():

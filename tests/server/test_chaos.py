@@ -244,7 +244,7 @@ def rest(server: Running) -> None:
         sockets = psutil.Process().net_connections("tcp")
         return [one.status for one in sockets if one.laddr.port == port and one.status != psutil.CONN_LISTEN]
 
-    until(lambda: not connected(), "the end of all connections", 60)
+    until(lambda: not connected(), "the end of all connections")
     until(lambda: len(tasks(server)) <= 2, f"the end of the tasks {tasks(server)}", 60)  # the server's and ours
 
 
@@ -292,7 +292,7 @@ def test_a_storm_leaves_nothing_behind(
 
         assert not service.sessions
         # A thread of the service may be about to let the last one go; what leaks stays for good.
-        until(lambda: not alive(server, others, *kinds), f"the end of {dict(alive(server, others, *kinds))}", 30)
+        until(lambda: not alive(server, others, *kinds), f"the end of {dict(alive(server, others, *kinds))}")
         del storm, warm  # their notes are no memory of the service
         ledger.forget()
         assert tensors() - held < 1

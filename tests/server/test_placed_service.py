@@ -43,7 +43,7 @@ def test_while_its_process_is_down_and_once_it_is_given_up_a_model_is_unready_an
         assert int(refused.headers["Retry-After"]) > 0
         assert client.get("/health").status_code == 200  # it comes back by itself
 
-        until(lambda: client.get("/ready").status_code == 200, "the process coming back", 60)
+        until(lambda: client.get("/ready").status_code == 200, "the process coming back")
         assert client.post("/v1/completions", json=SHORT).json()["choices"] == before
 
         (replica,) = client.get("/v1/stats").json()["models"]["lm"]["replicas"]

@@ -477,7 +477,7 @@ def test_a_slow_reader_is_cut_off(service: Service, audit: list[dict[str, Any]])
             item = talk.until("conversation.item.done")[-1]["item"]
             for _ in range(8):  # nearly a megabyte each
                 talk.send("conversation.item.retrieve", item_id=item["id"])
-            until(lambda: bool(audit), "the end of the connection", 30)
+            until(lambda: bool(audit), "the end of the connection")
             assert audit[0]["ended"] == "slow_reader"
     assert not service.sessions
 

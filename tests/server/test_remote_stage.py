@@ -27,7 +27,7 @@ from tests.server.fake_llm import fake_server
 from tests.server.harness import Running, make, serving, until
 from tests.server.realtime_client import QUIET, text_of, until_event
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ("Once upon a time", "The quick brown fox", "Zwei Königskinder")
 

@@ -159,7 +159,7 @@ def held(ending: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made = Held(ending.orchestrator.stages["talker"], monkeypatch, free=90)
     yield made
     made.go.set()
-    until(lambda: ending.stats().inflight == 0, "the end of held requests", 60)
+    until(lambda: ending.stats().inflight == 0, "the end of held requests")
 
 
 def test_the_client_hears_the_beginning_while_the_rest_is_made(

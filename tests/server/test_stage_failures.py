@@ -20,7 +20,7 @@ from omnistage.pipeline.loop import MAX_FAILED_STEPS
 from omnistage.server.service import Service
 from tests.server.harness import SERVE_LIMITS, SHORT, Held, Running, make, serving, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 SPOKEN: dict[str, Any] = {
     "model": "omni",

@@ -29,7 +29,7 @@ from tests.unit.placement_worker import real_rows
 PARAMS = {"thinker": SamplingParams, "talker": SamplingParams, "vocoder": CodecParams}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for something that another thread or process brings about."""
     end = time.monotonic() + seconds
     while not condition():

@@ -24,7 +24,7 @@ from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
 from tests.unit.chat_harness import FakeOmni, make
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
 
 
 @pytest.fixture(autouse=True)

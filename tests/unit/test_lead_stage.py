@@ -47,7 +47,7 @@ from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.request import OmniRequest, RequestRun, count_tokens
 from tests.unit.fakes import AUDIO, TEXT, FakeStage, Recorder, make_graph
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 BUDGET = SimpleNamespace(max_batch=4)
 
 

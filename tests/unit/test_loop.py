@@ -19,7 +19,7 @@ from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread
 from tests.unit.fakes import FakeClock, FakeStage, _Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Rig:

@@ -17,7 +17,7 @@ from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread, loop_threads, sharing
 from tests.unit.fakes import FakeStage
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Shared:

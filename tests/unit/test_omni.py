@@ -35,7 +35,7 @@ from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestPlan, RequestRun
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, make_graph, stream_into
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 HELLO = [{"role": "user", "content": "one two three"}]
 
 

@@ -40,7 +40,7 @@ from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestRun, count_tokens
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph, stream_into
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 # ------------------------------------------------------------------------------------------------- routing

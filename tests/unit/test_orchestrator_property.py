@@ -15,7 +15,7 @@ from omnistage.core.graph import PipelineGraph
 from omnistage.core.types import FinishReason, Modality, RequestInfo, StageChunk
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph, stream_into
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 IDS = ["r0", "r1", "r2", "r3"]
 FAILURES = ["submit_failure", "feed", "step", "request", "bridge"]
 

@@ -16,7 +16,7 @@ from omnistage.pipeline.output import OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Gate:

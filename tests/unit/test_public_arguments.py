@@ -16,7 +16,7 @@ from omnistage.core.validation import short_repr
 from omnistage.omni import AsyncOmni, Omni
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, stream_into
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 HELLO = [{"role": "user", "content": "one two three"}]
 NAN, HUGE = float("nan"), 10**400
 

@@ -21,7 +21,7 @@ from omnistage.pipeline.outputs import OutputChunk
 from tests.unit.fakes import AUDIO, TEXT, FakeClock, FakeStage, Pipeline
 from tests.unit.faults import SECRET, Hang, PanicException, elsewhere, ended, raising
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 FAULTS = [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt, GeneratorExit, PanicException]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -18,10 +19,16 @@ from omnistage.pipeline.loop import MAX_FAILED_STEPS
 from tests.unit.fakes import TEXT, FakeStage, Pipeline, Recorder
 from tests.unit.faults import SECRET, Hang, PanicException, elsewhere, ended, raising
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 # ------------------------------------------------------------------------------------- giving up, rebuilding
+
+
+@pytest.fixture
+def quick_rebuilds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilds that free no memory first: that takes a second for all that the tests have imported."""
+    monkeypatch.setattr(supervision, "_freed_memory", contextlib.nullcontext)
 
 
 def break_stage(pipeline: Pipeline, name: str = "talker") -> None:
@@ -152,7 +159,7 @@ def test_nothing_of_a_failed_stage_is_left_when_the_next_one_is_built() -> None:
         gc.unfreeze()
 
 
-def test_a_stage_is_not_rebuilt_for_ever() -> None:
+def test_a_stage_is_not_rebuilt_for_ever(quick_rebuilds: None) -> None:
     built: list[FakeStage] = []
 
     def build(_: int) -> FakeStage:
@@ -171,7 +178,7 @@ def test_a_stage_is_not_rebuilt_for_ever() -> None:
     assert [stage.closed for stage in built] == [1, 1, 1]
 
 
-def test_a_stage_that_has_run_for_long_has_all_its_attempts_again() -> None:
+def test_a_stage_that_has_run_for_long_has_all_its_attempts_again(quick_rebuilds: None) -> None:
     def build(_: int) -> FakeStage:
         pipeline.stages["talker"] = FakeStage("talker", clock=pipeline.clock)
         return pipeline.stages["talker"]

@@ -42,7 +42,7 @@ from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import plan_memory
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SIZES = {
     "vocab_size": 131,  # not divided evenly: the last rank's rows are filled up
