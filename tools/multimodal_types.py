@@ -42,6 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "vision_output_dim": 64,
         }
     },
+    "hunyuan_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0}}
+    },
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
@@ -113,6 +116,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llava_onevision": {"processor": {"num_image_tokens": 16}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
     "lfm2_vl": {"image_processor": {"encoder_patch_size": 8}},
+    "llama4": {"processor": {"patch_size": 8, "pixel_shuffle_ratio": 0.5}},
+    "chameleon": {"processor": {"image_seq_length": 4}},
     "gemma3n": {
         "image_processor": {"size": {"height": 768, "width": 768}},
         "feature_extractor": {"feature_size": 128},
