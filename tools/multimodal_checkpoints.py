@@ -30,6 +30,7 @@ from multimodal_types import (  # noqa: E402  (a module beside this one, however
     PROCESSORS,
     TOKEN_IDS,
     TOKENS,
+    WITH_VISION,
 )
 
 TEXT_VOCAB = 1280
@@ -89,6 +90,9 @@ _TOKEN = re.compile(r"""["'](<[^<>"'\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 def small_config(model_type: str, overrides: dict[str, Any] | None = None) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     settings = _settings(kind())
+    if model_type in WITH_VISION:
+        vision = kind.sub_configs["vision_config"]()
+        settings["vision_config"] = {"model_type": vision.model_type, **_settings(vision)}
     return kind(**_merged(settings, overrides or {}))
 
 

@@ -43,13 +43,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "hunyuan_vl": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0}}
+        "text_config": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0}}
     },
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
-    "muse_spark": {"audio_config": {"num_hidden_layers": 4}, "vision_config": {"layer_types": None}},
+    "muse_spark": {"out_hidden_size": 256, "audio_config": {"num_hidden_layers": 4}, "vision_config": {"layer_types": None}},
     "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
     "got_ocr2": {"vision_config": {"image_size": 512}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -103,6 +103,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "paligemma": {"text_config": {"num_image_tokens": 16}},
 }
 """Settings of types whose default config cannot be made small by names alone."""
+WITH_VISION = ("gemma4", "gemma4_unified")
+"""Types whose default config has no vision tower, unlike published ones."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "vibevoice_asr": {"feature_extractor": {"feature_size": 1}},
     "llava": {"processor": {"num_additional_image_tokens": 1}},
@@ -157,6 +159,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 _OMNI_IDS = {"vision_start_token_id": "<vision_bos_token>", "audio_start_token_id": "<audio_bos_token>"}
 TOKEN_IDS: dict[str, dict[str, Any]] = {
     "molmo2": {"image_patch_id": "<im_patch>"},
+    "llama4": {"image_token_id": "<|patch|>", "image_token_index": "<|patch|>"},
     "qwen2_5_omni_thinker": _OMNI_IDS,
     "qwen3_omni_moe_thinker": _OMNI_IDS,
     "aya_vision": {"image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
@@ -176,10 +179,12 @@ TOKENS: dict[str, tuple[str, ...]] = {
 EXTRA_TOKENS = {
     **{t: {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"} for t in ("gemma4", "gemma4_unified")},
     "kosmos-2": {"unk_token": "<unk>"},
+    "emu3": {"image_token": "<image>"},
 }
 """Names of special tokens that a type's tokenizer has, where its processor does not ask for them one after the other."""
 PART_TYPES = {
     "fast_vlm": "llava",
+    "mistral4": "mistral_large4",
     "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "glm4v_moe": "glm4v",
@@ -206,6 +211,6 @@ PROCESSORS = {
 """Of types that transformers' own table leaves out."""
 NO_TEMPLATE = (
     *("blip", "blip-2", "florence2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5"),
-    *("pix2struct", "pp_formulanet", "udop"),
+    *("fuyu", "pix2struct", "pp_formulanet", "udop"),
 )
 """Types without a chat template, whose processors find a place for media themselves."""
