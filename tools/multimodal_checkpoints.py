@@ -20,7 +20,7 @@ from omnistage.models import _tiny_common as common
 from omnistage.models.multimodal_lm.processor import auto_model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from multimodal_types import (  # noqa: E402  (a module beside this one, however this one is loaded)
+from multimodal_types import (
     CONFIGS,
     EXTRA_TOKENS,
     MELS,

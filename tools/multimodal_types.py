@@ -43,13 +43,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "hunyuan_vl": {
-        "text_config": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0}}
+        "text_config": {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0},
+        }
     },
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
-    "muse_spark": {"out_hidden_size": 256, "audio_config": {"num_hidden_layers": 4}, "vision_config": {"layer_types": None}},
+    "muse_spark": {
+        "out_hidden_size": 256,
+        "audio_config": {"num_hidden_layers": 4},
+        "vision_config": {"layer_types": None},
+    },
     "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
     "got_ocr2": {"vision_config": {"image_size": 512}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -120,6 +127,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "lfm2_vl": {"image_processor": {"encoder_patch_size": 8}},
     "llama4": {"processor": {"patch_size": 8, "pixel_shuffle_ratio": 0.5}},
     "chameleon": {"processor": {"image_seq_length": 4}},
+    "emu3": {"image_processor": {"min_pixels": 1024, "max_pixels": 4096}},
     "gemma3n": {
         "image_processor": {"size": {"height": 768, "width": 768}},
         "feature_extractor": {"feature_size": 128},
@@ -181,7 +189,7 @@ EXTRA_TOKENS = {
     "kosmos-2": {"unk_token": "<unk>"},
     "emu3": {"image_token": "<image>"},
 }
-"""Names of special tokens that a type's tokenizer has, where its processor does not ask for them one after the other."""
+"""Names of special tokens that a tokenizer has, where its processor does not ask for them one after the other."""
 PART_TYPES = {
     "fast_vlm": "llava",
     "mistral4": "mistral_large4",

@@ -60,10 +60,10 @@ def picture(seed: int) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(seed)}}
 
 
-def ask(client: openai.OpenAI, model: str, *parts: dict[str, Any]) -> Any:
+def ask(client: openai.OpenAI, model: str, *parts: dict[str, Any], **options: Any) -> Any:
     content: Any = [*parts, {"type": "text", "text": "What is it?"}]
     return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+        model=model, messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0, **options
     )
 
 
@@ -88,12 +88,15 @@ def test_media_of_the_official_client_are_answered(
 
 
 def test_pictures_and_texts_at_once_get_the_answers_that_each_gets_alone(client: openai.OpenAI) -> None:
+    def sampled(parts: list[dict[str, Any]]) -> list[float]:
+        answer = ask(client, "gemma3", *parts, logprobs=True)
+        return [round(token.logprob, 3) for token in answer.choices[0].logprobs.content]
+
     requests = [[picture(0)], [], [picture(1)], [picture(0), picture(1)], []]
-    alone = [ask(client, "gemma3", *parts).choices[0].message.content for parts in requests]
+    alone = [sampled(parts) for parts in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
-        together = list(pool.map(lambda parts: ask(client, "gemma3", *parts).choices[0].message.content, requests))
-    assert together == alone
-    assert len(set(alone)) == 4
+        assert list(pool.map(sampled, requests)) == alone
+    assert len({tuple(each) for each in alone}) == 4
 
 
 @pytest.mark.parametrize(("model", "part"), [("llava", sound()), ("gemma3", video()), ("qwen2_audio", picture(0))])

@@ -63,9 +63,7 @@ class OwnCacheLM(ARComponent):
         # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's, but for what an
         # answer of an encoder's decoder begins with.
         kept = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "decoder_start_token_id")}
-        model.generation_config = transformers.GenerationConfig(
-            do_sample=False, pad_token_id=0, use_cache=True, **kept
-        )
+        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True, **kept)
         vocab_size, width = positive(config, "vocab_size"), 0
         if model.device.type == "meta":
             state = _planned_state(model, config)
@@ -233,9 +231,7 @@ def _prepared(
         return input_ids
 
     # With 1 new token a cache may be made too short: none of the dynamic ones is, and only these are used here.
-    model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs
-    )
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs)
     return found[0]
 
 

@@ -23,9 +23,8 @@ from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
-from omnistage.models.causal_lm.component import CausalLM
+from omnistage.models.causal_lm.component import CausalLM, read_model
 from omnistage.models.causal_lm.component import load as load_causal_lm
-from omnistage.models.causal_lm.component import read_model
 from omnistage.models.loading import nested_settings, read_auto_config
 from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
