@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from multimodal_types import (
     CONFIGS,
     EXTRA_TOKENS,
+    MARKS,
     MELS,
     NO_TEMPLATE,
     OPTIONS,
@@ -190,7 +191,7 @@ def build_processor(model_type: str, config: Any, folder: Path) -> Any:
         tokenizer = _tokenizer(folder, [*tokens, *extra.values()], extra)
         try:
             processor = cls(**_arguments(model_type, cls, config, tokenizer))
-            return processor if model_type in NO_TEMPLATE else _with_template(processor)
+            return processor if model_type in NO_TEMPLATE else _with_template(model_type, processor)
         except (AttributeError, ValueError) as error:
             missing = _MISSING.search(str(error))
             if missing is None or missing.group(1) in extra:
@@ -269,8 +270,10 @@ def _small_part(part: Any) -> dict[str, Any]:
     return settings
 
 
-def _with_template(processor: Any) -> Any:
+def _with_template(model_type: str, processor: Any) -> Any:
     template = CHAT_TEMPLATE
+    if model_type in MARKS:
+        template = template.replace("IMAGE", MARKS[model_type])
     for kind in ("image", "video", "audio"):
         token = getattr(processor, f"{kind}_token", None)
         token = getattr(token, "content", token) or f"<{kind}>"

@@ -48,6 +48,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0},
         }
     },
+    "fuyu": {"patch_size": 30, "image_size": 60},
+    "florence2": {"vision_config": {"patch_size": [7, 3, 3, 3]}},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
@@ -77,7 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "emu3": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "vocabulary_map": {f"<|visual token {n:06d}|>": 1000 + n for n in range(64)},
-        "vq_config": {"codebook_size": 64, "base_channels": 32},
+        "vq_config": {"codebook_size": 64, "base_channels": 16},
     },
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
     "qwen2_5_omni_thinker": {
@@ -127,6 +129,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "lfm2_vl": {"image_processor": {"encoder_patch_size": 8}},
     "llama4": {"processor": {"patch_size": 8, "pixel_shuffle_ratio": 0.5}},
     "chameleon": {"processor": {"image_seq_length": 4}},
+    "fuyu": {
+        "image_processor": {
+            "size": {"height": 60, "width": 60},
+            "patch_size": {"height": 30, "width": 30},
+        }
+    },
     "emu3": {"image_processor": {"min_pixels": 1024, "max_pixels": 4096}},
     "gemma3n": {
         "image_processor": {"size": {"height": 768, "width": 768}},
@@ -190,6 +198,8 @@ EXTRA_TOKENS = {
     "emu3": {"image_token": "<image>"},
 }
 """Names of special tokens that a tokenizer has, where its processor does not ask for them one after the other."""
+MARKS = {"hunyuan_vl": "<image_start_token><image_token><image_end_token>"}
+"""What stands for a picture in a chat, where it is more than its token."""
 PART_TYPES = {
     "fast_vlm": "llava",
     "mistral4": "mistral_large4",
