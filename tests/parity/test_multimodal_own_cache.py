@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import InvalidRequestError, OmniError, StageError, UnsupportedModalityError
+from omnistage.core.errors import InternalError, InvalidRequestError, OmniError, StageError, UnsupportedModalityError
 from omnistage.core.family import LoadContext
 from omnistage.core.messages import ChatMessage, ImagePart, TextPart
 from omnistage.core.params import SamplingParams
@@ -109,9 +110,8 @@ def test_a_prompt_that_the_model_cannot_run_ends_alone(
     stage, payload = ARStage("thinker", component, ARBudget(kv_blocks=64, block_size=8)), prompt(processor)
     stage.submit(StageInput(RequestInfo("alone"), GREEDY, payload))
     alone = tokens_of(stage.drain(), "alone")
-    span = payload.media[0]
-    broken = ARInput(payload.token_ids, media=(type(span)(span.kind, span.key, span.positions, {}),))
-    object.__setattr__(broken.media[0], "inputs", {"pixel_values": torch.zeros(1, 3, 2, 2)})
+    span = replace(payload.media[0], inputs={"pixel_values": torch.zeros(1, 3, 2, 2)})
+    broken = ARInput(payload.token_ids, media=(span,))
     stage.submit(StageInput(RequestInfo("good"), GREEDY, payload))
     stage.submit(StageInput(RequestInfo("broken"), GREEDY, broken))
     chunks = stage.drain()
@@ -162,6 +162,9 @@ def test_what_a_prompt_has_to_be(component: OwnCacheMultimodalLM, processor: Mul
     assert len(payload.media) == 1
     assert payload.media[0].inputs["token_type_ids"].shape == (1, len(payload.token_ids))
     assert prompt(processor, 2).media[0].key != payload.media[0].key
+    apart = ARInput(payload.token_ids, media=(replace(payload.media[0], positions=torch.arange(2)),))
+    with pytest.raises(InternalError, match="whole prompts"):
+        component.check(RequestInfo("0"), apart)
     with pytest.raises(InvalidRequestError, match="special token beside media"):
         processor.chat([ChatMessage("user", (picture(), TextPart("<|im_end|>")))])
 
