@@ -45,7 +45,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {
         "text_config": {
             "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "alpha": 1.0},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "alpha": 1.0,
+                "mrope_section": [2, 3, 3],
+            },
         }
     },
     "fuyu": {"patch_size": 30, "image_size": 60},
@@ -79,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "emu3": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "vocabulary_map": {f"<|visual token {n:06d}|>": 1000 + n for n in range(64)},
-        "vq_config": {"codebook_size": 64, "base_channels": 16},
+        "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 128},
     },
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
     "qwen2_5_omni_thinker": {
@@ -144,7 +149,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "t5gemma2": {"processor": {"image_seq_length": 4}},
     "minimax_m3_vl": {"image_processor": {"patch_size": 14}, "video_processor": {"patch_size": 14}},
     "paligemma": {"image_processor": {"image_seq_length": 16}},
-    "florence2": {"image_processor": {"image_seq_length": 17}},
+    "florence2": {"image_processor": {"image_seq_length": 2}},
     "gemma3": {"processor": {"image_seq_length": 4}},
     "aya_vision": {
         "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
