@@ -75,7 +75,7 @@ def budget(options: argparse.Namespace) -> SimpleNamespace:
         max_running=64,
         first_chunk_blocks=1,
         max_chunk_blocks=options.max_chunk,
-        lookahead_blocks=2,
+        lookahead_blocks=options.lookahead,
         max_hold_seconds=options.max_hold,
     )
 
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
     parser.add_argument("--max-chunk", type=int, default=8)
+    parser.add_argument("--lookahead", type=int, default=2, help="blocks that a window sees ahead of what it emits")
     parser.add_argument("--max-hold", type=float, default=3.0, help="seconds for which first sound may be held back")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=1, help="runs with other random numbers")

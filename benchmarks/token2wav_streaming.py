@@ -39,6 +39,7 @@ class Budget:
     first_chunk_blocks: int = 1
     max_batch: int = 8
     max_running: int = 64
+    max_hold_seconds: float = 3.0
 
 
 def build(width: int, gain: float, seed: int = 0) -> Qwen2_5OmniToken2WavModel:

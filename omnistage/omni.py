@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, overload
 
 from omnistage.config import DeploymentConfig, LimitsConfig, OmniEngineArgs
-from omnistage.core.cancellation import Cancellation, cancellation_scope
+from omnistage.core.cancellation import Cancellation, cancellation_scope, current_cancellation
 from omnistage.core.errors import DeadlineExceededError, InvalidRequestError, OmniError, QueueFullError
 from omnistage.core.family import AnyProcessor, Bridge
 from omnistage.core.graph import PipelineGraph
@@ -20,6 +20,8 @@ from omnistage.core.params import StageParams
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, Modality, OmniTokensPrompt, SpeechPrompt, TextBatch
+from omnistage.core.voices import VoiceNames
+from omnistage.pipeline.adapters import Adapters
 from omnistage.pipeline.batch import Batch, BatchBar, Conversation, conversation_list, params_for_each, prompt_list
 from omnistage.pipeline.build import EngineParts, Report, build_parts
 from omnistage.pipeline.health import OrchestratorStats, StageHealth
@@ -56,12 +58,18 @@ class _Front:
         device: str | None = None,
         dtype: str | None = None,
         gpu_memory: str | int | None = None,
+        quantize: str | None = None,
         ray: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         progress: bool | Report = True,
     ) -> None:
-        """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served."""
+        """Load `model`: a folder, or a name in the local hub cache. Raises before loading if it cannot be served.
+
+        `adapters`: folders of LoRA adapters by name; parameters choose by `lora`.
+        """
         values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
-        values |= {"device": device, "dtype": dtype, "ray": ray}
+        named = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
+        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray, "adapters": named}
         self._open(build_parts(OmniEngineArgs.parse(values), progress=progress))
 
     @classmethod
@@ -86,6 +94,7 @@ class _Front:
         deployment = parts.deployment
         self.processor = parts.processor
         self.memory = parts.memory
+        self.adapters = Adapters(parts.deployment, parts.adapters)
         self.start_times = parts.times
         self._groups = parts.groups
         self.media_limits = parts.limits.media
@@ -105,7 +114,11 @@ class _Front:
             links=parts.links,
         )
         params_types = {name: stage.params_type for name, stage in parts.stages.items()}
-        self._requests = RequestFactory(parts.graph, params_types, parts.processor, parts.limits, parts.defaults)
+        speaks = Modality.AUDIO in self.modalities
+        self.voices = VoiceNames(parts.processor.voices(), deployment.voices, speaks=speaks)
+        self._requests = RequestFactory(
+            parts.graph, params_types, parts.processor, parts.limits, parts.defaults, voices=self.voices
+        )
         self._output_buffer = deployment.output_buffer
         self._preparing: dict[str, Cancellation] = {}
         """Requests that the orchestrator does not know yet, by id."""
@@ -119,6 +132,10 @@ class _Front:
         with cancellation_scope() as cancellation:
             cancellation.deadline = self._requests.deadline(arrival, options.timeout)
             return self.orchestrator.plan(self._requests.build(prompt, params, options, request_id, arrival))
+
+    def tokens(self, prompt: Prompt, options: RequestOptions) -> tuple[int, ...] | int:
+        """The tokens of a prompt; their number alone where some stand for media or embeddings."""
+        return self._requests.tokens(prompt, options)
 
     def abort(self, request_id: str) -> bool:
         """End a request; whether it was running."""
@@ -335,7 +352,8 @@ class Omni(_Front):
     ) -> Iterator[OutputChunk]:
         """Answer one conversation item by item, the last with `final`. A failed request raises behind that item.
 
-        What is wrong with the request raises at once. Closing the iterator aborts the request.
+        What is wrong with the request raises at once. Closing the iterator aborts the request, and so does cancelling
+        a `cancellation_scope` around the loop, from another thread.
         """
         options = RequestOptions(modalities, voice, 0, timeout, use_audio_in_video)
         conversations, single = conversation_list(messages)
@@ -345,19 +363,23 @@ class Omni(_Front):
 
     def _stream(self, plan: RequestPlan) -> Iterator[OutputChunk]:
         buffer = OutputBuffer(self._output_buffer)
-        try:
-            while self._try_start(plan, buffer.put) is None:
-                pass
-            final: OmniRequestOutput | None = None
-            while final is None:
-                item = buffer.get()
-                if item is not None:
-                    yield item
-                    final = item.final
-            if final.error is not None:
-                raise final.error
-        finally:
-            self.abort(plan.request.info.request_id)
+        request_id, cancellation = plan.request.info.request_id, current_cancellation()
+        with cancellation.on_cancel(lambda: self.abort(request_id)):
+            try:
+                while self._try_start(plan, buffer.put) is None:
+                    cancellation.check()
+                if cancellation.cancelled:  # before there was anything to abort
+                    self.abort(request_id)
+                final: OmniRequestOutput | None = None
+                while final is None:
+                    item = buffer.get()
+                    if item is not None:
+                        yield item
+                        final = item.final
+                if final.error is not None:
+                    raise final.error
+            finally:
+                self.abort(request_id)
 
     def _run_all(
         self,

@@ -50,8 +50,9 @@ def chat(
         session = ChatSession(omni, terminal, Conversation(system), params, diffusion, voice=voice, speak=speak)
         if terminal.interactive:
             session.greet(model)
-        for line in terminal.lines():
-            if not session.handle(line):
-                break
+        with terminal.interrupts:
+            for line in terminal.lines():
+                if not session.handle(line):
+                    break
     if session.errors and not terminal.interactive:
         raise typer.Exit(EXIT_ERROR)

@@ -11,7 +11,14 @@ from omnistage.cli import drawing
 from omnistage.cli.common import os_reason, print_line
 from omnistage.cli.conversation import Conversation, Turn, UserMessage, join_names, next_file, split_file
 from omnistage.cli.terminal import Terminal, timeline
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModalityError
+from omnistage.core.cancellation import current_cancellation
+from omnistage.core.errors import (
+    CancelledRequestError,
+    InvalidRequestError,
+    LimitExceededError,
+    OmniError,
+    UnsupportedModalityError,
+)
 from omnistage.core.family import DrawingProcessor, OptionalInputs, Transcriber
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import FinishReason, Modality
@@ -69,11 +76,12 @@ class ChatSession:
         if line in ("/quit", "/exit"):
             return False
         try:
-            if line.startswith("/"):
-                self._command(line)
-            else:
-                self._send(UserMessage(line))
-        except KeyboardInterrupt:
+            with self._terminal.interrupts.cancelling():
+                if line.startswith("/"):
+                    self._command(line)
+                else:
+                    self._send(UserMessage(line))
+        except (KeyboardInterrupt, CancelledRequestError):
             self._terminal.note("(stopped)")
         except OmniError as error:
             self._fail(str(error))
@@ -225,7 +233,7 @@ class ChatSession:
                 if item.text:
                     text.append(item.text)
                     self._terminal.write(item.text)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, CancelledRequestError):
             if text:
                 self._terminal.write("\n")
                 self.conversation.turns.append(Turn(message, "".join(text), transcript))
@@ -245,11 +253,14 @@ class ChatSession:
     def _stream(
         self, messages: Sequence[dict[str, object]], params: ParamsLike, kinds: Sequence[Modality]
     ) -> Iterator[OutputChunk]:
-        """The chunks of a reply; leaving early, as with Ctrl-C, aborts the request."""
+        """The chunks of a reply. Ctrl-C raises `CancelledRequestError`; leaving early in any way aborts the request."""
+        stopped = current_cancellation()
         voice = self._voice if "audio" in kinds else None
         items = self._omni.stream_chat(messages, params, modalities=kinds, voice=voice)
         with closing(items):  # type: ignore[type-var]
             for item in items:
+                if stopped.cancelled:
+                    raise CancelledRequestError("the reply was stopped")
                 if item.final is not None and item.final.error is None:
                     self._last = item.final
                 yield item

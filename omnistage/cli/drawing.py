@@ -35,6 +35,7 @@ class DrawingOptions:
     negative_prompt: str | None = option(None, "What to avoid.")
     n: int | None = option(None, "How many; picture i starts from seed + i.", "--n")
     strength: float | None = option(None, "How much to change the input picture, 0 to 1.")
+    control_scale: float | None = option(None, "How closely to follow the picture that controls (ControlNet).")
     mask: Path | None = option(None, "White where the picture is to change.", metavar="FILE")
     num_frames: int | None = option(None, "Frames of a video.", "--frames")
     fps: float | None = option(None, "Frames per second of a video.")

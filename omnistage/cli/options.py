@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnistage.cli.common import err
+from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from omnistage.config import ResolvedConfig
@@ -94,6 +95,19 @@ class ModelOptions:
         None, "Memory of a GPU to take at most, like 24GiB; short for deployment.gpu_memory.", metavar="SIZE"
     )
 
+    quantize: str | None = option(
+        None,
+        "int8, int4, int8_dynamic or float8: quantised weights in all stages that the scheme suits; short for their "
+        "quantize.",
+        metavar="SCHEME",
+    )
+
+    adapter: list[str] = option(
+        [],
+        "A LoRA adapter by the name that requests use; short for deployment.adapters. Repeatable.",
+        metavar="NAME=FOLDER",
+    )
+
     ray: str | None = option(
         None,
         "Ray cluster on which the groups of deployment.placement run, all stages as one without any: auto, or its "
@@ -111,7 +125,8 @@ class ModelOptions:
         from omnistage.config import OmniEngineArgs, resolve
         from omnistage.models.registry import REGISTRY
 
-        values = {**set_values(self), "overrides": (*overrides, *self.overrides), "allow_download": download}
+        values = {name: value for name, value in set_values(self).items() if name != "adapter"}
+        values |= {"adapters": self.adapter, "overrides": (*overrides, *self.overrides), "allow_download": download}
         return resolve(OmniEngineArgs.parse({"model": model, **values}), registry=REGISTRY, weights=weights)
 
     def load(self, model: str, *, overrides: Sequence[str] = (), progress: bool = True) -> Omni:
@@ -127,6 +142,21 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
             gpu_memory=self.gpu_memory,
+            quantize=self.quantize,
             ray=self.ray,
+            adapters=adapter_folders(self.adapter),
             progress=progress,
         )
+
+
+def adapter_folders(entries: Sequence[str]) -> dict[str, str]:
+    """The folders of `--adapter` by name."""
+    folders = {}
+    for entry in entries:
+        name, _, folder = entry.partition("=")
+        if not name or not folder:
+            raise InvalidRequestError(f"{entry!r} is not NAME=FOLDER, like french=out/french", param="--adapter")
+        if name in folders:
+            raise InvalidRequestError(f"{name!r} is named twice; give each adapter its own name", param="--adapter")
+        folders[name] = folder
+    return folders

@@ -15,7 +15,7 @@ import typer
 
 from omnistage.cli.common import err
 from omnistage.cli.early_imports import EarlyImports
-from omnistage.cli.options import ModelOptions, option
+from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class ServiceOptions:
     name: str | None = option(None, "What clients call MODEL; default: the folder's name.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every network.")
     port: int = option(8000, "Port; 0 takes a free one.", min=0, max=65535)
+    ssl_certfile: Path | None = option(None, "Serve https: the certificate and its chain, PEM.", metavar="FILE")
+    ssl_keyfile: Path | None = option(
+        None, "The certificate's private key; default: it is in the same file.", metavar="FILE"
+    )
     public_url: str | None = option(
         None, "URL under which clients reach the service, for links in responses.", metavar="URL"
     )
@@ -68,6 +72,26 @@ class ServiceOptions:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise InvalidRequestError("is not a URL like https://api.example.org", param="--public-url")
         return self.public_url.rstrip("/")
+
+    def certificate(self) -> tuple[Path, Path] | None:
+        """Of https, with its key, which fits. Raises `InvalidRequestError`."""
+        import ssl
+
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise InvalidRequestError("goes with --ssl-certfile", param="--ssl-keyfile")
+            return None
+        key = self.ssl_keyfile or self.ssl_certfile
+        for param, file in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", key)):
+            if not file.is_file():
+                raise InvalidRequestError(f"{file} is not a file", param=param)
+        try:  # a key with a passphrase is refused, where OpenSSL would ask for it on the terminal
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                f"no certificate with its key, in PEM and without a passphrase: {error}", param="--ssl-certfile"
+            ) from error
+        return self.ssl_certfile, key
 
     def folders(self, model: str | None) -> dict[str, str]:
         """The folder, or the hub's name, of each model by the name that clients use."""
@@ -105,9 +129,20 @@ class AccessOptions:
     allow_host: list[str] = option(
         [], "A further host name to accept where only loopback names are. Repeatable.", metavar="NAME"
     )
+    adapter_folder: list[Path] = option(
+        [], "Let clients load LoRA adapters from below this folder while it runs. Repeatable.", metavar="DIR"
+    )
     content_filter: str | None = option(
         None, "Content filter, like wordlist:FILE; default: none.", metavar="NAME[:ARG]"
     )
+
+    def adapter_overrides(self) -> list[str]:
+        """As settings that stand above everything else: a model's configuration does not open folders to clients."""
+        for folder in self.adapter_folder:
+            if not folder.is_dir():
+                raise InvalidRequestError(f"{folder} is not a folder", param="--adapter-folder")
+        folders = [str(folder.resolve()) for folder in self.adapter_folder]
+        return [f"deployment.adapter_folders={json.dumps(folders)}"]
 
     def keyring(self) -> Keyring:
         from omnistage.server.access.keys import load_keys
@@ -300,7 +335,9 @@ def _serve(
     from omnistage.server.service import Service
 
     overrides = overrides_by_model(settings.overrides, list(folders))
-    overrides = {name: [*entries, *media.overrides()] for name, entries in overrides.items()}
+    above = [*media.overrides(), *access.adapter_overrides()]
+    overrides = {name: [*entries, *above] for name, entries in overrides.items()}
+    certificate = options.certificate()
     keyring = access.keyring()
     content_filter = None if access.content_filter is None else make_filter(access.content_filter)
     tracing = observability.start_tracing()
@@ -330,6 +367,7 @@ def _serve(
                 load,
                 host=options.host,
                 port=options.port,
+                certificate=certificate,
                 drain_seconds=options.drain_seconds,
                 notify=_notify,
                 exits=True,
@@ -350,6 +388,7 @@ def _load(
     from omnistage.omni import AsyncOmni
 
     imports.finish()
+    adapters = overrides_by_model(settings.adapter, list(folders), "--adapter")
     for name, folder in folders.items():
         err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
         entries = overrides[name]
@@ -360,7 +399,9 @@ def _load(
             device=settings.device,
             dtype=settings.dtype,
             gpu_memory=settings.gpu_memory,
+            quantize=settings.quantize,
             ray=settings.ray,
+            adapters=adapter_folders(adapters[name]),
             progress=functools.partial(service.report_loading, name),
         )
         for stage in omni.memory:
@@ -376,7 +417,7 @@ def _notify(line: str, style: str) -> None:
     err().print(line, style=style, markup=False)
 
 
-def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[str]]:
+def overrides_by_model(entries: list[str], names: list[str], param: str = "--set") -> dict[str, list[str]]:
     """The settings of each model: those for all, and those that begin with its name, as in `chat:key=value`."""
     overrides: dict[str, list[str]] = {name: [] for name in names}
     for entry in entries:
@@ -387,7 +428,7 @@ def overrides_by_model(entries: list[str], names: list[str]) -> dict[str, list[s
         elif name in overrides:
             overrides[name].append(rest)
         else:
-            raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param="--set")
+            raise InvalidRequestError(f"there is no model {name!r}; models: {', '.join(names)}", param=param)
     return overrides
 
 

@@ -6,13 +6,14 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from omnistage.cli.common import Report, progress_bar
+from omnistage.cli.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -38,6 +39,7 @@ class Terminal:
     interactive: bool
     output: Console
     notes: Console
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     @classmethod
     def here(cls) -> Terminal:
@@ -56,18 +58,20 @@ class Terminal:
     def lines(self) -> Iterator[str]:
         """Lines of input until its end. Ctrl-C at the prompt only discards the line."""
         if not self.interactive:
-            for line in sys.stdin:
+            while line := self.interrupts.read(sys.stdin.readline):
                 yield line.rstrip("\r\n")
             return
         _use_history()
         while True:
             try:
-                yield input(PROMPT)
+                line = self.interrupts.read(lambda: input(PROMPT))
             except KeyboardInterrupt:
                 self.note("\nend the conversation with Ctrl-D or /quit")
             except EOFError:
                 self.output.print()
                 return
+            else:
+                yield line
 
     def write(self, text: str) -> None:
         """Print streamed text at once."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from omnistage.config.scalars import ConfigModel, Count, CountOrZero, DeviceName, Seconds, Size
 from omnistage.core.types import DTypeName
+
+AdapterName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class GroupConfig(ConfigModel):
@@ -53,6 +55,23 @@ class GroupConfig(ConfigModel):
         return self
 
 
+class AdapterConfig(ConfigModel):
+    """A LoRA adapter that is loaded at start. A folder alone is short for one."""
+
+    folder: str = Field(
+        min_length=1, max_length=4096, description="With `adapter_config.json` and safetensors, of PEFT or diffusers."
+    )
+    scale: float = Field(
+        default=1.0, ge=-100.0, le=100.0, allow_inf_nan=False, description="How strongly it acts, on top of its own."
+    )
+    stage: str | None = Field(default=None, max_length=64, description="null: that of `deployment.adapter_stage`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_alone(cls, value: object) -> object:
+        return {"folder": value} if isinstance(value, str) else value
+
+
 class DeploymentConfig(ConfigModel):
     """Devices and queues."""
 
@@ -76,10 +95,32 @@ class DeploymentConfig(ConfigModel):
     max_rebuilds: CountOrZero = Field(
         default=3, description="Attempts to rebuild a stage that has failed, each within 10 minutes of the last."
     )
+    voices: dict[str, str] = Field(
+        default_factory=dict,
+        description="Other names for the model's voices, like `{alloy: Chelsie}`; OpenAI's mean its voices in turn.",
+    )
     ray_address: str | None = Field(
         default=None,
         max_length=300,
         description="Ray cluster of groups with kind: ray; null: that of RAY_ADDRESS, or a new one on this machine.",
+    )
+    adapters: dict[AdapterName, AdapterConfig] = Field(
+        default_factory=dict, max_length=1000, description="LoRA adapters by name, see [adapters](adapters.md)."
+    )
+    adapter_stage: str | None = Field(
+        default=None, max_length=64, description="Their stage; null: the one that gives text, else `denoise`."
+    )
+    adapter_slots: Annotated[Count, Field(le=256)] = Field(
+        default=8, description="Adapters on the device at once; requests that need others wait."
+    )
+    adapter_rank: Annotated[Count, Field(le=1024)] | None = Field(
+        default=None, description="Largest rank; null: that of the configured ones, with `adapter_folders` at least 16."
+    )
+    adapter_memory: Size = Field(
+        default=2 * 2**30, description="Host memory for each stage's adapters, and the largest file of one."
+    )
+    adapter_folders: tuple[str, ...] = Field(
+        default=(), max_length=64, description="Where adapters may be loaded from at run time; empty: they may not."
     )
     placement: dict[str, GroupConfig] = Field(
         default_factory=dict, description="Groups of stages by name, see below; all others run in this process."

@@ -10,12 +10,14 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
+from omnistage.config.adapters import with_adapter_stages
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
 from omnistage.config.emit import emit_yaml, value_paths
 from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.names import check_names, check_placement, graph_of
 from omnistage.config.problems import to_config_error
+from omnistage.config.quantize import Scheme
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
 from omnistage.config.schema import OmniConfig
 from omnistage.config.yamlio import load_file
@@ -36,6 +38,9 @@ class OmniEngineArgs(ConfigModel):
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
     gpu_memory: Size | None = Field(default=None, description="Short for deployment.gpu_memory.")
+    quantize: Scheme | None = Field(
+        default=None, description="Scheme of quantised weights, for all stages that it suits."
+    )
     ray: str | None = Field(
         default=None,
         min_length=1,
@@ -43,6 +48,8 @@ class OmniEngineArgs(ConfigModel):
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     cache_dir: Path | None = Field(default=None, description="Hub cache; null: the hub's default.")
+    adapters: tuple[str, ...] = Field(default=(), description="NAME=FOLDER strings, for deployment.adapters.")
+    adapter_folders: tuple[str, ...] = Field(default=(), description="Added to deployment.adapter_folders.")
     allow_download: bool = Field(default=False, description="Fetch the model from the hub if it is not here.")
 
     @classmethod
@@ -116,6 +123,7 @@ def check(data: Mapping[str, object], sources: Sources, registry: Registry) -> t
         graph = graph_of(config.pipeline, registry.text_bridges())
         check_names(config.pipeline, registry)
         check_placement(config.deployment.placement, config.pipeline.stages)
+        config = with_adapter_stages(config, graph)
     except ConfigError as error:
         path = tuple((error.param or "").split("."))
         raise LocatedConfigError(error.message, param=error.param, where=nearest_source(path, sources)) from error
@@ -138,10 +146,31 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
     for name, value in (("device", args.device), ("dtype", args.dtype), ("gpu_memory", memory)):
         if value is not None:
             layers.set(("deployment", name), value, Source(f"--{name.replace('_', '-')}"))
+    if args.quantize is not None:
+        _quantise_all(layers, args.quantize)
     layers.apply_overrides(args.overrides)
+    for text in args.adapters:
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, not {text!r}", param="adapters")
+        layers.set(("deployment", "adapters", name), {"folder": folder}, Source("--adapter"))
+    if args.adapter_folders:
+        layers.set(("deployment", "adapter_folders"), list(args.adapter_folders), Source("--adapter-folder"))
     if args.ray is not None:
         _place_on_ray(layers, args.ray)
     return layers
+
+
+def _quantise_all(layers: Layers, scheme: Scheme) -> None:
+    """The scheme for all stages that may have weights for it, unless the configuration says more of one."""
+    for name, stage in layers.section("pipeline", "stages").items():
+        if isinstance(stage, dict) and stage.get("engine") in ("autoregressive", "diffusion"):
+            if stage.get("quantize") is None:
+                layers.set(
+                    ("pipeline", "stages", name, "quantize"),
+                    {"scheme": scheme, "required": False},
+                    Source("--quantize"),
+                )
 
 
 def _place_on_ray(layers: Layers, address: str) -> None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_v
 
 from omnistage.config.arrays import BATCH, ArraySpec, are_batched, parse_specs
 from omnistage.config.deployment import DeploymentConfig
+from omnistage.config.quantize import Quantize
 from omnistage.config.remote import RemoteStageConfig
 from omnistage.config.scalars import (
     ConfigModel,
@@ -96,7 +97,10 @@ class CodecBudget(ConfigModel):
     max_chunk_blocks: Count = Field(
         default=8, description="Each chunk is as long as all before it, up to this many blocks."
     )
-    lookahead_blocks: CountOrZero = Field(default=2, description="Blocks that must be known beyond those decoded.")
+    lookahead_blocks: CountOrZero = Field(
+        default=1,
+        description="Blocks that must be known beyond those decoded; more is closer to the whole utterance, and later.",
+    )
     max_hold_seconds: float = Field(
         default=3.0,
         ge=0.0,
@@ -160,6 +164,23 @@ class _StageConfig(StageSettings):
     device: DeviceName | None = Field(default=None, description="null: the deployment's.")
 
 
+class _QuantisedStageConfig(_StageConfig):
+    quantize: Quantize | None = Field(
+        default=None, description="Scheme of quantised weights, or a section with more settings; null: none."
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run it."""
+        return 1
+
+    @model_validator(mode="after")
+    def _quantises_alone(self) -> Self:
+        if self.quantize is not None and self.ranks > 1:
+            raise ValueError(f"quantize needs a stage in one process, and this one runs in {self.ranks}; remove one")
+        return self
+
+
 def _only(modality: Modality, output: Modality | None, engine: str) -> Modality | None:
     if output not in (None, modality):
         raise ValueError(f"{engine} stage outputs {modality}, not {output}; use {modality}, or null for no output")
@@ -169,7 +190,7 @@ def _only(modality: Modality, output: Modality | None, engine: str) -> Modality 
 Ranks = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=64)]
 
 
-class ARStageConfig(_StageConfig):
+class ARStageConfig(_QuantisedStageConfig):
     """A stage on the autoregressive engine."""
 
     engine: Literal["autoregressive"]
@@ -296,7 +317,7 @@ class CodecStageConfig(_StageConfig):
         return output
 
 
-class DiffusionStageConfig(_StageConfig):
+class DiffusionStageConfig(_QuantisedStageConfig):
     """A stage on the diffusion engine: it encodes prompts, denoises, or decodes latents, as its component does."""
 
     engine: Literal["diffusion"]

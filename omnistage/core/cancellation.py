@@ -33,7 +33,7 @@ class Cancellation:
         self._clock = clock
         self._lock = threading.Lock()
         self._cancelled: Future[None] = Future()
-        self._aborts: list[Callable[[], None]] = []
+        self._aborts: list[Callable[[], object]] = []
         self._working = 0
         self._idle_callbacks: list[Callable[[], None]] = []
 
@@ -78,7 +78,7 @@ class Cancellation:
         raise TimeoutError
 
     @contextmanager
-    def on_cancel(self, abort: Callable[[], None]) -> Iterator[None]:
+    def on_cancel(self, abort: Callable[[], object]) -> Iterator[None]:
         """Inside the block `abort` ends what the thread is waiting for; called at once if nothing is wanted already.
 
         It is called from another thread, and must neither block nor raise.

@@ -38,11 +38,28 @@ class MediaError(InvalidRequestError, code="invalid_media"):
     """An image, audio clip or video that cannot be decoded."""
 
 
+class AdapterError(InvalidRequestError, code="invalid_adapter"):
+    """A LoRA adapter that is unknown, cannot be read, or does not fit the model."""
+
+
+class SizeError(InvalidRequestError):
+    """A side of a picture, `width` or `height`, that the model cannot draw; `nearest` is one that it can."""
+
+    def __init__(self, message: str, *, side: str, nearest: int) -> None:
+        super().__init__(message, param=side)
+        self.side = side
+        self.nearest = nearest
+
+
+class SizeLimitError(SizeError, status=413, code="limit_exceeded"):
+    """A side that is longer than the model draws."""
+
+
 class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
     """Larger than a configured limit; the message gives both numbers."""
 
 
-class PromptTooLongError(LimitExceededError, status=400, code="prompt_too_long"):
+class PromptTooLongError(LimitExceededError, status=400, code="context_length_exceeded"):
     """More tokens than the stage can hold."""
 
 

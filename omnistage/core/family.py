@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from omnistage.core.checkpoint import Checkpoint
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, TemplateOptions
 from omnistage.core.transcripts import TranscriptionOptions
 from omnistage.core.types import (
     DTypeName,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from omnistage.core.bundle import Bundle
     from omnistage.core.clips import AudioClip
-    from omnistage.core.messages import ChatMessage
     from omnistage.core.params import DiffusionParams
 
 BridgeResult = tuple[object, Sequence[StagePayloadIn | StageFeed]]
@@ -137,12 +137,30 @@ class Thinking(Protocol):
     """An input processor of a model that may think before it answers."""
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), *, thinking: bool | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> StagePayloadIn:
         """As `InputProcessor.chat`; `thinking` is `enable_thinking` of the template, None: not said."""
 
+    def has_variable(self, name: str) -> bool:
+        """Whether the template reads a variable of this name, beside those that every template gets."""
+
     def think_block(self, thinking: bool | None) -> ThinkBlock | None:
         """That of answers to such chats; None where the model has none."""
+
+
+@runtime_checkable
+class TokenText(Protocol):
+    """An input processor whose model reads text as tokens. Thread-safe."""
+
+    def tokens(self, prompt: OmniTokensPrompt) -> StagePayloadIn: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
 
 
 @runtime_checkable
@@ -239,5 +257,7 @@ class Family:
     """Those of its bridges that read text and never hidden states: they also work behind a remote server."""
     plans_memory: bool = False
     """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
+    full_precision: tuple[str, ...] = ()
+    """Regular expressions of modules that quantisation leaves as they are, beside those that it leaves in all models."""
     bundle: Bundle | None = None
     """Weights that `omnistage pull` fetches for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from omnistage.core.clips import AudioClip, VideoClip
@@ -49,6 +49,18 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] | str
     id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a request says about how its chat template is applied, beside `enable_thinking`."""
+
+    variables: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    continue_final: bool = False
+    """The last message, an assistant's, is left open, and the answer goes on from there."""
+
+
+PLAIN_TEMPLATE = TemplateOptions()
 
 
 @dataclass(frozen=True, slots=True)

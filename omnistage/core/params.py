@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from omnistage.core.validation import invalid_params, is_utf8
 
@@ -64,6 +74,34 @@ class StructuredOutput(BaseModel):
         return self
 
 
+class AdapterWeight(BaseModel):
+    """One adapter of a request, and how strongly it acts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=200)
+    weight: float = Field(default=1.0, allow_inf_nan=False, ge=-100.0, le=100.0)
+
+
+def _listed(value: object) -> object:
+    """A name or one adapter in place of a list of them."""
+    each = value if isinstance(value, list | tuple) else (value,)
+    return tuple({"name": adapter} if isinstance(adapter, str) else adapter for adapter in each)
+
+
+def _distinct(adapters: tuple[AdapterWeight, ...]) -> tuple[AdapterWeight, ...]:
+    if len({adapter.name for adapter in adapters}) < len(adapters):
+        raise ValueError("names an adapter twice; add its weights up")
+    return adapters
+
+
+MAX_MIXED_ADAPTERS = 16
+Adapters = Annotated[
+    tuple[AdapterWeight, ...], BeforeValidator(_listed), Field(max_length=MAX_MIXED_ADAPTERS), AfterValidator(_distinct)
+]
+"""LoRA adapters whose changes are added up: a name, or several with weights."""
+
+
 class SamplingParams(StageParams):
     """How an autoregressive stage picks tokens. The defaults are greedy-free plain sampling at temperature 1."""
 
@@ -88,6 +126,7 @@ class SamplingParams(StageParams):
     logprobs: int | None = Field(default=None, ge=0, le=50, description="Alternatives to report beside each token.")
     n: int = Field(default=1, ge=1, le=128, description="Answers to one prompt.")
     structured: StructuredOutput | None = None
+    lora: Adapters = Field(default=(), description="LoRA adapters: a name, or a list of {name, weight}.")
 
     @model_validator(mode="before")
     @classmethod
@@ -177,6 +216,9 @@ class DiffusionParams(StageParams):
     strength: _FiniteFloat | None = Field(
         default=None, gt=0.0, le=1.0, description="How much to change the input picture; 1 ignores it."
     )
+    control_scale: _FiniteFloat | None = Field(
+        default=None, ge=0.0, le=10.0, description="How closely to follow the picture that controls (ControlNet)."
+    )
     num_frames: int | None = Field(default=None, ge=1, le=4096, description="Frames of a video.")
     fps: _FiniteFloat | None = Field(default=None, gt=0.0, le=240.0, description="Frames a second of a video.")
     scheduler: str | None = Field(
@@ -187,6 +229,7 @@ class DiffusionParams(StageParams):
     early_stop: _FiniteFloat | None = Field(
         default=None, gt=0.0, le=1.0, description="Stop once a step changes the expected picture by less than this."
     )
+    lora: Adapters = Field(default=(), description="LoRA adapters: a name, or a list of {name, weight}.")
 
     @field_validator("negative_prompt")
     @classmethod

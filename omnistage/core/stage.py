@@ -94,6 +94,11 @@ class Stage(ABC):
     enter_thread: Callable[[], None] | None = None
     """Called once in the thread that the stage will be run in, where there is one."""
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and answer together that a stage which samples text can hold, where it is known."""
+        return None
+
     def warm_up(self) -> None:  # noqa: B027  (most have nothing to prepare)
         """Run a large step once on a GPU, before there are requests: none of them waits for kernels to be compiled."""
 

@@ -339,6 +339,8 @@ class TokenChunk:
     prompt: ARInput | None = None
     ended_by: int | None = None
     """The end token, when one ended the answer; it is the last of `token_ids`."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string of the request's own that ended the answer."""
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; on one chunk of an answer only."""
     prompt_tokens: int = 0

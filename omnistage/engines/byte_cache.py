@@ -40,6 +40,12 @@ class ByteCache(Generic[T]):
             _key, old = self._entries.popitem(last=False)
             self.bytes -= self._size_of(old)
 
+    def drop(self, key: bytes) -> None:
+        """Forget a value, if it is there."""
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self.bytes -= self._size_of(value)
+
     def clear(self) -> None:
         self._entries.clear()
         self.bytes = 0

@@ -18,7 +18,8 @@ from jinja2 import TemplateError
 
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
-from omnistage.core.messages import ChatMessage, Part, TextPart
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, Part, TemplateOptions, TextPart
+from omnistage.core.validation import short_repr
 from omnistage.models.prompts import GuardedText
 
 if TYPE_CHECKING:
@@ -29,6 +30,20 @@ Turn = dict[str, Any]
 ToolSpec = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as templates take it."""
 _CALL = re.compile(r"""<tool_call>\s*\{"name": "probe_call", "arguments": \{"probe": 1\}\}\s*</tool_call>""")
+_FIXED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "conversation", "chat_template", "add_generation_prompt", "tokenize"}
+    | {
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+    }
+    | {"max_length", "tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "bos_token", "eos_token"}
+    | {"raise_exception", "strftime_now", "range", "namespace"}
+)
+"""Of every template, and the parameters of `apply_chat_template`: not for requests to set."""
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -61,13 +76,18 @@ _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeEr
 class Render(Protocol):
     """Applies the checkpoint's template; it may raise anything. `options` are variables of the template."""
 
-    def __call__(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str: ...
+    def __call__(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str: ...
 
 
 class ChatTemplate:
     """Turns to text. `parts` says whether the template wants content as a list of parts rather than as text."""
 
-    def __init__(self, render: Render, tokenizer: PreTrainedTokenizerFast, *, parts: bool = False) -> None:
+    def __init__(
+        self, render: Render, tokenizer: PreTrainedTokenizerFast, *, parts: bool = False, source: object = None
+    ) -> None:
+        """`source` is the template's own text; None: the tokenizer's."""
+        source = source or tokenizer.chat_template
+        self._source = source if isinstance(source, str) else ""
         self._render = render
         self._parts = parts
         added = {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}
@@ -77,7 +97,12 @@ class ChatTemplate:
         self._opens: dict[bool | None, bool] = {}
 
     def text(
-        self, turns: Sequence[Turn], tools: Sequence[ToolSpec], guarded: GuardedText, thinking: bool | None = None
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[ToolSpec],
+        guarded: GuardedText,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> str:
         """The prompt of `turns`, whose content is guarded already; what else users wrote is guarded here.
 
@@ -90,13 +115,38 @@ class ChatTemplate:
             uses_tools = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
             if uses_tools and not self.takes_tools:
                 ready, offered = self._render_tools_as_text(ready, offered), []
-            return self._render(ready, offered or None, **_options(thinking))
+            options = _options(thinking)
+            if template is not PLAIN_TEMPLATE:
+                options |= self._checked(template, ready, guarded)
+            return self._render(ready, offered or None, **options)
         except OmniError:
             raise
         except RecursionError as error:
             raise InvalidRequestError("tools or calls are nested too deeply; flatten them", param="tools") from error
         except Exception as error:  # the template is a program of the checkpoint's: it may raise anything
             raise InvalidRequestError(template_refusal(error), param="messages") from error
+
+    def has_variable(self, name: str) -> bool:
+        """Whether the template reads a variable of this name, beside those that every template gets."""
+        return name not in _FIXED_VARIABLES and re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
+    def _checked(self, template: TemplateOptions, turns: Sequence[Turn], guarded: GuardedText) -> dict[str, Any]:
+        """What the template is rendered with. Raises `InvalidRequestError`."""
+        for name in template.variables:
+            if not self.has_variable(name):
+                raise InvalidRequestError(
+                    f"the model's chat template has no variable {short_repr(name)}; leave it out",
+                    param=f"chat_template_kwargs.{short_repr(name)[1:-1]}",
+                )
+        options = {name: _guarded(value, guarded) for name, value in template.variables.items()}
+        if template.continue_final:
+            if not turns or turns[-1]["role"] != "assistant" or "tool_calls" in turns[-1] or not turns[-1]["content"]:
+                raise InvalidRequestError(
+                    "needs a last message of the assistant with text, which the answer continues",
+                    param="continue_final_message",
+                )
+            options |= {"add_generation_prompt": False, "continue_final_message": True}
+        return options
 
     def message_tokens(self, count: Callable[[str], int]) -> int:
         """Tokens that the template writes around each message, at least; `count` gives those of a text."""
@@ -184,7 +234,7 @@ class ChatTemplate:
         return left + right
 
 
-def _options(thinking: bool | None) -> dict[str, bool]:
+def _options(thinking: bool | None) -> dict[str, Any]:
     return {} if thinking is None else {"enable_thinking": thinking}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent, ARSpec, KVShape
+from omnistage.engines.ar.component import ARComponent, ARSpec, KVShape, StateShape
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.models.loading import freeze, kv_shape, positive, use_paged_attention
 
@@ -35,9 +35,12 @@ class DecoderComponent(ARComponent):
         prompt_vocab_size: int = 0,
         layer_shapes: tuple[KVShape, ...] = (),
         plain_attention: bool = True,
+        states: tuple[tuple[StateShape, ...], ...] = (),
+        uneven_states: bool = False,
     ) -> None:
         """`config` is the decoder's own; the rest is as in `ARSpec`, None for what the config says."""
-        layers, kv_heads, head_dim = kv_shape(config)
+        # Without attention there are only states.
+        layers, kv_heads, head_dim = (0, 0, 0) if states and not layer_shapes else kv_shape(config)
         self.spec = ARSpec(
             num_layers=layers,
             num_kv_heads=kv_heads,
@@ -51,6 +54,8 @@ class DecoderComponent(ARComponent):
             prompt_vocab_size=prompt_vocab_size,
             layer_shapes=layer_shapes,
             plain_attention=plain_attention,
+            states=states,
+            uneven_states=uneven_states,
         )
         self.model = freeze(model)
         self.decoder = decoder

@@ -24,6 +24,7 @@ from omnistage.core.checkpoint import read_json
 from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import ATTENTION_NAME
+from omnistage.engines.quantisation.transform import current_quantiser
 from omnistage.hf import transformers
 from omnistage.models.stored import DTYPES, stored_entries, stored_tensor
 
@@ -153,9 +154,10 @@ def read_weights(context: LoadContext, prefix: str = "", part: str = "") -> dict
 def straight_to(device: torch.device) -> dict[str, Any]:
     """Options of `from_pretrained` by which weights go from their mapped files to a GPU, a few at a time.
 
-    Without accelerate, which both libraries need for it, and for the CPU there are none: the caller moves the model.
+    Without accelerate, which both libraries need for it, for the CPU and where weights are quantised on their way there
+    are none: the caller moves the model.
     """
-    if device.type == "cpu" or importlib.util.find_spec("accelerate") is None:
+    if device.type == "cpu" or importlib.util.find_spec("accelerate") is None or current_quantiser() is not None:
         return {}
     return {"device_map": {"": device}}
 
@@ -210,7 +212,10 @@ def load_model(
 
 
 def on_device(model: Network, device: torch.device) -> Network:
-    """The model there, with all of its weights."""
+    """The model there, with all of its weights, quantised where the stage says so."""
+    quantiser = current_quantiser()
+    if quantiser is not None:
+        quantiser.apply(model, device)
     model.to(device)
     if device.type == "cuda":  # pragma: no cover  (needs CUDA)
         # The last weights may still be on their way; stages compute on streams that do not wait for this one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
@@ -144,6 +145,11 @@ class PromptTokenizer:
         if not prompt or not ids:
             raise InvalidRequestError("the prompt is empty; send some text", param="prompt")
         return ARInput(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
 
     def count(self, text: str) -> int:
         """The tokens of a rendered text, whatever its length."""

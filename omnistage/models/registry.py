@@ -11,6 +11,7 @@ BUILTIN = (
     "qwen2_5_omni",
     "qwen3_omni_moe",
     "csm",
+    "stable_diffusion",
     "stable_diffusion_3",
     "flux",
     "flux2",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -25,8 +25,6 @@ from omnistage.config import (
     StageConfig,
     resolve,
 )
-from omnistage.core.errors import CapacityError, CheckpointError, OmniError
-from omnistage.core.failures import raise_interrupt
 from omnistage.core.family import AnyProcessor, Bridge, LoadContext, WholePrompts
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.memory import free_host_memory
@@ -34,9 +32,13 @@ from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.adapters import adapter_library
 from omnistage.pipeline.engine_stage import engine_stage
+from omnistage.pipeline.hosts import host_of
 from omnistage.pipeline.links import links_within
+from omnistage.pipeline.load_errors import enough_memory, reading_checkpoint
 from omnistage.pipeline.phases import PhaseTimes
+from omnistage.pipeline.quantised import check_quantised, load_quantised, make_quantiser
 from omnistage.pipeline.supervision import Rebuild
 from omnistage.placement.devices import available_memory, limit_process, place, place_anywhere
 from omnistage.placement.group import StageGroup
@@ -44,9 +46,11 @@ from omnistage.placement.launch import make_group
 from omnistage.placement.measure import WEIGHTS_SHARE, LoadingProgress, MeasuredStage, meter_for
 from omnistage.placement.memory_plan import MemoryPlan, PlannedStage, make_plan
 from omnistage.placement.needs import weights_on_disk
-from omnistage.placement.worker_process import Host, LocalProcess
 
-_LONGEST_REASON = 200
+if TYPE_CHECKING:
+    from omnistage.engines.adapters.library import AdapterLibrary
+    from omnistage.engines.quantisation.transform import Quantiser
+
 _PLANNED_SHARE = 0.5
 """Models whose weights take less of the free host memory are put there without a plan."""
 
@@ -79,6 +83,8 @@ class EngineParts:
     """Of stages that run in processes of their own."""
     links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Those that follow a stage in its process, and get their input there."""
+    adapters: Mapping[str, AdapterLibrary] = field(default_factory=dict)
+    """Of the stages in this process that take adapters."""
 
 
 def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registry: Registry = REGISTRY) -> EngineParts:
@@ -96,7 +102,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
     times.begin("memory plan")
     plan = load_plan(here, registry)
     times.begin("processor")
-    with _reading(resolved.model.folder, "the processor"):
+    with reading_checkpoint(resolved.model.folder, "the processor"):
         processor = registry.family(resolved.model.family).processor(resolved.model)
     report = progress if callable(progress) else None
     with ExitStack() as undo:
@@ -127,6 +133,7 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         times,
         tuple(groups),
         {name: targets for group in groups for name, targets in links_within(graph, group.stages).items()},
+        built.adapters,
     )
 
 
@@ -136,19 +143,10 @@ def _spawn_group(
     """The processes of a group, which will build its stages from the same arguments."""
     configs = resolved.config.pipeline.stages
     stages = {stage: type(configs[stage].params) for stage in resolved.graph.order if stage in group.stages}
-    processes = make_group(name, group, stages, args, _host(group, resolved.config.deployment))
+    processes = make_group(name, group, stages, args, host_of(group, resolved.config.deployment))
     for stage in processes.stages.values():
         undo.callback(stage.close)
     return processes
-
-
-def _host(group: GroupConfig, deployment: DeploymentConfig) -> Callable[[], Host]:
-    """What starts the processes of a group."""
-    if group.kind != "ray":
-        return LocalProcess
-    from omnistage.pipeline.ray_host import RayHost
-
-    return partial(RayHost, deployment.ray_address, group.num_cpus, group.num_gpus)
 
 
 def bridges_of(graph: PipelineGraph, registry: Registry) -> dict[str, Bridge]:
@@ -162,6 +160,7 @@ class BuiltStages:
     stages: Mapping[str, Stage]
     rebuilds: Mapping[str, Rebuild]
     memory: tuple[MeasuredStage, ...]
+    adapters: Mapping[str, AdapterLibrary]
 
 
 def build_stages(
@@ -184,7 +183,11 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
-    return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
+    if quantisers := [factory.quantiser for factory in factories.values() if factory.quantiser is not None]:
+        check_quantised(quantisers, stages)
+    adapters = {name: each.adapters for name, each in factories.items() if each.adapters is not None}
+    rebuilds = {name: factory.rebuild for name, factory in factories.items()}
+    return BuiltStages(stages, rebuilds, tuple(memory), adapters)
 
 
 def load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None:
@@ -216,7 +219,7 @@ def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anyw
     stages = resolved.config.pipeline.local_stages
     devices = {str(placed(name, stage)[0]) for name, stage in stages.items()}
     available = {device: available_memory(device, deployment) for device in devices}
-    with _reading(resolved.model.folder, "the memory plan"):
+    with reading_checkpoint(resolved.model.folder, "the memory plan"):
         return make_plan(resolved, registry, placed, available)
 
 
@@ -292,7 +295,10 @@ class StageFactory:
         )
         self.compiler: threading.Thread | None = None
         """Imports what compiles while weights are read; engines and warm-ups may import parts of it, too."""
-        self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load)
+        self.quantiser = make_quantiser(model, name, stage_cfg, deployment, registry)
+        self.adapters = adapter_library(name, deployment)
+        """Kept when the stage is built anew: those that were loaded at run time are still there."""
+        self._build = partial(build_stage, model, name, stage_cfg, deployment, load=self._load, adapters=self.adapters)
 
     def may_compile(self, planned: PlannedStage) -> bool:
         """Whether the stage's engine is likely to compile its network."""
@@ -307,7 +313,7 @@ class StageFactory:
     def warm_up(self, stage: Stage) -> None:
         """Run what requests will, on a GPU: compiled and captured code is there before the first comes."""
         if self._on_gpu:
-            with _enough_memory(self._name):
+            with enough_memory(self._name):
                 stage.warm_up()
 
     def rebuild(self, attempts: int) -> Stage:
@@ -329,7 +335,7 @@ class StageFactory:
         component = self._component
         if component is None:
             with LoadingProgress(self._planned, context.progress):
-                component = load_component(context, registry=self._registry)
+                component = load_component(context, registry=self._registry, quantiser=self.quantiser)
             self._component = component if self._keeps_component else None
         if self.compiler is not None:
             self.compiler.join()
@@ -345,6 +351,7 @@ def build_stage(
     *,
     registry: Registry = REGISTRY,
     load: Callable[[LoadContext], object] | None = None,
+    adapters: AdapterLibrary | None = None,
 ) -> Stage:
     """Load a stage's component where the configuration says and put it on its engine."""
     if isinstance(stage_cfg, RemoteStageConfig):
@@ -363,13 +370,13 @@ def build_stage(
         if isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) and stage_cfg.ranks > 1:
             from omnistage.pipeline.ranks import parallel_stage
 
-            with _enough_memory(name):
+            with enough_memory(name):
                 return parallel_stage(context, stage_cfg, load)
         component = load(context)
         if progress is not None:
             progress("compiling" if device.type == "cuda" else "engine", WEIGHTS_SHARE)
-        with _enough_memory(name):
-            return engine_stage(name, stage_cfg, component)
+        with enough_memory(name):
+            return engine_stage(name, stage_cfg, component, adapters)
 
     if device.type != "cpu":
         return build()
@@ -385,60 +392,10 @@ def build_stage(
     return stage
 
 
-def load_component(context: LoadContext, *, registry: Registry = REGISTRY) -> object:
+def load_component(
+    context: LoadContext, *, registry: Registry = REGISTRY, quantiser: Quantiser | None = None
+) -> object:
     """A stage's component from its checkpoint; whatever goes wrong in there comes out as an `OmniError`."""
     factory = registry.component(context.stage.component)
-    with _reading(context.model.folder, f"stage {context.stage_name!r}"):
-        return factory(context)
-
-
-@contextmanager
-def _reading(folder: Path, what: str) -> Iterator[None]:
-    """The boundary around a checkpoint: the one broad handler of loading.
-
-    A broken or hostile file can make `transformers`, `tokenizers` and `torch` raise anything at all, so what is not
-    ours already is the folder's fault until shown otherwise; the cause stays chained.
-    """
-    try:
-        yield
-    except OmniError:
-        raise
-    except BaseException as error:  # a Rust extension panics over a file with no `Exception`
-        raise_interrupt(error)
-        if _is_out_of_memory(error):
-            raise CapacityError(
-                f"there is not enough memory to load {what} from {folder}; use a smaller model or dtype, or another "
-                f"device for this stage ({_shortened(error)})"
-            ) from error
-        raise CheckpointError(
-            f"{what} cannot be loaded from {folder}; the checkpoint is damaged or not supported "
-            f"({type(error).__name__}: {_shortened(error)})"
-        ) from error
-
-
-@contextmanager
-def _enough_memory(name: str) -> Iterator[None]:
-    """What a stage takes beside its weights may be more than there is: its KV cache, its graphs, its largest step."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"there is not enough memory to run stage {name!r}; lower its budget, or use a smaller model or dtype, or "
-            f"another device for this stage ({_shortened(error)})"
-        ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # On the CPU torch has no type for it.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
-def _shortened(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+    with reading_checkpoint(context.model.folder, f"stage {context.stage_name!r}"):
+        return load_quantised(context, factory, registry, quantiser)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omnistage.config import ARStageConfig, CodecStageConfig, DiffusionStageConfig, LocalStageConfig
 from omnistage.core.errors import ConfigError, RegistryError
 from omnistage.core.stage import Stage
 from omnistage.core.types import Modality
 
+if TYPE_CHECKING:
+    from omnistage.engines.adapters.library import AdapterLibrary
 
-def engine_stage(name: str, stage_cfg: LocalStageConfig, component: object) -> Stage:
+
+def engine_stage(
+    name: str, stage_cfg: LocalStageConfig, component: object, adapters: AdapterLibrary | None = None
+) -> Stage:
     """A component on its engine."""
     if isinstance(stage_cfg, ARStageConfig):
         from omnistage.engines.ar.component import ARComponent
@@ -16,7 +23,7 @@ def engine_stage(name: str, stage_cfg: LocalStageConfig, component: object) -> S
 
         if not isinstance(component, ARComponent):
             raise _wrong_component(name, stage_cfg, component)
-        return ARStage(name, component, stage_cfg.budget)
+        return ARStage(name, component, stage_cfg.budget, adapters)
     if isinstance(stage_cfg, CodecStageConfig):
         from omnistage.engines.codec.component import CodecComponent
         from omnistage.engines.codec.module import ModuleComponent, ModuleStage

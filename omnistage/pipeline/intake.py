@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from omnistage.core.family import (
     VoicePrompts,
 )
 from omnistage.core.graph import PipelineGraph
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, TemplateOptions
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import (
     ARInput,
@@ -40,6 +41,7 @@ from omnistage.core.types import (
     TextBatch,
 )
 from omnistage.core.validation import SHOWN_CHARS, is_utf8, short_repr
+from omnistage.core.voices import VoiceNames
 from omnistage.media.budget import media_hold
 from omnistage.media.context import current_owner
 from omnistage.pipeline.request import OmniRequest, count_tokens, media_bytes
@@ -71,6 +73,7 @@ class RequestOptions:
     """Functions that the model may call, as chat templates take them; for chats."""
     thinking: bool | None = None
     """Whether the chat template has the model think first; None: as it does by itself. For models that can."""
+    template: TemplateOptions = PLAIN_TEMPLATE
 
 
 class RequestFactory:
@@ -87,6 +90,7 @@ class RequestFactory:
         limits: LimitsConfig,
         defaults: Mapping[str, StageParams] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        voices: VoiceNames | None = None,
     ) -> None:
         self._graph = graph
         self._params_types = params_types
@@ -103,6 +107,7 @@ class RequestFactory:
         self._limits = limits
         self._defaults = defaults or {}
         self._clock = clock
+        self._voices = voices or VoiceNames(processor.voices(), speaks=Modality.AUDIO in graph.outputs)
 
     def build(
         self,
@@ -119,10 +124,12 @@ class RequestFactory:
             modalities=self._modalities(options.modalities),
             priority=_priority(options.priority),
             deadline=self.deadline(arrival, options.timeout),
-            voice=self._voice(options.voice),
+            voice=(voice := self._voices.resolve(options.voice)),
             arrival=arrival,
             owner=current_owner(),
         )
+        if voice != options.voice:
+            options = replace(options, voice=voice)
         stage_params = self.stage_params(params)  # before the prompt: all that is cheap to check comes first
         max_tokens = self._limits.max_prompt_tokens
         with media_hold() as media:
@@ -134,6 +141,19 @@ class RequestFactory:
         if max_tokens is not None and tokens > max_tokens:
             raise PromptTooLongError(f"has {tokens} tokens, over the limit of {max_tokens}; shorten it", param="prompt")
         return OmniRequest(info, payload, stage_params, max_tokens, media)
+
+    def tokens(self, prompt: Prompt, options: RequestOptions) -> tuple[int, ...] | int:
+        """The tokens of a prompt; their number alone where some stand for media or embeddings."""
+        with media_hold() as media:
+            payload = self._payload(prompt, options, {})
+        media.close()
+        if isinstance(payload, ARInput) and payload.embeds is None and not payload.media:
+            return tuple(payload.token_ids)
+        if isinstance(payload, ChatInput):
+            if payload.tokens is None:
+                raise InvalidRequestError("has media, whose tokens are known only when it runs", param="messages")
+            return tuple(payload.tokens.prompt_token_ids)
+        return count_tokens(payload)
 
     def _modalities(self, names: Sequence[str] | None) -> frozenset[Modality]:
         outputs = self._graph.outputs
@@ -169,17 +189,6 @@ class RequestFactory:
                 param="timeout",
             )
         return arrival + timeout
-
-    def _voice(self, voice: str | None) -> str | None:
-        """The voice by its own name; upper and lower case do not matter."""
-        voices = self._processor.voices()
-        if voice is None or (isinstance(voice, str) and voice in voices):
-            return voice
-        alike = [name for name in voices if isinstance(voice, str) and name.casefold() == voice.casefold()]
-        if len(alike) == 1:
-            return alike[0]
-        known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
-        raise InvalidRequestError(f"there is no voice {short_repr(voice)}; {known}", param="voice")
 
     def stage_params(self, params: ParamsLike) -> dict[str, StageParams]:
         """By stage. Raises what is wrong with them."""
@@ -236,6 +245,8 @@ class RequestFactory:
                 check_kinds=self._check_media,
                 **({} if self._voiced is None else {"audio_rate": self._voiced.clip_rate}),
             )
+            if options.template is not PLAIN_TEMPLATE:
+                return self._templated(messages, options)
             if options.thinking is not None and self._thinking is not None:
                 return self._thinking.chat(messages, options.tools, thinking=options.thinking)
             # Said only where there are some: a family may take none.
@@ -245,6 +256,12 @@ class RequestFactory:
             f"of chat messages; got {type(prompt).__name__}",
             param="prompt",
         )
+
+    def _templated(self, messages: Sequence[ChatMessage], options: RequestOptions) -> StagePayloadIn:
+        if self._thinking is None:
+            param = "continue_final_message" if options.template.continue_final else "chat_template_kwargs"
+            raise InvalidRequestError("is not supported by this model's chat template; leave it out", param=param)
+        return self._thinking.chat(messages, options.tools, thinking=options.thinking, template=options.template)
 
     def _drawing(
         self, processor: DrawingProcessor, prompt: Prompt, _options: RequestOptions, params: Mapping[str, StageParams]

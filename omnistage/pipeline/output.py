@@ -86,6 +86,8 @@ class OutputAssembler:
         if modality is Modality.TEXT:
             answer, finish = self._answers[chunk.index], chunk.finish
             answer.finish_reason = finish
+            if finish is not None and isinstance(payload, TokenChunk):
+                answer.stop_reason = payload.stop_reason
             if isinstance(payload, TokenChunk) and ((ids := payload.token_ids) or payload.text):
                 answer.token_ids += ids
                 text, logprobs = payload.text, payload.logprobs

@@ -70,6 +70,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string of the request's own that ended it."""
     reasoning: str = ""
     """What the model thought before the text, where a service has taken it out of that."""
 

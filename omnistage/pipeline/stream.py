@@ -48,6 +48,11 @@ class OutputStream(AsyncIterator[OutputChunk]):
         if admitted is not None:
             admitted()
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt, as far as they are known."""
+        return 0 if self._run is None else self._run.prompt_tokens
+
     async def __anext__(self) -> OutputChunk:
         while (item := next(self._taken, None)) is None:
             if not (items := await self.take()):

@@ -83,6 +83,7 @@ def _plain(value: object) -> object:
 def codec_of(kind: Any) -> Codec[Any]:
     """The codec of a type, as an annotation gives it."""
     import numpy as np
+    import numpy.typing
     import torch
     from PIL.Image import Image
 
@@ -99,7 +100,7 @@ def codec_of(kind: Any) -> Codec[Any]:
         return _sequence_codec(frozenset, codec_of(args[0]))
     if isinstance(origin, type) and issubclass(origin, Mapping) and args[0] is str:
         return _mapping_codec(codec_of(args[1]))
-    if origin is np.ndarray:
+    if origin in (np.ndarray, numpy.typing.NDArray):  # from numpy 2.5 on NDArray is a type of its own
         return codec_of(np.ndarray)
     if not isinstance(kind, type):
         raise InternalError(f"{kind} cannot be sent to another process")

@@ -165,11 +165,21 @@ class NeedsReader:
         with torch.device("cpu"):  # tables that libraries make on import must have values
             context = LoadContext(self._model, name, stage, META, dtype, requested_dtype=self._dtype, target=device)
             component = self._registry.component(stage.component)(context)
+            self._plan_quantised(stage, component)
         if isinstance(stage, ARStageConfig):
             return self._autoregressive(where, component, stage, device)
         if isinstance(stage, CodecStageConfig):
             return self._codec(where, component, stage.budget, device)
         return self._diffusion(where, component, stage, device)
+
+    def _plan_quantised(self, stage: LocalStageConfig, component: object) -> None:
+        from omnistage.engines.peak_memory import META
+        from omnistage.engines.quantisation.transform import Quantiser
+
+        if isinstance(stage, CodecStageConfig) or stage.quantize is None:
+            return
+        kept = self._registry.family(self._model.family).full_precision
+        Quantiser(stage.quantize, isinstance(stage, DiffusionStageConfig), kept).apply_to(component, META)
 
     def _autoregressive(
         self, where: tuple[str, str, str], component: object, stage: ARStageConfig, device: torch.device

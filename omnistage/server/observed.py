@@ -33,6 +33,10 @@ class ObservedStream(OutputStream):
             self._observe(chunk)
         return items
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inner.prompt_tokens
+
     def close(self) -> None:
         self._inner.close()
 

@@ -32,7 +32,7 @@ def plan_thinking(
     block = None if thinking is None else thinking.think_block(options.thinking)
     if options.thinking and block is None:
         raise InvalidRequestError("this model does not think; leave it out", param="thinking")
-    if block is None or not isinstance(prompt, list | tuple):
+    if block is None or not isinstance(prompt, list | tuple) or options.template.continue_final:
         return params, None
     if options.thinking is False and block.opened:
         raise InvalidRequestError("this model always thinks; leave it out", param="thinking")
@@ -139,6 +139,10 @@ class ReasoningStream(OutputStream):
 
     async def take(self) -> list[OutputChunk]:
         return [chunk for item in await self._inner.take() for chunk in self._split(item)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inner.prompt_tokens
 
     def close(self) -> None:
         self._inner.close()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import shutil
 import tempfile
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -35,6 +34,7 @@ from omnistage.pipeline.intake import ParamsLike, Prompt, RequestOptions, checke
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder, Keyring, network_of
+from omnistage.server.adapters import plan_adapters
 from omnistage.server.http.errors import (
     AuditError,
     ContentFilterError,
@@ -46,11 +46,12 @@ from omnistage.server.http.errors import (
 from omnistage.server.http.executor import Workers
 from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
 from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
+from omnistage.server.openai.responses.store import ResponseStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 from omnistage.server.reasoning import ReasoningStream, plan_thinking
 
@@ -62,8 +63,9 @@ _MAX_REMEMBERED = 10_000
 SESSION_CLOSE_TIMEOUT = 5.0
 TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS = 2, 8
 """Transcriptions without a stage: those that run at once, and those that run or wait."""
+MAX_QUEUED_ADAPTERS = 16
+"""Adapters that are being loaded or wait for it, one at a time: each is a large file."""
 KeyT = TypeVar("KeyT")
-_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class ServedModel:
     name: str
     omni: AsyncOmni
     created: int = field(default_factory=lambda: int(time.time()))
+    nearest_sizes: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = field(default_factory=dict)
+    """Of pictures: what it draws for a size that is a preference."""
+    adapter: str | None = None
+    """Of a request that names an adapter as its model; `name` is then that of its base."""
+
+    @property
+    def requested_name(self) -> str:
+        return self.adapter or self.name
 
     @cached_property
     def thinking(self) -> Thinking | None:
@@ -146,7 +156,9 @@ class Service:
         self.audit_required = False
         """Whether requests are refused while the audit log cannot be written."""
         self.spoken = SpokenAnswers()
+        self.responses = ResponseStore()
         self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
+        self.adapter_workers = Workers(1, MAX_QUEUED_ADAPTERS, "adapters", "adapters")
         self.sessions: dict[Drainable, asyncio.Task[None]] = {}
         """Connections that outlive a request, and the tasks that serve them."""
         self._holders: dict[str, str] = {}
@@ -193,15 +205,24 @@ class Service:
         if self.audit_required and self.audit_file is not None and self.audit_file.failing:
             raise AuditError("the audit log cannot be written, and requests are refused until it can; try again later")
 
-    def model(self, name: str) -> ServedModel:
-        """A model by its name. Raises the client's error."""
+    def model(self, name: str | None) -> ServedModel:
+        """A model by its name, which may be left out where there is one. Raises the client's error."""
         self.check_ready()
-        model = self.models.get(name)
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None:
+            raise InvalidRequestError("is missing; /v1/models lists the models", param="model")
+        model = self.models.get(name) or self.adapted(name)
         if model is None:
             # With keys, not everybody may see all models.
             known = "/v1/models lists the models" if self.keyring.required else f"models: {', '.join(self.models)}"
             raise NotFoundError(f"there is no model {short_repr(name)}; {known}", param="model")
         return model
+
+    def adapted(self, name: str) -> ServedModel | None:
+        """The model with an adapter of this name."""
+        models = self.models.values()
+        return next((replace(model, adapter=name) for model in models if name in model.omni.adapters.names()), None)
 
     def tagged(self, holder: Holder, tag: str) -> str | None:
         """The id of the latest request to which a holder gave this id of its own."""
@@ -246,6 +267,7 @@ class Service:
         preparation = Cancellation()
         answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
         with self._admitted(holder, model, preparation, answers, rename, param) as record:
+            params = plan_adapters(model, holder, params)
             params, think_block = plan_thinking(model.thinking, prompt, params, options)
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
@@ -273,7 +295,7 @@ class Service:
     @contextlib.contextmanager
     def _tagging(self, holder: Holder, tag: str, request_id: str) -> Iterator[None]:
         """The client's own id leads to this request from its preparation on; one that is refused does not keep it."""
-        if not _TAG.fullmatch(tag):
+        if not is_tag(tag):
             raise InvalidRequestError("the header X-Client-Request-Id takes 1 to 128 letters, digits, dots, - and _")
         earlier = self._tagged.get((holder.name, tag))
         _remember(self._tagged, (holder.name, tag), request_id)
@@ -316,10 +338,10 @@ class Service:
         """Admit a request, on the audit record of its HTTP request; background work gets a record of its own."""
         current = CURRENT_RECORD.get()
         with contextlib.nullcontext(current) if current is not None and not current.closed else _background() as record:
-            record.who, record.model = holder.name, model.name
+            record.who, record.model = holder.name, model.requested_name
             admission = contextlib.ExitStack()
             try:
-                admission.enter_context(self.keyring.admit(holder, model.name, answers, param))
+                admission.enter_context(self.keyring.admit(holder, model.requested_name, answers, param))
                 admission.enter_context(self._room_for(model, answers, param))
                 yield record
             except OmniError as error:
@@ -368,7 +390,8 @@ class Service:
         for session in tuple(self.sessions):
             session.drain()
         models = (model.omni.shutdown(drain=True, timeout=timeout) for model in self.models.values())
-        await asyncio.gather(self.transcribe_workers.close(timeout), *models)
+        workers = self.transcribe_workers, self.adapter_workers
+        await asyncio.gather(*(each.close(timeout) for each in workers), *models)
         await self.jobs.close()
         if self.sessions:
             await asyncio.wait(tuple(self.sessions.values()), timeout=SESSION_CLOSE_TIMEOUT)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle
 
-from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, SizeError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Modality
@@ -45,10 +45,11 @@ class PixelDenoiser(Denoiser):
         for name in ("width", "height"):
             value = getattr(params, name)
             if value not in (None, SIZE):
-                raise InvalidRequestError(
+                raise SizeError(
                     f"this model generates {SIZE}x{SIZE} images, got a {name} of {value}; ask for {SIZE}x{SIZE}, or "
                     "leave it out",
-                    param=name,
+                    side=name,
+                    nearest=SIZE,
                 )
         for name, reason in _UNUSED.items():
             if getattr(params, name) is not None:

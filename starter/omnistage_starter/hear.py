@@ -132,6 +132,10 @@ class PromptBuilder:
         """The shortest prompt, with a text beside it that is spoken verbatim."""
         return ARInput(self._user, context={SPOKEN: _encoded(text)}, num_tokens=1)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._processor.decode(token_ids)
+
     def _check_characters(self, count: int) -> None:
         if count > self._max_characters:
             raise PromptTooLongError(

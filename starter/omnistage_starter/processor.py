@@ -92,6 +92,12 @@ class StarterProcessor:
         self._prompts.prompt(payload)  # raises for an invalid prompt
         return payload
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        if not isinstance(self._prompts, PromptBuilder):
+            raise UnsupportedModalityError("the language model's server has its tokenizer; ask that", param="model")
+        return self._prompts.decode(token_ids)
+
     def _tokens(self, payload: ChatInput) -> OmniTokensPrompt | None:
         """None where the language model's server has the tokenizer."""
         prompt = self._prompts.prompt(payload)

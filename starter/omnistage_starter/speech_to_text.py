@@ -24,11 +24,13 @@ _MIN_PIECE_SECONDS, _MAX_PIECE_SECONDS = 8.0, 15.0
 """A longer clip is split at its quietest point between the two."""
 _TOKENS_PER_SECOND = 6.5
 """Moonshine's own limit: speech is not faster, so more tokens would be hallucinated."""
-_SPARE_TOKENS = 4
+_SPARE_TOKENS, _MORE_TOKENS = 4, 32
+_MIN_PART_SECONDS = 1.5
+"""What is said in a piece whose decoding finds no end is sought in parts, down to this."""
 _SILENCE = 1e-4
 """A clip whose peak is below this (-80 dB) is silent."""
 _LOOP_PERIOD, _LOOP_REPEATS, _LOOP_TOKENS = 12, 6, 10
-"""Decoding stops in a loop: a block of at most 12 tokens that repeats 6 times or more, over at least 10 tokens."""
+"""A loop: a block of at most 12 tokens that repeats 6 times or more, over at least 10 tokens."""
 
 Samples = NDArray[np.float32]
 
@@ -68,10 +70,32 @@ class SpeechToText:
         samples = np.ascontiguousarray(samples, np.float32)
         if len(samples) < MIN_SECONDS * SAMPLE_RATE or float(np.abs(samples).max()) < _SILENCE:
             return ""
+        return join(self._texts(samples))
+
+    def _texts(self, samples: Samples) -> Iterator[str]:
+        """The words in a piece, whole. Where decoding finds no end, what is said stands in its parts."""
+        hidden = self._encoder(samples)
         max_tokens = int(len(samples) / SAMPLE_RATE * _TOKENS_PER_SECOND) + _SPARE_TOKENS
-        tokens = self._decoder.greedy(self._encoder(samples), self._start, self._end, max_tokens)
+        tokens = self._decoder.greedy(hidden, self._start, self._end, max_tokens)
+        if tokens is None and len(samples) >= 2 * _MIN_PART_SECONDS * SAMPLE_RATE:
+            cut = _quietest(samples, len(samples) // 4, 3 * len(samples) // 4)
+            yield from self._texts(samples[:cut])
+            yield from self._texts(samples[cut:])
+            return
+        if tokens is None:
+            tokens = self._last_tokens(hidden, max_tokens + _MORE_TOKENS)
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text.strip()
+        yield text.strip()
+
+    def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
+        """Of a part that is not split again: a loop in it is no speech, as nobody speaks that fast, and stands once."""
+        tokens: list[int] = []
+        ended = self._decoder.greedy(hidden, self._start, self._end, max_tokens, tokens)
+        if ended is None and (keep := loop_start(tokens)) is not None:
+            return tokens[:keep]
+        if ended is None:
+            raise MediaError("some of the speech cannot be written down; send a clearer or slower recording")
+        return tokens
 
 
 def check_clip(samples: Samples) -> None:
@@ -150,10 +174,12 @@ class _Decoder:
         self._all = past
         self._growing = {name: present for name, present in past.items() if ".decoder." in name}
 
-    def greedy(self, hidden: Samples, start: int, end: int, max_tokens: int) -> list[int]:
-        """Greedy tokens up to `end`, at most `max_tokens`; stops where they repeat in a loop."""
+    def greedy(
+        self, hidden: Samples, start: int, end: int, max_tokens: int, tokens: list[int] | None = None
+    ) -> list[int] | None:
+        """Greedy tokens up to `end`; None where it does not come within `max_tokens`. `tokens` collects them."""
         past = dict(self._empty)
-        tokens: list[int] = []
+        tokens = [] if tokens is None else tokens
         updated = self._all
         for number in range(max_tokens):
             inputs = {
@@ -164,14 +190,12 @@ class _Decoder:
             logits, *present = self._session.run(["logits", *updated.values()], inputs | past)
             token = int(logits[0, -1].argmax())
             if token == end:
-                break
+                return tokens
             tokens.append(token)
-            if (keep := loop_start(tokens)) is not None:
-                return tokens[:keep]
             past |= dict(zip(updated, present, strict=True))
             # The encoder's keys and values come from the first call and stay; only the decoder's grow.
             updated = self._growing
-        return tokens
+        return None
 
 
 def _session(path: Path, threads: int) -> Any:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
+import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -74,15 +77,41 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Async
         asyncio.run(omni.shutdown(drain=False))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+@contextmanager
+def launched(*more: str) -> Iterator[Browser]:
     path = chromium()
     if path is None:
         pytest.skip(f"no Chromium ({', '.join(NAMES)}): install one or set OMNISTAGE_CHROMIUM")
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, headless=True, args=list(ARGUMENTS))
-        yield launched
-        launched.close()
+        browser = playwright.chromium.launch(executable_path=path, headless=True, args=[*ARGUMENTS, *more])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script of axe-core, which finds mistakes that keep people out; from npm."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm is not here, to fetch axe-core")
+    folder = tmp_path_factory.mktemp("axe")
+    try:
+        done = subprocess.run([npm, "pack", "axe-core@4.10.3"], cwd=folder, capture_output=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip("npm could not fetch axe-core in time: is the registry within reach?")
+    packed = next(folder.glob("*.tgz"), None)
+    if done.returncode != 0 or packed is None:
+        pytest.skip(f"npm could not fetch axe-core: {done.stderr.decode(errors='replace').splitlines()[:1]}")
+    with tarfile.open(packed) as archive:
+        file = archive.extractfile("package/axe.min.js")
+        assert file is not None
+        return file.read().decode()
 
 
 @pytest.fixture

@@ -31,8 +31,11 @@ from tests.server.harness import Held, Running, until
 NAMED = "button|checkbox|combobox|dialog|heading|img|link|meter|navigation|spinbutton|textbox|complementary|main"
 
 
-def use(page: Page, model: str, **parameters: object) -> None:
+def use(page: Page, model: str, *outputs: str, **parameters: object) -> None:
+    """Choose a model, what its answers are made of besides text, and parameters."""
     page.locator("#model").select_option(model)
+    for name in outputs:
+        page.locator(f"#out-{name}").check()
     for name, value in parameters.items():
         page.locator(f"#param-{name}").fill(str(value))
 
@@ -133,16 +136,20 @@ def test_a_refusal_is_shown_and_what_was_asked_can_be_sent_again(page: Page, wat
     answer = ask(page, "Hello")
     ended(answer, "error")
     expect(answer.locator(".failure")).to_contain_text("size")
+    expect(page.locator("#param-size")).to_have_attribute("aria-invalid", "true")
     expect(page.locator("#timeline-note")).to_contain_text("did not run")
-    expect(page.locator("#send")).to_be_visible()
-    expect(page.locator("#prompt")).to_have_value("Hello")
-    expect(page.locator(".attachment img")).to_have_count(1)
     use(page, "draw", size="48x32")
+    answer.get_by_role("button", name="Try again").click()
+    ended(page.locator(".answer"))
+    expect(page.locator(".picture img")).to_have_count(1)
+    expect(page.locator(".bubble")).to_have_count(1)
+    expect(page.locator(".bubble img")).to_have_count(1)  # it was sent along again
+    page.locator("#show-panel").click()  # a field that is wrong is shown where the panel was closed
+    page.locator("#param-size").evaluate("field => { field.value = 'wide' }")
+    page.locator("#prompt").fill("More")
     page.locator("#prompt").press("Enter")
-    ended(page.locator(".answer").last)
-    expect(page.locator(".bubble")).to_have_text(["Hello", "Hello"])
-    expect(page.locator("#prompt")).to_be_empty()
-    expect(page.locator(".attachment")).to_have_count(0)
+    expect(page.locator("#param-size")).to_be_focused()
+    expect(page.locator(".bubble")).to_have_count(1)
 
 
 def test_speech_is_scheduled_without_a_gap(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +161,7 @@ def test_speech_is_scheduled_without_a_gap(page: Page, monkeypatch: pytest.Monke
         count(record, item)
 
     monkeypatch.setattr(AuditRecord, "count", counted)
-    use(page, "omni", max_tokens=6, temperature=0)
+    use(page, "omni", "audio", max_tokens=6, temperature=0)
     answer = ask(page, "Say something")
     ended(answer)
     meter = page.locator("#speech-meter")
@@ -196,14 +203,18 @@ def test_pieces_that_come_in_time_meet_sample_by_sample(page: Page) -> None:
     assert begins == pytest.approx(expected, abs=1e-3)
 
 
-def test_speech_can_be_left_out(page: Page, watched: Watched) -> None:
+def test_text_is_the_default_and_speech_by_choice_is_remembered(page: Page, watched: Watched) -> None:
     use(page, "omni", max_tokens=3)
-    page.locator("#out-audio").uncheck()
+    expect(page.locator("#out-audio")).not_to_be_checked()
     expect(page.locator("#voice")).to_be_hidden()
     ended(ask(page, "Quietly"))
     sent = watched.sent(CHAT).post_data_json
     assert (sent["modalities"], "audio" in sent) == (["text"], False)
     assert page.evaluate("window.started") == []
+    page.locator("#out-audio").check()
+    page.reload()
+    expect(page.locator("#out-audio")).to_be_checked()
+    expect(page.locator("#voice")).to_be_visible()
 
 
 def test_a_picture_appears_while_it_is_drawn(page: Page) -> None:
@@ -232,7 +243,6 @@ def test_a_picture_is_changed(page: Page, tmp_path: Path) -> None:
 
 def test_a_picture_goes_along(page: Page, watched: Watched, tmp_path: Path) -> None:
     use(page, "omni", max_tokens=3)
-    page.locator("#out-audio").uncheck()
     file = picture_file(tmp_path)
     page.locator("#file").set_input_files(file)
     expect(page.locator(".attachment img")).to_have_attribute("alt", file.name)
@@ -247,7 +257,6 @@ def test_a_picture_goes_along(page: Page, watched: Watched, tmp_path: Path) -> N
 
 def test_the_microphone_is_heard(page: Page, watched: Watched) -> None:
     use(page, "omni", max_tokens=3)
-    page.locator("#out-audio").uncheck()
     page.locator("#mic").click()
     expect(page.locator("#recording")).to_have_attribute("data-heard", "true", timeout=SLOW)
     page.locator("#mic").click()
@@ -341,7 +350,7 @@ def test_files_are_dropped_refused_and_removed(page: Page, watched: Watched) -> 
 
 
 def test_the_timeline_fills_while_the_request_runs(page: Page, hold: Hold, models: dict[str, AsyncOmni]) -> None:
-    use(page, "omni", max_tokens=12, temperature=0)
+    use(page, "omni", "audio", max_tokens=12, temperature=0)
     held = hold("omni", "thinker", 6)
     ask(page, "Tell me a story")
     answer = page.locator(".answer").first
@@ -499,7 +508,6 @@ def test_all_controls_have_names(page: Page, tmp_path: Path) -> None:
     page.locator("#file").set_input_files(picture_file(tmp_path))
     page.locator(".attachment").wait_for()
     use(page, "omni", max_tokens=2)
-    page.locator("#out-audio").uncheck()
     ended(ask(page, "What is it?"))
     for model in ("omni", "draw"):
         page.locator("#model").select_option(model)
@@ -577,6 +585,7 @@ def test_a_phone_has_room_for_it(page: Page) -> None:
         )
 
     assert fits()
+    page.locator("#out-audio").check()
     page.locator("#show-panel").click()
     expect(page.locator("#params")).to_be_visible()
     use_in_panel = page.locator("#param-max_tokens")
@@ -588,12 +597,14 @@ def test_a_phone_has_room_for_it(page: Page) -> None:
     ended(answer)
     answer.locator(".replay").wait_for()
     assert fits()
-    for control in ("#send", "#attach", "#mic", "#show-code", "#show-panel"):
+    chips = ("label[for=out-text]", "label[for=out-audio]")
+    for control in (*chips, "#send", "#attach", "#mic", "#talk", "#voice", "#show-past", "#show-code", "#show-panel"):
         box = page.locator(control).bounding_box()
         assert box is not None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 360
         assert min(box["width"], box["height"]) >= 24
+        assert box["y"] + box["height"] <= 740
 
 
 # ----------------------------------------------------------------------------------------------------- as code
@@ -610,7 +621,6 @@ def snippets(page: Page) -> tuple[str, str]:
 
 def test_the_snippets_send_what_the_page_sends(page: Page, watched: Watched, tmp_path: Path) -> None:
     use(page, "omni", max_tokens=3, temperature=0)
-    page.locator("#out-audio").uncheck()
     page.locator("#file").set_input_files(picture_file(tmp_path))
     page.locator(".attachment").wait_for()
     ended(ask(page, NASTY))

@@ -457,7 +457,7 @@ def test_a_prompt_that_is_too_long_is_the_callers_error_before_any_work(loaded: 
     for prompt in (say("fox " * 5000, *heard), "fox " * 5000, {"prompt_token_ids": [1] * 5000}):
         with pytest.raises(PromptTooLongError) as refused:
             harness.submit("long", prompt, THINK)
-        assert (refused.value.code, refused.value.status) == ("prompt_too_long", 400)
+        assert (refused.value.code, refused.value.status) == ("context_length_exceeded", 400)
 
 
 def test_a_prompt_far_beyond_the_limit_is_not_tokenized(loaded: EngineParts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, resolve
 from tests.graph_harness import FakeCapture, HostTensors
 
-CAPTURABLE = ("stable_diffusion_3", "flux", "flux2")
+CAPTURABLE = ("stable_diffusion", "stable_diffusion_3", "flux", "flux2")
 PROMPTS = ("a cat", "a red house on a hill by the sea", "snow", "a boat")
 
 
@@ -135,7 +135,7 @@ def test_a_family_that_names_no_shapes_starts_unprepared(
     assert len(started._runner._forward(rows[:2])) == 2
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion_3", "z_image"])
+@pytest.mark.parametrize("family", ["stable_diffusion", "stable_diffusion_3", "z_image"])
 def test_nothing_is_compiled_after_the_warm_up(
     family: str, checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
+from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
@@ -54,6 +55,11 @@ def schnell(checkpoint_of: Callable[..., Path]) -> Model:
 @pytest.fixture(scope="module")
 def kontext(checkpoint_of: Callable[..., Path]) -> Model:
     return Model(checkpoint_of("flux", "kontext"))
+
+
+@pytest.fixture(scope="module")
+def fill(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux", "fill"))
 
 
 @pytest.fixture
@@ -106,6 +112,63 @@ def test_schnell_as_diffusers_draws(asked: Case, schnell: Model) -> None:
 )
 def test_kontext_as_diffusers_draws(asked: Case, kontext: Model) -> None:
     kontext.same(asked)
+
+
+MASK = np.zeros((48, 96), np.uint8)
+MASK[12:30, 20:60] = 255
+FILLS = [
+    case("a bird", images=(PHOTO,), mask=MASK, **WIDE, steps=3),
+    case("a bird", images=(PHOTO,), mask=MASK, **SMALL, steps=5, strength=0.6, guidance=10.0),
+    case(images=(PHOTO,), mask=np.full((48, 96), 255, np.uint8), **WIDE, steps=2),
+]
+
+
+@pytest.mark.parametrize("asked", FILLS)
+def test_fill_as_diffusers_draws(asked: Case, fill: Model) -> None:
+    fill.same(asked)
+
+
+def test_fill_steps_and_guidance_are_its_own(fill: Model) -> None:
+    lane = _opened(fill, case("a bird", images=(PHOTO,), mask=MASK, width=32, height=32))
+    assert (lane.steps, float(lane.context["guidance"])) == (50, 30.0)
+
+
+@torch.inference_mode()
+def test_fills_do_not_mix(fill: Model) -> None:
+    other = np.zeros((48, 96), np.uint8)
+    other[:, :40] = 255
+    lanes = [
+        _opened(fill, FILLS[0], 1),
+        _opened(
+            fill, case("a hill", images=(picture(96, 48, 8),), mask=other, **WIDE, steps=6, strength=0.5, seed=9), 2
+        ),
+        _opened(fill, FILLS[1], 1),
+    ]
+    _check_groups(fill.parts[1], lanes, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (case(), "image"),
+        (case(images=(PHOTO,)), "mask"),
+        (case(images=(PHOTO,), mask=MASK[:40]), "mask"),
+        (case(images=(PHOTO,), mask=MASK, **AWAY), "negative_prompt"),
+        (case(images=(PHOTO,), mask=MASK, true_cfg=2.0), "true_cfg"),
+    ],
+)
+def test_what_fill_refuses(asked: Case, param: str, fill: Model) -> None:
+    with pytest.raises(OmniError) as raised:
+        fill.parts[0].check(asked.payload, asked.params)
+    assert raised.value.param == param
+
+
+def test_a_transformer_of_another_pipeline_is_refused(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoint_of("flux", "fill"), tmp_path / "copy")
+    index = tmp_path / "copy" / "model_index.json"
+    index.write_text(index.read_text().replace("FluxFillPipeline", "FluxPipeline"))
+    with pytest.raises(UnsupportedModelError, match="384 channels"):
+        load_components(OmniRunner(tmp_path / "copy"))
 
 
 def test_defaults_are_those_of_diffusers(dev: Model) -> None:

@@ -1,4 +1,4 @@
-"""FLUX.2 klein (base and distilled) on our components against diffusers' pipeline, and what we refuse."""
+"""FLUX.2 klein (base and distilled) and dev on our components against diffusers' pipelines, and what we refuse."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def distilled(checkpoint_of: Callable[..., Path]) -> Model:
     return Model(checkpoint_of("flux2", "distilled"))
 
 
+@pytest.fixture(scope="module")
+def dev(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("flux2", "dev"))
+
+
 def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
     return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
 
@@ -77,6 +82,28 @@ def test_base_as_diffusers_draws(asked: Case, base: Model) -> None:
 @pytest.mark.parametrize("asked", [TEXT[0], TEXT[1], REFERENCES[0]])
 def test_distilled_as_diffusers_draws(asked: Case, distilled: Model) -> None:
     distilled.same(asked)
+
+
+@pytest.mark.parametrize("asked", [*TEXT[:4], *REFERENCES[:3]])
+def test_dev_as_diffusers_draws(asked: Case, dev: Model) -> None:
+    dev.same(asked)
+
+
+def test_dev_is_told_its_guidance(dev: Model) -> None:
+    with torch.inference_mode():
+        lane = _opened(dev, case(width=32, height=32))
+        assert (lane.steps, float(lane.context["guidance"])) == (50, 4.0)
+        lanes = [lane, _opened(dev, case("a boat", width=32, height=32, steps=3, guidance=0.0), 1)]
+        rows = [row for each in lanes for row in dev.parts[1].rows(each)]
+        assert len(rows) == len({dev.parts[1].group(row) for row in rows}) + 1 == 2
+        for row, together in zip(rows, dev.parts[1].forward(rows), strict=True):
+            assert float((together - dev.parts[1].forward([row])[0]).abs().max()) < 2e-5
+    drawn = [drive(*dev.parts, case(**SMALL, steps=3, guidance=guidance)) for guidance in (1.0, 20.0)]
+    assert _far(*drawn) > 0.5
+    assert dev.parts[0].pipe.text_encoder.vision_tower is None  # type: ignore[attr-defined]  # it sees no pictures here
+    with pytest.raises(InvalidRequestError) as raised:
+        dev.parts[0].check(DiffusionInput("a cat"), DiffusionParams(negative_prompt="fog"))
+    assert raised.value.param == "negative_prompt"
 
 
 def test_large_references_are_scaled_down(base: Model) -> None:

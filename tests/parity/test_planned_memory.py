@@ -37,10 +37,13 @@ MODELS = [
     ("qwen3_omni_moe", "instruct"),
     ("csm", None),
     ("glm_image", None),
+    ("stable_diffusion", "xl_controlnet"),
     ("stable_diffusion_3", None),
     ("z_image", None),
     ("flux", "dev"),
+    ("flux", "fill"),
     ("flux2", "base"),
+    ("flux2", "dev"),
     ("qwen_image", "image"),
     ("wan", "i2v_clip"),
 ]
@@ -108,7 +111,7 @@ def filled(condition: Condition) -> Condition:
     return replace(condition, positive=tensors)
 
 
-@pytest.mark.parametrize("family", ["flux", "stable_diffusion_3", "z_image", "qwen_image"])
+@pytest.mark.parametrize("family", ["flux", "stable_diffusion", "stable_diffusion_3", "z_image", "qwen_image"])
 def test_a_denoising_step_takes_what_is_planned(family: str, checkpoint_of: Callable[..., Path]) -> None:
     folder, size = checkpoint_of(family), (256, 256, 1)
     planned, loaded = (component_of(folder, "denoise", device) for device in (META, CPU))

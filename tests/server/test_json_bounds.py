@@ -231,7 +231,7 @@ def test_a_hundred_thousand_token_ids_are_a_prompt(server: Running) -> None:
     body = json.dumps({"model": "lm", "prompt": [5] * 100_000, "max_tokens": 1}).encode()
     with longest_pause(server):
         answer = post(server, "completions", body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_numbers_that_json_does_not_have_are_refused(empty: Running) -> None:

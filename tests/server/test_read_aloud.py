@@ -75,7 +75,6 @@ def test_sound_comes_in_pieces_while_it_is_made(speaking: Running) -> None:
     ("change", "param", "named"),
     [
         ({"voice": "nobody"}, "voice", "there is no voice"),
-        ({"instructions": "cheerfully"}, "instructions", "not supported"),
         ({"input": "a" * 5000}, "input", "send it in parts"),
         ({"input": " "}, "messages", "has no text"),
     ],

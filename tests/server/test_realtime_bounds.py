@@ -22,7 +22,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.limits import HeldBytes, Hold
-from omnistage.server.realtime import base, events, input_audio, items, preview, session
+from omnistage.server.realtime import base, events, input_audio, items, preview, session, settings_update
 from omnistage.server.realtime import config as settings
 from omnistage.server.realtime.config import AudioInputLimits, ServerVad, SessionConfig, for_response, updated
 from omnistage.server.realtime.events import MAX_CHARS, MAX_VALUES, EventError
@@ -206,7 +206,7 @@ class Meeting:
         (events, "parse", message("conversation.item.create", item=said("x" * (events.LARGE_CHARS + 1)))),
         (session, "decode", message("input_audio_buffer.append", audio=encoded(sound(2.0)))),
         (items, "decode", message("conversation.item.create", item=spoken(sound(2.0)))),
-        (session, "updated", message("session.update", session={"tools": [{"type": "function", "name": "f"}]})),
+        (settings_update, "updated", message("session.update", session={"tools": [{"type": "function", "name": "f"}]})),
     ],
 )
 def test_others_go_on_while_a_large_message_is_read(
@@ -391,9 +391,9 @@ TURNS = "session.audio.input.turn_detection"
         ({"tools": {}}, "session.tools", "must be a list"),
         ({"tool_choice": "maybe"}, "session.tool_choice", "got 'maybe'"),
         ({"audio": []}, "session.audio", "must be an object"),
-        ({"audio": {"input": {"transcription": {}}}}, "session.audio.input.transcription", "not supported"),
-        ({"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}, f"{TURNS}.type", "use server_vad"),
-        ({"audio": {"input": {"turn_detection": {}}}}, f"{TURNS}.type", "is missing"),
+        ({"audio": {"input": {"transcription": []}}}, "session.audio.input.transcription", "must be an object"),
+        ({"audio": {"input": {"turn_detection": {"type": "psychic_vad"}}}}, TURNS, "semantic_vad"),
+        ({"audio": {"input": {"turn_detection": {}}}}, TURNS, "type"),
         ({"audio": {"input": {"format": {"rate": 8000}}}}, "session.audio.input.format.rate", "24000 Hz"),
         ({"audio": {"output": {"voice": {"name": "x"}}}}, "session.audio.output.voice", "must be a name"),
         ({"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5}}, f"{TURNS}.idle_timeout_ms", "not supported"),

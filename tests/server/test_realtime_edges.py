@@ -255,8 +255,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("session.update", {"session": {"type": "transcription"}}, "session.type"),
     (
         "session.update",
-        {"session": {"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}},
-        "session.audio.input.turn_detection.type",
+        {"session": {"audio": {"input": {"turn_detection": {"type": "psychic_vad"}}}}},
+        "session.audio.input.turn_detection",
     ),
     ("session.update", {"session": {"audio": {"input": {"format": {"type": "audio/pcm", "rate": 16000}}}}}, None),
     ("response.create", {"response": {"max_output_tokens": 0}}, None),

@@ -69,11 +69,11 @@ def test_turn_detection_is_replaced_as_a_whole() -> None:
     ("update", "param"),
     [
         ({"tools": [{"type": "mcp", "server_label": "f"}]}, "session.tools[0].type"),
-        ({"audio": {"output": {"speed": 1.5}}}, "session.audio.output.speed"),
+        ({"audio": {"output": {"speed": 2.5}}}, "session.audio.output.speed"),
         ({"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": 2}}}}, None),
         ({"audio": {"input": {"noise": 1}}}, "session.audio.input.noise"),
-        ({"audio": {"input": {"transcription": {"model": "x"}}}}, "session.audio.input.transcription"),
-        ({"input_audio_transcription": {"model": "x"}}, "session.audio.input.transcription"),
+        ({"audio": {"input": {"transcription": {"language": "?"}}}}, "session.audio.input.transcription.language"),
+        ({"input_audio_transcription": {"model": 1}}, "session.audio.input.transcription.model"),
         ({"output_modalities": []}, "session.output_modalities"),
     ],
 )

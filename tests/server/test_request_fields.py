@@ -271,21 +271,17 @@ def test_what_changes_nothing_in_a_response_is_taken(client: openai.OpenAI) -> N
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("previous_response_id", "resp_1", "send the conversation so far in input"),
-        ("conversation", "conv_1", "send the conversation so far in input"),
+        ("previous_response_id", "resp_1", "send the conversation in input"),
+        ("conversation", "conv_1", "the conversation so far in input"),
         ("prompt", {"id": "p"}, "not stored"),
         ("moderation", {"model": "m"}, "leave it out"),
         ("access_programs", {"cyber": "standard"}, "leave it out"),
         ("context_management", [{"type": "compaction"}], "never truncated"),
         ("background", True, "not supported"),
-        ("top_logprobs", 3, "/v1/chat/completions"),
-        ("include", ["message.output_text.logprobs"], "/v1/chat/completions"),
+        ("top_logprobs", 30, "less than or equal to 20"),
         ("truncation", "auto", "never truncated"),
         ("service_tier", "gold", "auto"),
-        ("reasoning.effort", {"reasoning": {"effort": "high"}}, "not supported"),
-        ("reasoning.summary", {"reasoning": {"summary": "detailed"}}, "not supported"),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}, "not supported"),
-        ("text.verbosity", {"text": {"verbosity": "low"}}, "not supported"),
         ("image.context_compression", {"image": {"context_compression": "enabled"}}, "auto"),
         (
             "tools[1].type",
@@ -372,10 +368,13 @@ def test_every_sampling_field_that_is_sent_reaches_the_engine() -> None:
         "min_tokens": 1,
         "ignore_eos": True,
         "stop_token_ids": (9,),
+        "allowed_token_ids": (5, 9),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "max_tokens": 4,
         "logprobs": 2,
     }
-    assert values.keys() == SamplingParams.model_fields.keys() - CompletionRequest.not_exposed
+    assert values.keys() | {"structured"} == SamplingParams.model_fields.keys() - CompletionRequest.not_exposed
     body = CompletionRequest(model="lm", prompt="Hi", **values)
     assert body.sampling_params("max_tokens") == SamplingParams(**values)
 

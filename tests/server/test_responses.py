@@ -173,7 +173,7 @@ def test_json_is_json(client: openai.OpenAI) -> None:
         ({"input": [{"type": "computer_call_output", "output": "1"}]}, 400, "input[0].type"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": -1}, 400, "temperature"),
-        ({"previous_response_id": "resp_1"}, 400, "previous_response_id: responses are not stored"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id: there is no response"),
         ({"modalities": ["text", "audio"]}, 400, "modalities"),
         ({"audio": {"voice": "Chelsie"}}, 400, "audio"),
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format.schema"),

@@ -160,7 +160,7 @@ def test_a_conversation_that_is_too_long_is_named_as_it_was_sent(client: openai.
     messages: list[Any] = [{"role": "user", "content": words}]
     with pytest.raises(openai.APIError) as chat:
         list(client.chat.completions.create(**SHORT, messages=messages, stream=stream))
-    assert (chat.value.param, chat.value.code) == ("messages", "prompt_too_long")
+    assert (chat.value.param, chat.value.code) == ("messages", "context_length_exceeded")
     if not stream:
         with pytest.raises(openai.BadRequestError) as response:
             client.responses.create(model="starter", input=words)

@@ -222,5 +222,5 @@ def test_off_means_that_nothing_is_imported() -> None:
         "names = ('opentelemetry.sdk', 'opentelemetry.exporter', 'omnistage.server.observe.tracing', 'jwt');"
         "print([m for m in sys.modules if m.startswith(names)])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

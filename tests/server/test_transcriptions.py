@@ -17,7 +17,8 @@ from openai.types.audio import transcription_create_params
 from omnistage.core.types import FinishReason, Modality
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
-from omnistage.server.openai.audio.transcriptions import TranscriptEvents, TranscriptionForm
+from omnistage.server.openai.audio.transcript_events import TranscriptEvents
+from omnistage.server.openai.audio.transcriptions import TranscriptionForm
 from tests.server.harness import Running
 
 pytestmark = pytest.mark.usefixtures("ending")
@@ -132,7 +133,7 @@ def test_what_does_not_fit_is_an_error(
     assert (status, error["code"]) == (200, "limit_exceeded")
     monkeypatch.setattr(stage, "max_length", used)
     status, error = cut(server, response_format=format)
-    assert (status, error["param"], error["code"]) == (400, "file", "prompt_too_long")
+    assert (status, error["param"], error["code"]) == (400, "file", "context_length_exceeded")
 
 
 def test_what_is_not_done_in_time_is_an_error(

@@ -17,12 +17,12 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def run_interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in the root of the repository."""
+    """Python with these arguments, in the root of the repository. Only the test's own timeout ends it: what it takes
+    depends on what else the machine does."""
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=250,
     )

@@ -308,7 +308,7 @@ def is_running(process: int) -> bool:
     """Whether a process of this number runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between the opening and the reading
         return False
 
 

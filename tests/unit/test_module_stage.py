@@ -527,4 +527,4 @@ def test_modules_need_neither_torch_nor_onnx_runtime() -> None:
         "import sys, omnistage.engines.codec.module, omnistage.engines.codec.onnx; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'onnxruntime', 'transformers')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from omnistage.config import DeploymentConfig, LimitsConfig
-from omnistage.core.cancellation import current_cancellation
+from omnistage.core.cancellation import cancellation_scope, current_cancellation
 from omnistage.core.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -328,6 +328,35 @@ def test_leaving_a_stream_aborts_it(omni: Omni, rig: Rig) -> None:
     stream.close()  # type: ignore[attr-defined]
     omni.orchestrator.check_idle()
     assert omni.stats().finished[FinishReason.ABORT] == 1
+
+
+def test_cancelling_the_scope_of_a_stream_aborts_it(rig: Rig) -> None:
+    entered, release = held(rig)
+
+    def cancel() -> None:
+        assert entered.wait(30)
+        cancellation.cancel()
+
+    thread = threading.Thread(target=cancel)
+    with rig.omni() as omni, cancellation_scope() as cancellation:
+        thread.start()
+        items = list(omni.stream_chat(HELLO))  # the stage gives nothing: it is held
+        assert items[-1].final is not None
+        assert items[-1].final.finish_reason is FinishReason.ABORT
+        release.set()
+        thread.join()
+        omni.orchestrator.check_idle()
+        assert omni.stats().finished[FinishReason.ABORT] == 1
+
+
+def test_cancelling_between_a_request_and_its_start_aborts_it(omni: Omni) -> None:
+    with cancellation_scope() as cancellation:
+        stream = omni.stream_chat([{"role": "user", "content": "x " * 5000}])
+        cancellation.cancel()
+        [*_, last] = stream
+        assert last.final is not None
+        assert last.final.finish_reason is FinishReason.ABORT
+    omni.orchestrator.check_idle()
 
 
 def test_a_stream_that_fails_raises_behind_its_last_item(omni: Omni, rig: Rig) -> None:

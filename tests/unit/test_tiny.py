@@ -384,7 +384,7 @@ def test_preparing_torchvision_is_enough_for_the_video_processor() -> None:
     )
     root = Path(compat.__file__).parents[1]
 
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

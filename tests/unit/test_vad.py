@@ -59,7 +59,7 @@ def test_none_of_the_packages_python_is_imported() -> None:
         "import sys; from omnistage.server.realtime.vad import Silero; import numpy as np;"
         "Silero().push(np.zeros(512, np.float32)); sys.exit('silero_vad' in sys.modules or 'torchaudio' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

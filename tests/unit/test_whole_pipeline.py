@@ -27,6 +27,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.registry import Registry
 from omnistage.core.types import (
     CodecFrames,
     CodecInput,
@@ -43,12 +44,14 @@ from omnistage.engines.diffusion.whole import OnStep, WholePipeline, WholeStage
 from omnistage.hf import transformers
 from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers
+from omnistage.models.diffusers_pipeline import FAMILY
 from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
-from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import build_stage, load_component
 from omnistage.placement.devices import resolve_device
 
 PROMPT = "a red fox in the snow"
+GENERIC = Registry(lambda registry: registry.register(FAMILY))
+"""So that Stable Diffusion, which has a family of its own, is run whole here."""
 
 
 def vae(seed: int = 0) -> Any:
@@ -117,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(folder: Path) -> Pipeline:
     resolved = resolve(
-        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=GENERIC
     )
     assert resolved.model.family == "diffusers_pipeline"
     stage = resolved.config.pipeline.stages["draw"]
@@ -346,7 +349,7 @@ def test_classes_for_a_prompt(tmp_path: Path) -> None:
 
 def test_through_the_build(folder: Path) -> None:
     resolved = resolve(
-        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=REGISTRY
+        OmniEngineArgs.parse({"model": str(folder), "device": "cpu", "dtype": "float32"}), registry=GENERIC
     )
     config = resolved.config
     stage = build_stage(resolved.model, "draw", config.pipeline.stages["draw"], config.deployment)

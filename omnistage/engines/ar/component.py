@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from omnistage.engines.ar.attention import KVCache, PagedContext
+    from omnistage.engines.ar.grouped import Group
     from omnistage.engines.ar.sharding import RankGroup
 
 
@@ -51,6 +53,18 @@ class OwnState:
     """Whatever its length: the state of recurrent layers."""
     alone: bool = False
     """The model keeps part of it, so that a sequence must end before the next begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor of a recurrent layer's state, as transformers' cache layers name it."""
+
+    kind: Literal["conv_states", "recurrent_states"]
+    index: int
+    """Which of that kind."""
+    shape: tuple[int, ...]
+    """Of one sequence."""
+    dtype: torch.dtype
 
 
 class OwnSequence(ABC):
@@ -98,6 +112,15 @@ class ARSpec:
     """Without soft caps, sinks or values of another width than keys, so that every attention backend computes it."""
     own_state: OwnState | None = None
     """Sequences run one by one, and the component keeps their state: `open_sequence`. None: in the engine's pool."""
+    states: tuple[tuple[StateShape, ...], ...] = ()
+    """Of each of `recurrent_modules`."""
+    uneven_states: bool = False
+    """These compute single tokens otherwise than several, not only by rounding. So prompts are not cut into single ones,
+    and generated tokens remain single ones when they are computed again."""
+    grouped: bool = False
+    """The component takes groups of sequences (`forward_group`) instead of a flattened batch."""
+    padded_groups: bool = False
+    """They may differ in length."""
     usual_length: int = 0
     """Tokens of the longest sequence where the budget does not say; 0: `max_length`."""
 
@@ -105,6 +128,11 @@ class ARSpec:
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What the cache of each attention module holds for a token."""
         return self.layer_shapes or ((self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence takes beside its blocks, whatever its length: the state of recurrent layers."""
+        return sum(prod(state.shape) * state.dtype.itemsize for states in self.states for state in states)
 
     def empty_caches(self, blocks: int, size: int, new: Callable[[tuple[int, ...]], torch.Tensor]) -> list[KVCache]:
         """Caches of all attention modules for so many blocks; `new` makes a tensor of a shape."""
@@ -139,6 +167,11 @@ class ARComponent(ABC):
         return attention_modules(self.decoder)
 
     @property
+    def recurrent_modules(self) -> Sequence[nn.Module]:
+        """The modules that keep a state for each sequence (`recurrent.py`), in the order of `spec.states`."""
+        return ()
+
+    @property
     def decoders(self) -> tuple[nn.Module, ...]:
         """Networks with repeated `.layers` that run in every step; the engine may merge linear layers and compile."""
         return (self.decoder,)
@@ -169,6 +202,10 @@ class ARComponent(ABC):
     @abstractmethod
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         """`[T, E]`, `int64 [position_dims, T]` → final hidden states `[T, H]`."""
+
+    def forward_group(self, token_ids: torch.Tensor, group: Group) -> torch.Tensor:
+        """`int64 [B, n]` → logits `[B, V]` of the tokens after them; nothing else is called of a `grouped` one."""
+        raise StageError(f"{type(self).__name__} runs flattened batches")
 
     def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
         """A new sequence, where there is an `own_state`; nothing else of a forward is called then."""

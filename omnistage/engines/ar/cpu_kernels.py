@@ -46,9 +46,9 @@ def apply_cpu_kernels(model: nn.Module) -> None:
     mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     fused: dict[type, type] = {}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu" or weight.dtype != torch.float32:
-            continue
+        weight = module._parameters.get("weight")
+        if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.dtype != torch.float32:
+            continue  # others are quantised
         kind = type(module)
         if kind is nn.Linear and mkl:
             module.__class__ = WeightFirstLinear

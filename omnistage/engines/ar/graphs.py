@@ -212,6 +212,8 @@ class DecodeGraphs:
         if shape is None:
             return None
         captured, size = self._captured[shape], shape[0]
+        if self._runner.adapters is not None:
+            self._runner.adapters.select([(1, row.adapters) for row in rows])
         # Fresh pinned memory: the last replay's copy may still be waiting for its turn on the device.
         host = torch.empty(captured.longs.shape, dtype=torch.int64, pin_memory=True)
         longs = host.numpy()

@@ -40,6 +40,7 @@ _ESTIMATED_WIDTH = 24
 _HOST_ALIGNMENT = 64  # as torch's own allocator has it
 OWN_RUNNING = 8
 """Sequences at once of a component that keeps their state itself: they take turns, so more gain nothing."""
+_NOT_SHARED = {"prefix_caching": False, "cuda_graphs": False}
 _SHORT_PROMPTS = (16, 32, 64)
 _GRAPH_BYTES = 8 << 20
 """What the driver takes for a captured step, beside its buffers."""
@@ -51,7 +52,8 @@ def block_bytes(component: ARComponent, block_size: int) -> int:
     if spec.own_state is not None:
         return max(1, spec.own_state.token_bytes) * block_size
     per_token = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in spec.kv_shapes) + spec.emit_size
-    return per_token * block_size * component.dtype.itemsize
+    # Without attention, blocks only count tokens.
+    return max(1, per_token * component.dtype.itemsize) * block_size
 
 
 def max_length_of(component: ARComponent, budget: ARBudget) -> int:
@@ -61,15 +63,16 @@ def max_length_of(component: ARComponent, budget: ARBudget) -> int:
 
 
 def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
-    """The budget without what does not apply where the component keeps the state of sequences itself.
+    """The budget without what does not apply to sequences with a state of their own.
 
-    That state cannot be shared: a recurrent one holds all tokens at once. Blocks then only count its tokens.
+    That state cannot be shared: a recurrent one holds all tokens at once, and nobody keeps it for a prefix. Where the
+    component keeps it itself, blocks only count its tokens.
     """
     own = component.spec.own_state
     if own is None:
-        return budget
+        return budget.model_copy(update=_NOT_SHARED) if component.spec.states else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
-    return budget.model_copy(update={"max_running": running, "prefix_caching": False, "cuda_graphs": False})
+    return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
 
 
 def plan_blocks(component: ARComponent, budget: ARBudget, max_length: int) -> int:
@@ -160,7 +163,9 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
         # Where sequences run one by one, a prompt is computed whole.
         activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
         graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
-        caches=own.fixed_bytes * budget.max_running if own is not None else budget.encoder_cache if media else 0,
+        caches=(budget.encoder_cache if media and own is None else 0)
+        + component.spec.state_bytes * budget.max_running
+        + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
     fixed = None if fixed is None else min(fixed, useful)
     return ARNeeds(memory, media, size, budget.block_size, max_length, useful, fixed)
@@ -173,7 +178,7 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     def step() -> torch.Tensor:
         embeds = component.embed(torch.empty(tokens, dtype=torch.int64, device=META))
         paged = current.paged = PagedContext(
-            _NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
+            NoAttention(), torch.empty(tokens, dtype=torch.int64, device=META), AttentionPlan()
         )
         positions = torch.empty(spec.position_dims, tokens, dtype=torch.int64, device=META)
         hidden = component.forward(embeds, positions, paged)
@@ -245,7 +250,7 @@ def _graph_bytes(component: ARComponent, budget: ARBudget, max_length: int) -> i
     return outputs + count * _GRAPH_BYTES + largest
 
 
-class _NoAttention(AttentionBackend):
+class NoAttention(AttentionBackend):
     """Allocates what paged attention allocates: its result."""
 
     name = "none"
@@ -268,4 +273,4 @@ class _NoAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del key, cache, paged, scale, window, softcap, sinks
-        return torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+        return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

@@ -6,7 +6,8 @@ the memory allows where three small ones do not. The modules around them stay as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -19,10 +20,16 @@ class _Merged(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self._sizes = tuple(layer.out_features for layer in layers)
-        self.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
+        self.sizes = tuple(layer.out_features for layer in layers)
+        # A layer like others, so that whatever changes linear layers from outside can change it.
+        merged = nn.Linear(1, 1, bias=False, device="meta")
+        merged.in_features, merged.out_features = layers[0].in_features, sum(self.sizes)
+        merged.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
         biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        if biases:
+            merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.joint: nn.Module = merged
+        """Exchanged where weights are quantised."""
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
@@ -30,9 +37,9 @@ class _Merged(nn.Module):
         """The output of one of the layers. The first to be asked with an input computes all of them."""
         if self._input is not x:
             self._input = x
-            self._outputs = nn.functional.linear(x, self.weight, self.bias).split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
+            self._outputs = self.joint(x).split(self.sizes, dim=-1)
         out = self._outputs[index]
-        if index == len(self._sizes) - 1:  # usually the last to be asked: nothing is held until the next step
+        if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
             self._input, self._outputs = None, ()
         return out
 
@@ -43,20 +50,25 @@ class MergedLinear(nn.Module):
     def __init__(self, merged: _Merged, index: int) -> None:
         super().__init__()
         self.group = merged
-        self._index = index
+        self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.part(self._index, x)
+        return self.group.part(self.index, x)
 
 
-def merge_linears(decoder: nn.Module) -> int:
-    """Merge what can be merged in a decoder; how many groups. Layers of other classes (quantised ones) stay."""
+def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int:
+    """Merge what can be merged in a decoder; how many groups. Quantised layers stay.
+
+    `only`: names of layers, where others stay as they are; these may be of classes over the same weights.
+    """
     merged = 0
-    for module in list(decoder.modules()):
+    for path, module in list(decoder.named_modules()):
         for names in _GROUPS:
             layers = [getattr(module, name, None) for name in names]
-            linears = [layer for layer in layers if type(layer) is nn.Linear]
+            linears = [layer for layer in layers if _is_plain(layer, any_kind=only is not None)]
             if len(linears) < len(names) or not _alike(linears):
+                continue
+            if only is not None and any(f"{path}.{name}".lstrip(".") not in only for name in names):
                 continue
             group = _Merged(linears)
             for index, name in enumerate(names):
@@ -67,9 +79,16 @@ def merge_linears(decoder: nn.Module) -> int:
 
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
-    if not isinstance(layer, MergedLinear) or layer.group.bias is not None:
-        raise TypeError("layers that are not merged, or have a bias")
-    return layer.group.weight
+    joint = layer.group.joint if isinstance(layer, MergedLinear) else None
+    if type(joint) is not nn.Linear or joint.bias is not None or type(joint.weight) is not nn.Parameter:
+        raise TypeError("layers that are not merged, are quantised, or have a bias")
+    return joint.weight
+
+
+def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:
+    if not isinstance(layer, nn.Linear) or not (any_kind or type(layer) is nn.Linear):
+        return False
+    return type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def _alike(layers: Sequence[nn.Linear]) -> bool:

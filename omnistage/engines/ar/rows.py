@@ -10,6 +10,7 @@ import torch
 
 from omnistage.core.errors import InternalError
 from omnistage.core.types import ARInput
+from omnistage.engines.adapters.library import NOTHING, Selection
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
@@ -46,6 +47,7 @@ class SequenceRows:
     """Where its unread token stands among those that the last step samples."""
     slots: np.ndarray = field(default_factory=lambda: _EMPTY_SLOTS)
     table: np.ndarray = field(default_factory=lambda: _EMPTY_TABLE)
+    adapters: Selection = NOTHING
     codes: np.ndarray = field(default_factory=lambda: _NO_CODES)
     """`[n, c]`: the residual codes of the generated tokens; for an unread token they are unread too."""
 

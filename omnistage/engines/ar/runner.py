@@ -17,6 +17,8 @@ from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import stage_failure
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, SideRows
+from omnistage.engines.adapters.layers import AdapterLayers
+from omnistage.engines.adapters.library import NOTHING, Selection
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.embeds import fill_frames, fill_rows
@@ -90,11 +92,13 @@ class Runner:
         graph_prefill_tokens: Sequence[int] = (),
         run_ahead: bool = False,
         sample_in_graph: bool = True,
+        adapters: AdapterLayers | None = None,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
         spec = component.spec
         self.component = component
         self.backend = backend
+        self.adapters = adapters
         self.block_size = block_size
         self._stream = stream
         self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
@@ -146,6 +150,7 @@ class Runner:
         capacity: int,
         emit: bool,
         owner: str | None = None,
+        adapters: Selection = NOTHING,
     ) -> None:
         """Open a sequence. Raises (and keeps nothing) when its parameters do not fit the model."""
         with self._stream.use():
@@ -159,6 +164,7 @@ class Runner:
                 rows.feed(payload.side_rows.to(device, dtype), final=False)
             if payload.embeds is not None:
                 self._stream.share(payload.embeds)
+            rows.adapters = adapters
             self._rows[key] = rows
 
     def feed(self, key: str, side: SideRows) -> int:
@@ -194,10 +200,14 @@ class Runner:
                 if key in self._rows:
                     self._rows[key].forget_blocks()
             batch = []
+            if self.adapters is not None:
+                self._activate(self.adapters, output.batch, step.result)
             for item in output.batch:
                 rows = self._rows.get(item.key)
                 if rows is None:
                     raise InternalError(f"sequence {item.key!r} was scheduled but never added")
+                if item.key in step.result.failed:
+                    continue
                 if len(rows.media_index) and rows.media_rows is None and item.start < rows.prompt_length:
                     try:
                         rows.media_rows = self._encode_media(rows)
@@ -245,6 +255,18 @@ class Runner:
                 rows.append(UNREAD)
                 rows.sampled_row = row
         return step
+
+    def _activate(self, adapters: AdapterLayers, batch: Sequence[ScheduledSequence], result: RunnerOutput) -> None:
+        """Have the adapters of a step on the device, before any of its rows is computed."""
+        adapters.begin_step()
+        for item in batch:
+            rows = self._rows.get(item.key)
+            if rows is None or not rows.adapters.adapters:
+                continue
+            try:
+                adapters.activate(rows.adapters)
+            except BaseException as error:  # the boundary of one request's adapters: it ends this sequence alone
+                result.failed[item.key] = stage_failure(error, "reading an adapter")
 
     def _residual_numbers(self, keys: Sequence[str]) -> np.ndarray | None:
         residual = self.component.spec.residual
@@ -297,6 +319,8 @@ class Runner:
         fractional = component.spec.fractional_positions
         positions = np.empty((component.spec.position_dims, total), dtype=np.float64 if fractional else np.int64)
         sequences = [self._rows[item.key] for item in batch]
+        if self.adapters is not None:
+            self.adapters.select([(item.count, rows.adapters) for item, rows in zip(batch, sequences, strict=True)])
         offset, has_rows = 0, False
         unread: list[tuple[int, int]] = []
         for item, rows in zip(batch, sequences, strict=True):

@@ -35,6 +35,10 @@ class SequenceState:
     """None: not streaming. Else how many generated tokens have their side row (inf once the stream is final)."""
     media_keys: Callable[[int, int], Sequence[bytes]] | None = None
     """Digests of the media overlapping tokens [start, end), with their offset; None: no media."""
+    salt: bytes = b""
+    """What its keys and values depend on beside its tokens: the adapters that compute them."""
+    adapters: frozenset[bytes] = frozenset()
+    """Those that have to be on the device while it runs."""
     cacheable: bool = True
     """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
     cacheable_length: float = float("inf")
@@ -75,7 +79,7 @@ class SequenceState:
             start = len(self.hashes) * block_size
             end = start + block_size
             extra = self.media_keys(start, end) if self.media_keys is not None else ()
-            parent = self.hashes[-1] if self.hashes else b""
+            parent = self.hashes[-1] if self.hashes else self.salt
             self.hashes.append(block_hash(parent, self.token_ids[start:end], extra))
 
 
@@ -111,12 +115,17 @@ class Scheduler:
         max_running: int,
         ageing_steps: int = 64,
         prefill_chunk: int | None = None,
+        cut_pairs: bool = True,
+        adapter_slots: int = 0,
     ) -> None:
+        """`cut_pairs`: a prompt may be cut so that one token of it is computed by itself, after others."""
         self.pool = pool
+        self._adapter_slots = adapter_slots
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._ageing_steps = ageing_steps
         self._prefill_chunk = prefill_chunk or max_batch_tokens
+        self._cut_pairs = cut_pairs
         self._sequences: dict[str, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
@@ -190,6 +199,8 @@ class Scheduler:
             if budget == 0:
                 break
             count = min(state.pending, budget, self._prefill_chunk)
+            if not self._cut_pairs:
+                count = self._uncut(state, count)
             if not count or not state.running:  # evicted a moment ago
                 continue
             end = state.computed + count
@@ -231,17 +242,22 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _admit(self, batch: list[ScheduledSequence], started: list[str], preempted: list[str], budget: int) -> None:
-        block_size = self.pool.block_size
+        block_size, full = self.pool.block_size, False
         # What was evicted a moment ago must not come back in the same step.
         for state in [s for s in self._waiting if s.key not in preempted]:
             if budget == 0:
                 return
             if not state.pending:
                 continue
+            # Behind one that waits for a slot none takes or keeps one: it would wait for as long as others come.
+            if state.adapters and (full := full or not self._has_slots(state)):
+                continue
             if len(self._running) >= self._max_running and not self._evict_for(state, preempted, batch):
                 return
             cached = self._reuse_prefix(state)
             count = min(state.pending, budget, self._prefill_chunk)
+            if not self._cut_pairs and not (count := self._uncut(state, count)):
+                continue
             end = state.computed + count
             while not self._try_grow(state, end):
                 if not self._evict_for(state, preempted, batch):
@@ -261,6 +277,19 @@ class Scheduler:
                 started.append(state.key)
             batch.append(self._advance(state, count))
             budget -= count
+
+    def _has_slots(self, state: SequenceState) -> bool:
+        """Whether its adapters fit on the device beside those of the running sequences."""
+        return len(state.adapters.union(*(other.adapters for other in self._running))) <= self._adapter_slots
+
+    @staticmethod
+    def _uncut(state: SequenceState, count: int) -> int:
+        """So many tokens or fewer, that a prompt is not cut before its last one, nor after a single one."""
+        rest = state.prompt_length - state.computed
+        if count >= rest:
+            return count
+        count -= rest - count == 1
+        return 0 if count == 1 and state.computed else count
 
     @staticmethod
     def _advance(state: SequenceState, count: int) -> ScheduledSequence:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
@@ -29,17 +28,22 @@ from omnistage.core.types import (
     StageInput,
     TokenChunk,
 )
+from omnistage.engines.adapters.library import AdapterLibrary, select
+from omnistage.engines.ar.adapters import open_adapters
+from omnistage.engines.ar.answer import Answer
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.grouped import GroupRunner
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
 from omnistage.engines.ar.own_state import OwnStateRunner
 from omnistage.engines.ar.prepared_layers import prepare_layers
+from omnistage.engines.ar.recurrent_runner import RecurrentRunner
 from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
-from omnistage.engines.ar.text import TextStream
+from omnistage.engines.ar.text import TextStream, stop_reason
 from omnistage.engines.stage import BatchedStage
 from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
@@ -49,20 +53,12 @@ _HELD_WAIT_SECONDS = 0.002
 """Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One of a request's answers while it is generated."""
-
-    request_id: str
-    index: int
-    params: SamplingParams
-    payload: ARInput
-    text: TextStream | None
-    limit: int
-    """Tokens that it may generate, by its parameters and by the room left after its prompt."""
-    stop_ids: frozenset[int]
-    generated: int = 0
-    announced: bool = False
+def runner_of(spec: ARSpec) -> type[Runner]:
+    if spec.own_state is not None:
+        return OwnStateRunner
+    if spec.grouped:
+        return GroupRunner
+    return RecurrentRunner if spec.states else Runner
 
 
 class ARStage(BatchedStage[ARInput, SamplingParams]):
@@ -71,7 +67,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
     params_type = SamplingParams
     payload_type = ARInput
 
-    def __init__(self, name: str, component: ARComponent, budget: ARBudget) -> None:
+    def __init__(
+        self, name: str, component: ARComponent, budget: ARBudget, adapters: AdapterLibrary | None = None
+    ) -> None:
         priority = FED_PRIORITY if component.spec.side_input else PRIORITY
         super().__init__(name, component.device, stream_priority=priority)
         self.component = component
@@ -89,12 +87,15 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             max_running=budget.max_running,
             ageing_steps=budget.ageing_steps,
             prefill_chunk=budget.prefill_chunk,
+            cut_pairs=not component.spec.uneven_states,
+            adapter_slots=0 if adapters is None else adapters.limits.slots,
         )
+        self.adapters, layers = adapters, open_adapters(adapters, component, name)
         backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
-        graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton")
+        graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton", adapters=layers)
         on_cuda = component.device.type == "cuda"
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
-        self.runner = (Runner if component.spec.own_state is None else OwnStateRunner)(
+        self.runner = runner_of(component.spec)(
             component,
             backend,
             self.stream,
@@ -107,11 +108,12 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             encoder_cache_bytes=budget.encoder_cache,
             graph_batch_sizes=graph_sizes,
             graph_prefill_tokens=budget.graph_prefill_tokens,
+            adapters=layers,
         )
         self._launched: LaunchedStep | None = None
         """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""
         self._serial = 0
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
         self._requests: dict[str, list[str]] = {}
         self._held: dict[str, GrammarState] = {}
         """Answers that wait for the mask of their grammar: left out of the batch, like starved ones."""
@@ -183,6 +185,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                     param="logprobs",
                 )
         self.runner.sampler.check(self._effective(params))
+        select(self.adapters, self.name, params.lora)
 
     def _effective(self, params: SamplingParams) -> SamplingParams:
         """With what the component never samples."""
@@ -220,7 +223,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         info, component = stage_input.info, self.component
         prompt = len(payload.token_ids)
         limit = min(params.max_tokens, self.max_length - prompt) if payload.num_tokens is None else payload.num_tokens
-        self.runner.add(key, payload, params, capacity=prompt + limit, emit=stage_input.emit_hidden, owner=info.owner)
+        adapters, capacity = select(self.adapters, self.name, params.lora), prompt + limit
+        emit = stage_input.emit_hidden
+        self.runner.add(key, payload, params, capacity=capacity, emit=emit, owner=info.owner, adapters=adapters)
         rows = payload.side_rows
         side = float(0 if rows is None else len(rows)) if payload.streaming else None
         plain = not payload.media and payload.positions is None and not payload.position_delta
@@ -232,6 +237,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             prompt_length=prompt,
             side_rows=side,
             media_keys=None if plain else ContentKeys(payload),
+            salt=adapters.salt,
+            adapters=adapters.digests,
             cacheable=known and not (stage_input.emit_hidden and component.spec.emit_anew),
             # A frame is more than its first code, by which it would be found.
             cacheable_length=float("inf") if component.spec.residual is None else prompt,
@@ -242,7 +249,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.add(state, info.priority + min(index, 1))
         text = TextStream(component.tokenizer, params) if component.tokenizer is not None else None
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else component.eos_token_ids)))
-        self._answers[key] = _Answer(info.request_id, index, params, payload, text, limit, stop_ids)
+        self._answers[key] = Answer(info.request_id, index, params, payload, text, limit, stop_ids)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         if not isinstance(feed, SideRows):
@@ -349,7 +356,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if sampled.error is not None:
                 return self._end(key, FinishReason.ERROR, error=sampled.error)
             self.scheduler.append(key, sampled.token_id)
-            text, finish, ended_by = self._advance(answer, sampled.token_id)
+            text, finish, ended_by = answer.advance(sampled.token_id)
         payload = TokenChunk(
             token_ids=() if sampled is None else (sampled.token_id,),
             text=text,
@@ -358,6 +365,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             hidden_start=hidden.start if hidden is not None else 0,
             prompt=None if answer.announced else answer.payload,
             ended_by=ended_by,
+            stop_reason=None if finish is None else stop_reason(answer.text, answer.params, ended_by),
             cached_tokens=0 if answer.announced else self.scheduler.cached(key),
             frames=(result.frames[key],) if key in result.frames else (),
         )
@@ -365,22 +373,6 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if finish is not None:
             return self._end(key, finish, payload=payload)
         return StageChunk(answer.request_id, self.name, payload, answer.index)
-
-    @staticmethod
-    def _advance(answer: _Answer, token_id: int) -> tuple[str, FinishReason | None, int | None]:
-        """Count a sampled token; the text that it released, and whether and by which id it ended the answer."""
-        answer.generated += 1
-        ends = token_id in answer.stop_ids and answer.generated >= answer.params.min_tokens
-        # A stop token that the user named is dropped from the text, like a stop string.
-        text = "" if ends or answer.text is None else answer.text.push(token_id)
-        finish = None
-        if ends or (answer.text is not None and answer.text.stopped):
-            finish = FinishReason.STOP
-        elif answer.generated >= answer.limit:
-            finish = FinishReason.LENGTH if answer.payload.num_tokens is None else FinishReason.STOP
-        if finish is not None and answer.text is not None:
-            text += answer.text.finish()
-        return text, finish, token_id if ends else None
 
     def _end(
         self,
@@ -412,6 +404,10 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         ]
 
     # -------------------------------------------------------------------------------------------- insight
+
+    @property
+    def max_model_len(self) -> int:
+        return self.max_length
 
     def stats(self) -> StageStats:
         waiting, running, starved = self.scheduler.counts()

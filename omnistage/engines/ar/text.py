@@ -130,6 +130,8 @@ class TextStream:
 
     stopped: bool
     """A stop string was found; everything pushed after it is dropped."""
+    stopped_by: str | None = None
+    """That stop string; the longest where several end at one place."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
@@ -225,10 +227,18 @@ class TextStream:
             if matched and may_stop:
                 self.stopped = True
                 self._held = ""
+                self.stopped_by = max(matched, key=len)
                 return text[: end if self._include_stop else end - max(map(len, matched))]
         keep = len(text) - max(stop.pending for stop in self._stops)
         self._held = text[keep:]
         return text[:keep]
+
+
+def stop_reason(text: TextStream | None, params: SamplingParams, ended_by: int | None) -> int | str | None:
+    """What of the request's own stops ended an answer, if any did."""
+    if ended_by is not None:
+        return ended_by if ended_by in params.stop_token_ids else None
+    return None if text is None else text.stopped_by
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

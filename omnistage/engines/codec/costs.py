@@ -88,6 +88,10 @@ class Pace:
             return 1.0
         return self.beside_seconds / self.beside_codes / max(self.free, 1e-9)
 
+    def between(self, other: Pace) -> Pace:
+        """The mean of two paces."""
+        return Pace(2.0, self.free + other.free, self.beside + other.beside, 2.0)
+
     def wait(self, codes: float, busy: float) -> float:
         """How long it takes until so many codes have come, where batches run for this share of the time."""
         return codes * self.free / max(1 - busy + busy * self.beside * self.free, 1e-9)

@@ -32,7 +32,7 @@ _MIN_SLOWDOWN = 2.0
 """Codes come so many times slower beside a batch where the codec shares its device with the models upstream."""
 _SAME_TIME = 5e-4
 """Codes wait while a batch runs and then come at once; no model makes two of them within so many seconds."""
-_SAFETY = 0.85
+_SAFETY = 0.9
 """Share of the sound at hand in which more must be expected for the first to go out."""
 
 
@@ -292,11 +292,11 @@ class CodecScheduler:
         return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
 
     def _stays_in_time(self, request: CodecRequest, now: float) -> bool:
-        """Whether the next two windows of a player that starts now are expected before it runs dry.
+        """Whether the next three windows of a player that starts now are expected before it runs dry.
 
-        Codes are taken to come as this request's came, those of the second window as those of whole utterances, and
-        batches to hold what they held. Where codes or the device are far slower than sound, it will run dry whatever
-        is held back: then nothing is.
+        Codes are taken to come as this request's came, those after the next window half way to those of whole
+        utterances (nobody knows when its text ends), and batches to hold what they held. Where codes or the device are
+        far slower than sound, it will run dry whatever is held back: then nothing is.
         """
         layout, longest = self._layout, self._limits.max_chunk_blocks
         listeners = sum(r.streaming and bool(r.codes) for r in self._requests.values())
@@ -304,6 +304,7 @@ class CodecScheduler:
         if not pace.known:  # all at once, or only beside batches
             pace = Pace(len(request.codes), now - request.first_code)
         usual = self.pace if self.pace.known else pace
+        later = pace.between(usual)
         code_seconds = layout.code_seconds or request.held / request.done
         block_seconds = layout.block_codes * code_seconds
         work = self._seconds_of(listeners, longest)
@@ -315,7 +316,7 @@ class CodecScheduler:
         played, done, known = request.held, request.done, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
         company = min(max(request.company, beginners), listeners)
-        for index in (request.windows, request.windows + 1):
+        for index in range(request.windows, request.windows + 3):
             if request.final and done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
@@ -327,7 +328,7 @@ class CodecScheduler:
             if ready > _SAFETY * played:
                 return False
             played += size * block_seconds
-            pace = usual
+            pace = later
         return True
 
     def _seconds_of(self, listeners: int, size: int) -> float:

@@ -137,6 +137,8 @@ class Denoiser(ABC):
     """What caches and `torch.compile` are applied to."""
     default_guidance: float = 1.0
     """Where a request does not say."""
+    block_class: str | None = None
+    """The class of the blocks to compile, where the network does not have them in lists of their own."""
     text_multiple: int = 1
     """Families that pad texts pad them to a multiple of this."""
 
@@ -226,9 +228,14 @@ class Denoiser(ABC):
         prediction = self.combine(lane, *predictions) if len(predictions) == 2 else predictions[0]
         timestep, dtype = lane.timesteps[lane.step], lane.latents.dtype
         # The scheduler sees a batch of one, as in diffusers.
-        stepped = lane.scheduler.step(prediction[None], timestep, lane.latents[None], return_dict=False)[0]
+        options = self.step_options(lane)
+        stepped = lane.scheduler.step(prediction[None], timestep, lane.latents[None], return_dict=False, **options)[0]
         lane.latents = stepped[0].to(dtype)
         lane.step += 1
+
+    def step_options(self, lane: Lane) -> Mapping[str, Any]:
+        """What else the lane's scheduler takes: the generator, where its steps add noise."""
+        return {}
 
     def result(self, lane: Lane) -> Tensor:
         """What the decoder takes of a lane, finished or not."""

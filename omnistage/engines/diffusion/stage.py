@@ -227,6 +227,9 @@ def _blocks(denoiser: Denoiser, *, required: bool) -> list[nn.Module]:
     """What the transformers repeat. Compiling these takes minutes less than compiling the whole."""
     blocks: list[nn.Module] = []
     for transformer in denoiser.transformers:
+        if denoiser.block_class is not None:
+            blocks += [part for part in transformer.modules() if type(part).__name__ == denoiser.block_class]
+            continue
         lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
         if not lists and required:
             raise StageError(f"{type(transformer).__name__} cannot be compiled; set compile: false")

@@ -93,7 +93,7 @@ class StreamReader:
             known = answer.calls.setdefault(int(call["index"]), ["", ""])
             known[0] += self._checked(call["function"].get("name") or "")
             known[1] += self._checked(call["function"].get("arguments") or "")
-        ended_by = None
+        ended_by, stop = None, None
         if (reason := choice.get("finish_reason")) is not None:
             if reason in _FAILED:
                 raise RemoteError(f"the server of stage {self._stage!r} gave the request up; send it again")
@@ -104,7 +104,8 @@ class StreamReader:
             return None
         answer.listed += len(ids)
         prompt, answer.announced = (None if answer.announced else self._prompt), True
-        payload = TokenChunk(token_ids=ids, text=text, logprobs=logprobs, prompt=prompt, ended_by=ended_by)
+        reason_to_stop = stop if isinstance(stop, int | str) else None
+        payload = TokenChunk(ids, text, logprobs, prompt=prompt, ended_by=ended_by, stop_reason=reason_to_stop)
         return StageChunk(self._request_id, self._stage, payload, index)
 
     def _checked(self, text: str) -> str:

@@ -17,6 +17,7 @@ from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
+    SizeError,
     UnsupportedModalityError,
 )
 from omnistage.core.family import LoadContext
@@ -42,6 +43,8 @@ class DiffusersEncoder(PromptEncoder):
     max_images: int = 0
     needs_image: bool = False
     takes_mask: bool = False
+    takes_control: bool = False
+    """It has a ControlNet."""
     text_tokens: ClassVar[int] = 512
     """`max_sequence_length` where a request does not say."""
     max_text_tokens: ClassVar[int | None] = None
@@ -99,6 +102,10 @@ class DiffusersEncoder(PromptEncoder):
     def _refuse_unused(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         """Refuse parameters that would have no effect."""
         true_cfg, video = self._takes("true_cfg_scale"), self._takes("num_frames")
+        if params.control_scale is not None and not self.takes_control:
+            raise InvalidRequestError(
+                "not supported by this model, which has no ControlNet; omit it", param="control_scale"
+            )
         if params.true_cfg is not None and not true_cfg:
             raise InvalidRequestError("not supported by this model; use guidance instead", param="true_cfg")
         if not video and (params.num_frames or 1) > 1:
@@ -167,10 +174,13 @@ class DiffusersDenoiser(Denoiser):
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
     """Of parts that have another than the stage's."""
+    network: ClassVar[str] = "transformer"
+    """What the pipeline calls it."""
+    default_strength: ClassVar[float] = _STRENGTH
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, dtype: torch.dtype) -> None:
         self.pipe = pipe
-        self.transformer = pipe.transformer
+        self.transformer = pipe.components[self.network]
         self.device = device
         self.dtype = dtype
 
@@ -231,7 +241,7 @@ class DiffusersDenoiser(Denoiser):
 
         Gives the timesteps that are left, and `[1, ...]` each: latents, the scaled picture, its noise.
         """
-        strength = default_to(params.strength, _STRENGTH)
+        strength = default_to(params.strength, self.default_strength)
         left = skip_to_strength(scheduler, timesteps, steps, strength)
         picture = self.scaled(sample(condition, generator, self.device))
         gaussian = noise(picture.shape, generator, self.device, picture.dtype)
@@ -254,7 +264,13 @@ def other_scheduler(stock: SchedulerMixin | None, name: str | None) -> Scheduler
         raise InvalidRequestError(
             f"there is no scheduler {short_repr(name)} for this model; known: {', '.join(names)}", param="scheduler"
         )
-    return known[name].from_config(stock.config)
+    try:
+        return known[name].from_config(stock.config)
+    except (ImportError, TypeError, ValueError) as error:  # it needs a package, or settings that these do not have
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidRequestError(
+            f"{name} cannot be used with this checkpoint ({reason}); use another", param="scheduler"
+        ) from error
 
 
 def latent_statistics(config: ConfigMixin, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,8 +309,10 @@ def check_sides(params: DiffusionParams, multiple: int) -> None:
     for name, value in (("width", params.width), ("height", params.height)):
         if value is not None and value % multiple:
             low = max(value // multiple, 1) * multiple
-            raise InvalidRequestError(
-                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}", param=name
+            raise SizeError(
+                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}",
+                side=name,
+                nearest=low + multiple if value - low > multiple / 2 else low,
             )
 
 
@@ -371,11 +389,21 @@ class VaeDecoder(LatentDecoder):
         self._tiling_pixels = tiling_pixels
 
     @classmethod
-    def load(cls, context: LoadContext, pipeline: str, stand_ins: Collection[str] = ("transformer",)) -> Self:
-        """The decoder of a checkpoint, with the tiling that the stage's budget asks for."""
+    def load(
+        cls,
+        context: LoadContext,
+        pipeline: str,
+        stand_ins: Collection[str] = ("transformer",),
+        *,
+        models: Collection[str] = ("vae",),
+        others: Collection[str] = (),
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> Self:
+        """The decoder of a checkpoint, with the tiling that the budget asks for; parts as in `Parts.pipeline`."""
         if not isinstance(context.stage, DiffusionStageConfig):
             raise InternalError(f"a decoder was put on the {context.stage.engine} engine")
-        pipe = Parts(context.model.folder).pipeline(context, pipeline, ("vae",), (), stand_ins, dtypes=cls.dtypes)
+        parts = Parts(context.model.folder)
+        pipe = parts.pipeline(context, pipeline, models, others, stand_ins, dtypes=dtypes or cls.dtypes)
         pipe.vae.encoder = nn.Identity()  # the encoding stage's
         return cls(pipe, context.device, tiling_pixels=context.stage.budget.tiling_pixels)
 

@@ -23,6 +23,7 @@ def drawing_family(
     bridges: Mapping[str, Bridge] | None = None,
     variants: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
+    full_precision: tuple[str, ...] = (),
 ) -> Family:
     """A family in the folder `models/<name>`: its `components`, `tiny` and `verify` are imported on first use.
 
@@ -45,4 +46,5 @@ def drawing_family(
         variants=variants,
         aliases=aliases,
         plans_memory=True,
+        full_precision=full_precision,
     )

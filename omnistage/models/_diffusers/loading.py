@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
-_ESSENTIAL = frozenset({"vae", "transformer", "scheduler", "text_encoder", "tokenizer"})
+_ESSENTIAL = frozenset({"vae", "transformer", "unet", "scheduler", "text_encoder", "tokenizer"})
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -74,6 +74,8 @@ class Parts:
         if not self.has(name) or not isinstance(entry, list):
             raise CheckpointError(f"{INDEX} in {self.folder} names no {name}; the checkpoint is incomplete")
         library, cls = entry
+        if (own := class_of_pipeline(library, cls)) is not None:
+            return own
         if library not in _LIBRARIES or not isinstance(cls, str) or cls.startswith("_"):
             raise CheckpointError(
                 f"{INDEX} in {self.folder} names {library}.{cls} for {name}; only classes of "
@@ -261,8 +263,18 @@ def _shapes(folder: Path) -> list[Sequence[int]]:
     return shapes
 
 
+def class_of_pipeline(library: object, cls: object) -> type | None:
+    """A class that is part of one pipeline's own module in diffusers, like Stable Diffusion's safety checker."""
+    known = isinstance(library, str) and library.isidentifier() and library not in _LIBRARIES
+    module = getattr(diffusers().pipelines, str(library), None) if known else None
+    if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):
+        return None
+    value = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
+    return value if isinstance(value, type) and hasattr(value, "from_pretrained") else None
+
+
 def _is_transformers(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "transformers"
+    return cls.__module__.partition(".")[0] == "transformers" or issubclass(cls, transformers.PreTrainedModel)
 
 
 def _loaded_with_info(

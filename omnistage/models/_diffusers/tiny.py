@@ -316,8 +316,11 @@ def t5_width(scale: float) -> int:
     return between(scale, (64, 4096), 64)
 
 
-def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> nn.Module:
-    """The 16-channel VAE of Stable Diffusion 3 and FLUX.1, eight pixels a latent at every scale, on no device."""
+def autoencoder(scale: float, *, scaling_factor: float, **settings: object) -> nn.Module:
+    """The VAE of Stable Diffusion and FLUX.1, eight pixels a latent at every scale, on no device.
+
+    It is that with 16 channels, where `settings` say nothing else.
+    """
     narrow = between(scale, (16, 128), 32 if scale else 16)
     wide = between(scale, (32, 512), 32)
     blocks = 4
@@ -328,11 +331,13 @@ def autoencoder(scale: float, *, scaling_factor: float, shift_factor: float) -> 
         block_out_channels=(narrow, min(2 * narrow, wide), wide, wide),
         layers_per_block=2 if scale else 1,
         norm_num_groups=32 if scale else 8,
-        latent_channels=16,
-        sample_size=1024,
         scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
         force_upcast=True,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+        **{
+            "latent_channels": 16,
+            "sample_size": 1024,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            **settings,
+        },
     )

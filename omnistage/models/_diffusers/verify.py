@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "negative_prompt": "negative_prompt",
     "max_sequence_length": "max_sequence_length",
     "strength": "strength",
+    "controlnet_conditioning_scale": "control_scale",
 }
 """Arguments of diffusers' pipelines, and the parameters of ours that they stand for."""
 

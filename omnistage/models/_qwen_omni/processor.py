@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,15 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
 from omnistage.core.family import ThinkBlock
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.core.messages import (
+    PLAIN_TEMPLATE,
+    AudioPart,
+    ChatMessage,
+    ImagePart,
+    TemplateOptions,
+    TextPart,
+    VideoPart,
+)
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
@@ -80,7 +88,7 @@ class QwenOmniProcessor(ABC):
         self._prompts = PromptTokenizer(processor.tokenizer, self.max_tokens)
         self._voices = tuple(voices)
         self._lock = threading.Lock()
-        self._template = ChatTemplate(self._render, processor.tokenizer, parts=True)
+        self._template = ChatTemplate(self._render, processor.tokenizer, parts=True, source=processor.chat_template)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @abstractmethod
@@ -105,7 +113,12 @@ class QwenOmniProcessor(ABC):
     # --------------------------------------------------------------------------------------------- inputs
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
         if not self._processor.chat_template:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
@@ -116,18 +129,24 @@ class QwenOmniProcessor(ABC):
             raise InvalidRequestError(
                 "use_audio_in_video needs an audio track in every video of the chat, or in none", param="messages"
             )
-        rendered = self._template.text(turns, tools, guarded, thinking)
+        rendered = self._template.text(turns, tools, guarded, thinking, template)
         if not (media.images or media.audios or media.videos):
             return ARInput(self._prompts.encode(rendered, guarded))
         return self._with_media(rendered, media, guarded)
 
+    def has_variable(self, name: str) -> bool:
+        return self._template.has_variable(name)
+
     def think_block(self, thinking: bool | None) -> ThinkBlock | None:
         return self._template.think_block(thinking)
 
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
         fixed = {"tokenize": False, "add_generation_prompt": True}
-        text = self._processor.apply_chat_template(turns, tools=tools, **fixed, **options)
+        text = self._processor.apply_chat_template(turns, tools=tools, **{**fixed, **options})
         return str(text[0] if isinstance(text, list) else text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._prompts.decode(token_ids)
 
     def text(self, prompt: str) -> ARInput:
         return self._prompts.text_input(prompt)

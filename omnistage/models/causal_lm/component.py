@@ -14,11 +14,15 @@ from torch import nn
 from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.recurrent import make_recurrent
 from omnistage.hf import transformers
+from omnistage.models.causal_lm.embedding import model_embedding
 from omnistage.models.causal_lm.head import ModelHead, model_head
 from omnistage.models.causal_lm.own_cache import OwnCacheLM
+from omnistage.models.causal_lm.own_forward import OwnForwardLM
 from omnistage.models.causal_lm.probe import Expected, attention_calls, check_logits, stock_logits
 from omnistage.models.causal_lm.processor import load_tokenizer
+from omnistage.models.causal_lm.recurrent import find_recurrent
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import (
     Checkpoint,
@@ -52,11 +56,14 @@ class CausalLM(DecoderComponent):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         config = model.config.get_text_config()
-        kv_shape(config)  # a config that is no transformer's is refused before it is run
         vocab_size, max_length = positive(config, "vocab_size"), max_sequence_length(config)
+        recurrent = find_recurrent(model, vocab_size)
+        if not recurrent:
+            kv_shape(config)  # a config that is no transformer's is refused before it is run
         planned = model.device.type == "meta"  # there are no numbers to compare
-        expected = None if planned else stock_logits(model, vocab_size)
-        calls = attention_calls(model, vocab_size)
+        expected = None if planned else stock_logits(model, vocab_size, cached=bool(recurrent))
+        self._recurrent = [make_recurrent(module, states) for module, states in recurrent]
+        calls = attention_calls(model, vocab_size, self._recurrent)
         for call in calls:
             setattr(call.module, "paged_window", call.window)  # noqa: B010  (torch types attributes as tensors)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -70,9 +77,13 @@ class CausalLM(DecoderComponent):
             max_length=max_length,
             layer_shapes=tuple((call.kv_heads, call.key_dim, call.value_dim) for call in calls),
             plain_attention=all(call.plain for call in calls),
+            states=tuple(states.shapes for _module, states in recurrent),
+            uneven_states=any(states.uneven for _module, states in recurrent),
         )
         self._attention_modules = [call.module for call in calls]
         self._head = model_head(model, decoder, head)
+        if recurrent:  # of the others, none with a scale of the decoder's own is known
+            self._embedding = model_embedding(decoder, self._embedding)
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         if expected is not None:
@@ -82,13 +93,17 @@ class CausalLM(DecoderComponent):
     def attention_modules(self) -> Sequence[nn.Module]:
         return self._attention_modules or super().attention_modules
 
+    @property
+    def recurrent_modules(self) -> Sequence[nn.Module]:
+        return self._recurrent
+
     def shard(self, group: RankGroup, device: torch.device) -> None:
         from omnistage.engines.ar.sharding import shard_model
 
-        if not self.spec.plain_attention:
+        if not self.spec.plain_attention or self.spec.states:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has soft caps, sinks or values narrower than keys, which are not divided "
-                "among ranks yet; set tensor_parallel: 1 for its stage"
+                f"{type(self.model).__name__} has soft caps, sinks, values narrower than keys or recurrent layers, which "
+                "are not divided among ranks yet; set tensor_parallel: 1 for its stage"
             )
         shard_model(self.model, group, [heads for heads, _key, _value in self.spec.layer_shapes])
         self.model.to(device)
@@ -121,7 +136,11 @@ def load_any(context: LoadContext) -> ARComponent:
     # Read again: what was tried has changed the model's attention and its layers. Two copies need not fit.
     del model
     gc.collect()
-    return OwnCacheLM(*read_model(context), reason=reason)
+    model, tokenizer = read_model(context)
+    try:
+        return OwnForwardLM(model, tokenizer, reason=reason)
+    except UnsupportedModelError:
+        return OwnCacheLM(model, tokenizer, reason=reason)
 
 
 def read_model(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | None]:

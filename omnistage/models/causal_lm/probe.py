@@ -8,7 +8,7 @@ dtype of the weights: in float16 a wrong model can lie within the rounding of a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_cache
 from omnistage.engines.ar.attention.recording import AttentionCall, record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.recurrent import StatePool, StateStep, states_of
+from omnistage.engines.quantisation.transform import current_quantiser
 from omnistage.hf import transformers
 
 if TYPE_CHECKING:
@@ -32,7 +34,10 @@ _TOLERANCE = 1e-3
 """Of the logits' range, in float32."""
 _ROUNDED_TOLERANCE = 0.1
 """The same where the model runs in the dtype of its weights only, such as quantised ones."""
+_FLOAT8_TOLERANCE = 0.25
 _NARROW = (torch.float16, torch.bfloat16)
+CACHES = ("past_key_values", "cache_params")
+"""Arguments and outputs of a model that are its cache."""
 _FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, StageError)
 """What a model's own code may raise for a batch that it does not expect."""
 
@@ -47,27 +52,44 @@ class Expected:
 
 
 @torch.inference_mode()
-def stock_logits(model: PreTrainedModel, vocab_size: int) -> Expected:
-    """What the engine has to compute."""
+def stock_logits(model: PreTrainedModel, vocab_size: int, *, cached: bool = False) -> Expected:
+    """What the engine has to compute. `cached`: with the last token alone, after the state of the others."""
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % vocab_size
-    if getattr(model.config, "quantization_config", None) is None:
+    if getattr(model.config, "quantization_config", None) is None and current_quantiser() is None:
         try:
             with in_float32(model):
-                return Expected(model(input_ids=ids, use_cache=False).logits[0], True)
+                return Expected(_logits(model, ids, cached), True)
         except (RuntimeError, TypeError):  # kernels for one dtype, or no memory for one module's weights in float32
             if model.dtype == torch.float32:
                 raise
-    return Expected(model(input_ids=ids, use_cache=False).logits[0], False)
+    return Expected(_logits(model, ids, cached), False)
 
 
-def attention_calls(model: PreTrainedModel, vocab_size: int) -> list[AttentionCall]:
-    """What each attention module asks for; empty on the `meta` device where the model looks at its data."""
-    _check_layer_types(model)
+def _logits(model: PreTrainedModel, ids: torch.Tensor, cached: bool) -> torch.Tensor:
+    """`[n, V]`"""
+    if not cached:
+        return model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    first = model(input_ids=ids[:, :-1], use_cache=True)
+    name = next(name for name in CACHES if name in first)
+    taken = inspect.signature(model.forward).parameters
+    place = {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in taken else {}
+    last = model(input_ids=ids[:, -1:], use_cache=True, **{name: first[name]}, **place)
+    return torch.cat((first.logits[0], last.logits[0]))
+
+
+def attention_calls(
+    model: PreTrainedModel, vocab_size: int, recurrent: Sequence[nn.Module] = ()
+) -> list[AttentionCall]:
+    """What each attention module asks for; empty on the `meta` device where the model looks at its data.
+
+    Layers with one of the modules `recurrent` may be without attention.
+    """
+    _check_layer_types(model, {states_of(module).layer for module in recurrent})
     planned, dtype = model.device.type == "meta", model.dtype
     if planned:
         model.to(torch.bfloat16)  # without data, experts are multiplied in no other
     try:
-        calls = record_attention(model, vocab_size)
+        calls = record_attention(model, vocab_size, required=not recurrent)
         _check_positions(calls)
         _check_cached_windows(model, calls)
         return calls
@@ -82,10 +104,11 @@ def attention_calls(model: PreTrainedModel, vocab_size: int) -> list[AttentionCa
             model.to(dtype)
 
 
-def _check_layer_types(model: PreTrainedModel) -> None:
+def _check_layer_types(model: PreTrainedModel, recurrent: Set[int]) -> None:
     """Refuse layers that are no plain attention by their own name: sparse ones show it in long texts only."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    kinds = [kind for number, kind in enumerate(kinds) if number not in recurrent]
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "moe", "mlp"})
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of the type {', '.join(others)}; the paged engine computes full and "
@@ -129,7 +152,7 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
         raise
     except _FORWARD_ERRORS as error:
         raise _refusal(name, error) from error
-    tolerance = _TOLERANCE if expected.wide else _ROUNDED_TOLERANCE
+    tolerance = _TOLERANCE if expected.wide else rounded_tolerance(_ROUNDED_TOLERANCE)
     scale = float(expected.logits.abs().max()) or 1.0
     worst = float((got.float() - expected.logits.float()).abs().max()) / scale
     if not worst < tolerance:
@@ -137,6 +160,12 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range): it "
             "uses token ids, positions or state that a flattened batch does not carry"
         )
+
+
+def rounded_tolerance(plain: float) -> float:
+    """`plain`, or what quantised activations need: two orders of the same sums round some of them to other numbers."""
+    quantiser = current_quantiser()
+    return _FLOAT8_TOLERANCE if quantiser is not None and quantiser.config.scheme == "float8" else plain
 
 
 def _refusal(name: str, error: Exception) -> UnsupportedModelError:
@@ -156,6 +185,11 @@ def _paged_logits(component: ARComponent, wide: bool) -> torch.Tensor:
     dtype = torch.float32 if wide else component.dtype
     caches = component.spec.empty_caches(2, _PROBE_TOKENS, lambda shape: torch.zeros(shape, device=device, dtype=dtype))
     bind_caches(component.attention_modules, caches)
+    states = StatePool(
+        component.recurrent_modules,
+        2,
+        lambda shape, kind: torch.zeros(shape, device=device, dtype=torch.float32 if wide else kind),
+    )
     backend = SdpaBackend()
     slots = [np.arange(_PROBE_TOKENS) + i * _PROBE_TOKENS for i in range(2)]
     tables = [np.asarray([i], dtype=np.int32) for i in range(2)]
@@ -165,10 +199,11 @@ def _paged_logits(component: ARComponent, wide: bool) -> torch.Tensor:
             positions = np.arange(start, end)
             counts, lengths = (np.full(2, n, dtype=np.int32) for n in (len(positions), end))
             where = torch.from_numpy(np.concatenate([s[positions] for s in slots])).to(device)
-            plan = backend.plan(BatchLayout(counts, lengths, slots, tables), device)
+            layout = BatchLayout(counts, lengths, slots, tables)
             places = torch.from_numpy(np.concatenate([positions] * 2)).to(device)
-            paged = current.paged = PagedContext(backend, where, plan)
-            hidden = component.forward(component.embed(ids[places]), places[None], paged)
+            paged = current.paged = PagedContext(backend, where, backend.plan(layout, device))
+            with states.computing(StateStep.of(layout, (0, 1), device)):
+                hidden = component.forward(component.embed(ids[places]), places[None], paged)
             parts.append(component.logits(hidden).view(2, len(positions), -1))
     return torch.cat(parts, dim=1)
 

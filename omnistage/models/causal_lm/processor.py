@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import ThinkBlock
-from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, TemplateOptions, TextPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
@@ -40,7 +40,12 @@ class CausalLMProcessor:
         return cls(load_tokenizer(folder), vocab_size, embed_size, max_sequence_length(config))
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
         guarded = self._prompts.guarded()
         self._prompts.limits.check_messages(len(messages), self._message_tokens)
@@ -54,14 +59,20 @@ class CausalLMProcessor:
             # Joined before it is guarded: a special token may be spelled over two parts.
             content = guarded.guard("".join(part.text for part in message.parts if isinstance(part, TextPart)))
             turns.append(turn_of(message, content))
-        return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded, thinking), guarded))
+        return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded, thinking, template), guarded))
+
+    def has_variable(self, name: str) -> bool:
+        return self._template.has_variable(name)
 
     def think_block(self, thinking: bool | None) -> ThinkBlock | None:
         return self._template.think_block(thinking)
 
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
         fixed = {"tokenize": False, "add_generation_prompt": True}
-        return str(self._prompts.tokenizer.apply_chat_template(turns, tools=tools, **fixed, **options))
+        return str(self._prompts.tokenizer.apply_chat_template(turns, tools=tools, **{**fixed, **options}))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._prompts.decode(token_ids)
 
     def text(self, prompt: str) -> ARInput:
         return self._prompts.text_input(prompt)

@@ -91,6 +91,10 @@ class _Tap(ARComponent):
     def attention_modules(self) -> Sequence[nn.Module]:
         return self._inner.attention_modules
 
+    @property
+    def recurrent_modules(self) -> Sequence[nn.Module]:
+        return self._inner.recurrent_modules
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._inner.embed(token_ids)
 

@@ -43,6 +43,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "true_cfg": ("true_cfg_scale",),
     "negative_prompt": ("negative_prompt",),
     "strength": ("strength",),
+    "control_scale": ("controlnet_conditioning_scale",),
     "num_frames": ("num_frames", "video_length"),
     "fps": ("frame_rate", "fps", "num_frames"),
     "max_sequence_length": ("max_sequence_length",),
@@ -256,22 +257,8 @@ def _checked_parts(parts: Parts) -> list[str]:
             raise CheckpointError(
                 f"{INDEX} in {parts.folder} names a part {name!r}, which is not a folder in it; refused"
             )
-        inside = _of_a_pipeline(*entry)
-        if inside is not None:
-            if issubclass(inside, nn.Module):
-                check_weights(parts.folder_of(name))
-            continue
         cls = parts.part_class(name)
         if issubclass(cls, nn.Module):
             check_weights(parts.folder_of(name))
             models.append(name)
     return models
-
-
-def _of_a_pipeline(library: str, cls: object) -> type | None:
-    """A class that is part of one pipeline's own module in diffusers, like Stable Diffusion's safety checker."""
-    module = getattr(diffusers().pipelines, library, None) if library.isidentifier() else None
-    if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):
-        return None
-    value = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
-    return value if isinstance(value, type) and hasattr(value, "from_pretrained") else None

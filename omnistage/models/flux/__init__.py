@@ -1,4 +1,4 @@
-"""FLUX.1 dev, schnell and Kontext: pictures from text, from pictures, and by instruction."""
+"""FLUX.1 dev, schnell, Kontext and Fill: pictures from text, from pictures, by instruction, and into masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ FAMILY = drawing_family(
         "FluxPipeline",
         "FluxImg2ImgPipeline",
         "FluxKontextPipeline",
+        "FluxFillPipeline",
     ),
-    variants=("dev", "schnell", "kontext"),
+    variants=("dev", "schnell", "kontext", "fill"),
     aliases=("flux1",),
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from omnistage.core.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
@@ -21,7 +22,9 @@ from omnistage.models._diffusers.base import (
     VaeDecoder,
     calculate_shift,
     default_to,
+    distribution,
     noise,
+    sample,
     set_timesteps,
     with_references,
 )
@@ -32,7 +35,7 @@ _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _STEPS, _SCHNELL_STEPS = 28, 4
 _GUIDANCE, _IMAGE_GUIDANCE = 3.5, 7.0
 _SCHNELL_TEXT_TOKENS = 256
-_KONTEXT = "FluxKontextPipeline"
+_KONTEXT, _FILL = "FluxKontextPipeline", "FluxFillPipeline"
 
 
 class Encoder(DiffusersEncoder):
@@ -93,8 +96,38 @@ class KontextEncoder(Encoder):
         return {"reference": private_api.flux_pack(latents)[0], "reference_ids": ids}
 
 
+class FillEncoder(Encoder):
+    """Fill looks at the picture without what the mask covers, and at the mask itself."""
+
+    needs_image = True
+    takes_mask = True
+
+    def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
+        if params.negative_prompt is not None:
+            raise InvalidRequestError("not supported by this model; omit it", param="negative_prompt")
+        super().check(payload, params)
+        if payload.mask is None or payload.mask.shape != payload.images[0].shape[:2]:
+            raise InvalidRequestError(
+                "must come with the image, in its size: white is what to fill, paint all white to draw anew",
+                param="mask",
+            )
+
+    def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
+        pipe, mask = self.pipe, Image.fromarray(payload.mask) if payload.mask is not None else None
+        pixels = pipe.image_processor.preprocess(Image.fromarray(payload.images[0]), height=height, width=width)
+        covered = pipe.mask_processor.preprocess(mask, height=height, width=width)
+        kept = distribution(pipe.vae.encode((pixels * (1 - covered)).to(self.device, pipe.vae.dtype)))
+        # A cell of latents has the mask's pixels as channels.
+        cells = torch.nn.functional.pixel_unshuffle(covered, pipe.vae_scale_factor)
+        shared = distribution(pipe.vae.encode(pixels.to(self.device, pipe.vae.dtype)))
+        shared |= {f"kept_{name}": tensor for name, tensor in kept.items()}
+        return {**shared, "mask": private_api.flux_pack(cells)[0].to(self.device, pipe.vae.dtype)}
+
+
 class Denoiser(DiffusersDenoiser):
     """FLUX's transformer. Latents are packed: a row of channels for each patch of 2 by 2."""
+
+    default_steps, guidance, image_guidance = _STEPS, _GUIDANCE, _IMAGE_GUIDANCE
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
         config = self.pipe.transformer.config
@@ -102,7 +135,7 @@ class Denoiser(DiffusersDenoiser):
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         schnell = not self.pipe.transformer.config.guidance_embeds
-        steps = params.steps or (_SCHNELL_STEPS if schnell else _STEPS)
+        steps = params.steps or (_SCHNELL_STEPS if schnell else self.default_steps)
         scheduler = self.scheduler(params.scheduler)
         tokens = self.tokens(condition.width, condition.height, 1)
         sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
@@ -140,7 +173,7 @@ class Denoiser(DiffusersDenoiser):
         """The input of a guidance-distilled transformer; None for one that takes none."""
         if not self.pipe.transformer.config.guidance_embeds:
             return None
-        default = _IMAGE_GUIDANCE if "image_mean" in condition.shared else _GUIDANCE
+        default = self.image_guidance if "image_mean" in condition.shared else self.guidance
         return torch.tensor(default_to(params.guidance, default), dtype=torch.float32, device=self.device)
 
     def group(self, row: Row) -> Hashable:
@@ -172,17 +205,56 @@ class Denoiser(DiffusersDenoiser):
         return private_api.flux_unpack(lane.latents[None], **size, vae_scale_factor=self.pipe.vae_scale_factor)[0]
 
 
+class FillDenoiser(Denoiser):
+    """Fill's transformer, which takes the kept picture and the mask as further channels."""
+
+    default_steps, image_guidance, default_strength = 50, 30.0, 1.0
+
+    def planned_shared(self, width: int, height: int, num_frames: int) -> Tensors:
+        high, wide = self.grid(width, height)
+        channels = int(self.pipe.vae.config.latent_channels)
+        latents = torch.zeros(channels, high * 2, wide * 2, dtype=self.dtype, device=self.device)
+        mask = torch.zeros(high * wide, 4 * self.pipe.vae_scale_factor**2, dtype=self.dtype, device=self.device)
+        names = ("image_mean", "image_std", "kept_image_mean", "kept_image_std")
+        return {**dict.fromkeys(names, latents), "mask": mask}
+
+    def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
+        lane = super().open(condition, params, generator)
+        shared = {name: condition.shared[f"kept_{name}"] for name in ("image_mean", "image_std")}
+        kept = self.scaled(sample(replace(condition, shared=shared), generator, self.device))
+        parts = private_api.flux_pack(kept)[0], condition.shared["mask"].to(self.device)
+        lane.context["kept"] = torch.cat([part.to(lane.latents.dtype) for part in parts], dim=1)
+        return lane
+
+    def stacked(self, rows: Sequence[Row]) -> Tensors:
+        inputs = dict(super().stacked(rows))
+        kept = torch.stack([row.lane.context["kept"] for row in rows])
+        inputs["hidden_states"] = torch.cat([inputs["hidden_states"], kept], dim=2)
+        return inputs
+
+
 def load_encoder(context: LoadContext) -> Encoder:
-    kontext = Parts(context.model.folder).pipeline_class == _KONTEXT
-    name = _KONTEXT if kontext else "FluxImg2ImgPipeline"
+    encoder, name = {_KONTEXT: (KontextEncoder, _KONTEXT), _FILL: (FillEncoder, _FILL)}.get(
+        Parts(context.model.folder).pipeline_class, (Encoder, "FluxImg2ImgPipeline")
+    )
     pipe = load_encoder_pipeline(context, name, (*_TEXT_MODELS, "vae"), _TOKENIZERS)
     cell = pipe.vae_scale_factor
-    encoder = KontextEncoder if kontext else Encoder
     return encoder(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    return Denoiser.load(context, "FluxPipeline")
+    fill = Parts(context.model.folder).pipeline_class == _FILL
+    denoiser = (FillDenoiser if fill else Denoiser).load(context, "FluxPipeline")
+    latents, cell = int(denoiser.pipe.vae.config.latent_channels), int(denoiser.pipe.vae_scale_factor)
+    channels, wanted = denoiser.pipe.transformer.config.in_channels, 4 * latents
+    if fill:
+        wanted += 4 * latents + 4 * cell**2
+    if channels != wanted:
+        raise UnsupportedModelError(
+            f"the transformer in {context.model.folder} takes {channels} channels, and its pipeline gives it {wanted}; "
+            "it was made for another pipeline"
+        )
+    return denoiser
 
 
 def load_decoder(context: LoadContext) -> VaeDecoder:

@@ -1,4 +1,4 @@
-"""A random FLUX.1 checkpoint in diffusers' layout: dev, schnell or Kontext.
+"""A random FLUX.1 checkpoint in diffusers' layout: dev, schnell, Kontext or Fill.
 
 `scale` 0 is a toy of about a million parameters, 1 has FLUX.1's own shapes.
 """
@@ -17,16 +17,24 @@ from omnistage.models._tiny_common import between
 if TYPE_CHECKING:
     from diffusers import FluxTransformer2DModel
 
-VARIANTS = {"dev": "FluxPipeline", "schnell": "FluxPipeline", "kontext": "FluxKontextPipeline"}
+VARIANTS = {
+    "dev": "FluxPipeline",
+    "schnell": "FluxPipeline",
+    "kontext": "FluxKontextPipeline",
+    "fill": "FluxFillPipeline",
+}
+_FILL_CHANNELS = 64 + 64 + 256
+"""Of a patch: its latents, those of the picture that is kept, and the mask's pixels."""
 
 
-def transformer(scale: float, *, pooled: int, guided: bool) -> FluxTransformer2DModel:
+def transformer(scale: float, *, pooled: int, guided: bool, fill: bool = False) -> FluxTransformer2DModel:
     """FLUX's transformer at `scale`, on no device; `guided` is dev's, which takes its guidance as an input."""
     head = 32 if scale < 0.5 else 128
     return parts.diffusers_model(
         "FluxTransformer2DModel",
         patch_size=1,
-        in_channels=64,
+        in_channels=_FILL_CHANNELS if fill else 64,
+        out_channels=64,
         num_layers=between(scale, (2, 19)),
         num_single_layers=between(scale, (2, 38)),
         attention_head_dim=head,
@@ -45,7 +53,7 @@ def write(
     common.start(folder, scale, variant, VARIANTS)
     clip = parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=False)
     guided = variant != "schnell"
-    flux = transformer(scale, pooled=clip.config.hidden_size, guided=guided)
+    flux = transformer(scale, pooled=clip.config.hidden_size, guided=guided, fill=variant == "fill")
     # schnell was distilled without the shift that grows with the picture.
     shift = {"shift": 3.0, "use_dynamic_shifting": True} if guided else {"shift": 1.0}
     parts.write_checkpoint(
@@ -58,8 +66,7 @@ def write(
             "vae": TinyModel(parts.autoencoder(scale, scaling_factor=0.3611, shift_factor=0.1159), parts.vae_init),
         },
         {
-            "feature_extractor": None,
-            "image_encoder": None,
+            **({} if variant == "fill" else {"feature_extractor": None, "image_encoder": None}),
             "scheduler": parts.flow_scheduler(**shift),
             "tokenizer": parts.clip_tokenizer(),
             "tokenizer_2": parts.t5_tokenizer(),

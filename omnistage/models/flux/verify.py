@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -16,10 +17,11 @@ from omnistage.models._diffusers.verify import Case, DiffusersReference, Diffusi
 
 class Reference(DiffusersReference):
     def __init__(self, folder: Path) -> None:
-        self.kontext = Parts(folder).pipeline_class == "FluxKontextPipeline"
-        super().__init__(folder, "FluxKontextPipeline" if self.kontext else "FluxPipeline")
+        name = Parts(folder).pipeline_class
+        self.kontext, self.fill = name == "FluxKontextPipeline", name == "FluxFillPipeline"
+        super().__init__(folder, name if self.kontext or self.fill else "FluxPipeline")
         self.from_picture = self.pipe
-        if not self.kontext:
+        if not self.kontext and not self.fill:
             self.from_picture = self.variant("FluxImg2ImgPipeline", ("image_encoder", "feature_extractor"))
 
     @torch.inference_mode()
@@ -31,8 +33,10 @@ class Reference(DiffusersReference):
             pipe, more["image"] = self.from_picture, Image.fromarray(payload.images[0])
         if self.kontext:  # which otherwise scales every size to a million pixels
             more["max_area"] = width * height
-        arguments = call_arguments(pipe, case.params)
-        packed = pipe(prompt=payload.prompt, output_type="latent", **more, **arguments).images
+        if payload.mask is not None:
+            more |= {"mask_image": Image.fromarray(payload.mask), "width": width, "height": height}
+        arguments = {**call_arguments(pipe, case.params), **more}
+        packed = pipe(prompt=payload.prompt, output_type="latent", **arguments).images
         factor = pipe.vae_scale_factor
         latents = private_api.flux_unpack(packed, width=width, height=height, vae_scale_factor=factor)
         return DiffusionResult(latents[0], self.decode(latents))
@@ -48,6 +52,13 @@ class Reference(DiffusersReference):
             ("picture", DiffusionInput("the same at night", (photo,)), {**oblong, **change}),
             ("guidance 1", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0, "max_sequence_length": 40}),
         ]
+        if self.fill:
+            mask = np.zeros(photo.shape[:2], np.uint8)
+            mask[12:30, 20:60] = 255
+            kinds = [
+                ("fill", DiffusionInput("a red cat", (photo,), mask), {**oblong, "steps": 4}),
+                ("fill in part", DiffusionInput("a boat", (photo,), mask), {**square, "steps": 5, "strength": 0.7}),
+            ]
         # The text's default length differs from diffusers' for schnell.
         return cases_of(kinds, count, seed, max_sequence_length=128)
 

@@ -1,4 +1,4 @@
-"""FLUX.2 klein's three components, on diffusers' own pipeline and modules."""
+"""FLUX.2's three components, on diffusers' own pipeline and modules."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from omnistage.models._diffusers.base import (
     set_timesteps,
     with_references,
 )
-from omnistage.models._diffusers.loading import load_encoder_pipeline
+from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLFlux2
 
+_DEV = "Flux2Pipeline"
 _STEPS, _DISTILLED_STEPS = 50, 4
 _GUIDANCE = 4.0
 _MIN_SIDE, _MAX_RATIO, _MAX_AREA = 64, 8, 1024 * 1024
@@ -42,9 +43,14 @@ class Encoder(DiffusersEncoder):
     max_images = 10
     no_strength = "which always starts from noise"
 
+    @property
+    def unguided_row(self) -> bool:
+        """Whether guidance takes a second row: klein's base is the only one that is not distilled in some way."""
+        return not self.pipe.config.get("is_distilled", True)
+
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        if params.negative_prompt is not None and self.pipe.config.is_distilled:
+        if params.negative_prompt is not None and not self.unguided_row:
             raise InvalidRequestError(
                 "not supported by this model, which is distilled; omit it", param="negative_prompt"
             )
@@ -77,7 +83,7 @@ class Encoder(DiffusersEncoder):
         )
 
     def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1 and not self.pipe.config.is_distilled
+        return default_to(params.guidance, _GUIDANCE) > 1 and self.unguided_row
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         if not payload.images:
@@ -101,7 +107,7 @@ class Denoiser(DiffusersDenoiser):
         return {"embeds": (512, self.pipe.transformer.config.joint_attention_dim)}
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
-        steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.is_distilled else _STEPS)
+        steps = params.steps or (_DISTILLED_STEPS if self.pipe.config.get("is_distilled") else _STEPS)
         scheduler = self.scheduler(params.scheduler)
         high, wide = self.grid(condition.width, condition.height)
         dtype = condition.positive["embeds"].dtype
@@ -115,6 +121,9 @@ class Denoiser(DiffusersDenoiser):
         # Texts are padded to one length, so both branches have the same positions.
         text = private_api.flux2_text_ids(condition.positive["embeds"])
         context: dict[str, Tensor | bytes] = {"text_ids": text.to(self.device)}
+        if self.pipe.transformer.config.guidance_embeds:  # dev is told it
+            guidance = default_to(params.guidance, _GUIDANCE)
+            context["guidance"] = torch.tensor(guidance, dtype=torch.float32, device=self.device)
         if "reference" in condition.shared:
             ids = torch.cat([ids, condition.shared["reference_ids"].cpu()])
             context["reference"] = condition.shared["reference"].to(self.device, dtype)
@@ -131,7 +140,11 @@ class Denoiser(DiffusersDenoiser):
     def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
         latents = with_references(rows)
+        told = {}
+        if "guidance" in first.context:
+            told["guidance"] = torch.stack([row.lane.context["guidance"] for row in rows])
         return {
+            **told,
             "hidden_states": latents.to(self.dtype),
             "timestep": torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
             "encoder_hidden_states": torch.stack([row.tensors["embeds"] for row in rows]),
@@ -159,15 +172,18 @@ def statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
 
 
 def load_encoder(context: LoadContext) -> Encoder:
-    pipe = load_encoder_pipeline(context, "Flux2KleinPipeline", ("text_encoder", "vae"), ("tokenizer",), ())
+    name = Parts(context.model.folder).pipeline_class
+    pipe = load_encoder_pipeline(context, name, ("text_encoder", "vae"), ("tokenizer",), ())
     # Hidden states are all that is read: the language model's head would only fill memory with logits.
     pipe.text_encoder = pipe.text_encoder.model
+    if name == _DEV:  # its Mistral could see, for rewriting prompts
+        pipe.text_encoder.vision_tower = pipe.text_encoder.multi_modal_projector = None
     cell = pipe.vae_scale_factor
     return Encoder(pipe, context.device, multiple=cell * 2, default_size=pipe.default_sample_size * cell)
 
 
 def load_denoiser(context: LoadContext) -> Denoiser:
-    return Denoiser.load(context, "Flux2KleinPipeline")
+    return Denoiser.load(context, Parts(context.model.folder).pipeline_class)
 
 
 def load_decoder(context: LoadContext) -> Decoder:

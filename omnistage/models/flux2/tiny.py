@@ -1,13 +1,13 @@
-"""A random FLUX.2 klein checkpoint in diffusers' layout: the distilled one or its base.
+"""Random FLUX.2 checkpoints in diffusers' layout: klein, distilled or its base, and dev.
 
-`scale` 0 is a toy of about a million parameters, 1 has the shapes of FLUX.2 klein 4B.
+`scale` 0 is a toy of about a million parameters, 1 has the shapes of FLUX.2 klein 4B or of FLUX.2 dev.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,14 +16,63 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+    from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-VARIANTS = ("base", "distilled")
+VARIANTS = ("base", "distilled", "dev")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+_DEV_TOKENS = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_DEV_CHAT = (
+    "{%- for message in messages -%}"
+    "{%- set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' -%}"
+    "{{- '[' + name + ']' -}}"
+    "{%- for part in message.content -%}{{- part.text if part.type == 'text' else '[IMG]' -}}{%- endfor -%}"
+    "{{- '[/' + name + ']' -}}"
+    "{%- endfor -%}"
+)
+
+
+def mistral(scale: float) -> Mistral3ForConditionalGeneration:
+    """A Mistral that sees, on no device. The pipeline reads the hidden states of its layers 10, 20 and 30."""
+    heads, seen = between(scale, (2, 32), 2), between(scale, (1, 16))
+    text = transformers.MistralConfig(
+        vocab_size=between(scale, (1024, 131072), 64),
+        hidden_size=between(scale, (32, 5120), 32),
+        intermediate_size=between(scale, (64, 32768), 32),
+        num_hidden_layers=between(scale, (31, 40)),
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        head_dim=between(scale, (16, 128), 16),
+        max_position_embeddings=131072,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_id=_special_ids()["<|im_end|>"],
+        pad_token_id=_special_ids()["<|endoftext|>"],
+    )
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=seen * 64,
+        intermediate_size=seen * 256,
+        num_hidden_layers=between(scale, (1, 24)),
+        num_attention_heads=seen,
+        image_size=1540,
+        patch_size=14,
+    )
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=_dev_ids()["[IMG]"], tie_word_embeddings=False
+    )
+    return parts.on_meta(lambda: transformers.Mistral3ForConditionalGeneration(config))
+
+
+def _write_processor(folder: Path) -> None:
+    settings = common.tokenizer_settings("Qwen2Tokenizer", 131072, {"chat_template": _DEV_CHAT}, qwen=False)
+    common.write_tokenizer(folder, _dev_ids(), {**settings, "processor_class": "PixtralProcessor"})
+    common.write_json(folder / "processor_config.json", {"processor_class": "PixtralProcessor", "patch_size": 14})
+    (folder / "chat_template.jinja").write_text(_DEV_CHAT, encoding="utf-8")
+    image = {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 14, "width": 14}}
+    common.write_json(folder / "preprocessor_config.json", {**image, "size": {"longest_edge": 1540}, "do_resize": True})
 
 
 def text_encoder(scale: float) -> Qwen3ForCausalLM:
@@ -46,19 +95,19 @@ def text_encoder(scale: float) -> Qwen3ForCausalLM:
     return parts.on_meta(lambda: transformers.Qwen3ForCausalLM(config))
 
 
-def transformer(scale: float, *, text: int) -> nn.Module:
+def transformer(scale: float, *, text: int, dev: bool = False) -> nn.Module:
     """FLUX.2's transformer at `scale`, on no device."""
     head = between(scale, (32, 128), 32)
     return parts.diffusers_model(
         "Flux2Transformer2DModel",
         patch_size=1,
         in_channels=128,
-        num_layers=between(scale, (2, 5)),
-        num_single_layers=between(scale, (2, 20)),
+        num_layers=between(scale, (2, 8 if dev else 5)),
+        num_single_layers=between(scale, (2, 48 if dev else 20)),
         attention_head_dim=head,
-        num_attention_heads=between(scale, (2, 24)),
+        num_attention_heads=between(scale, (2, 48 if dev else 24)),
         joint_attention_dim=text * 3,
-        guidance_embeds=False,
+        guidance_embeds=dev,
         axes_dims_rope=(head // 4,) * 4,
     )
 
@@ -80,11 +129,16 @@ def write(
 ) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
     common.start(folder, scale, variant, VARIANTS)
-    language = text_encoder(scale)
-    flux = transformer(scale, text=language.config.hidden_size)
+    dev = variant == "dev"
+    language = mistral(scale) if dev else text_encoder(scale)
+    flux = transformer(scale, text=language.config.get_text_config().hidden_size, dev=dev)
+    klein_tokenizer = parts.qwen_tokenizer(
+        _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=parts.QWEN3_CHAT
+    )
+    settings: Any = {} if dev else {"is_distilled": variant == "distilled"}
     parts.write_checkpoint(
         folder,
-        "Flux2KleinPipeline",
+        "Flux2Pipeline" if dev else "Flux2KleinPipeline",
         {
             "text_encoder": TinyModel(language, common.decoder_init),
             "transformer": TinyModel(flux, transformer_init),
@@ -92,14 +146,12 @@ def write(
         },
         {
             "scheduler": parts.flow_scheduler(shift=3.0, use_dynamic_shifting=True),
-            "tokenizer": parts.qwen_tokenizer(
-                _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=parts.QWEN3_CHAT
-            ),
+            "tokenizer": TinyPart("transformers", "PixtralProcessor", _write_processor) if dev else klein_tokenizer,
         },
         seed=seed,
         scale=scale,
         progress=progress,
-        is_distilled=variant == "distilled",
+        **settings,
     )
 
 
@@ -117,3 +169,8 @@ def _vae_init(name: str, shape: Sequence[int]) -> Init:
 
 def _special_ids() -> dict[str, int]:
     return {token: common.BASE_VOCAB + offset for offset, token in enumerate(SPECIAL_TOKENS)}
+
+
+def _dev_ids() -> dict[str, int]:
+    tokens = (*SPECIAL_TOKENS[:3], *_DEV_TOKENS)
+    return {token: common.BASE_VOCAB + offset for offset, token in enumerate(tokens)}

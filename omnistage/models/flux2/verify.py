@@ -1,4 +1,4 @@
-"""Our FLUX.2 klein against diffusers' pipeline for it."""
+"""Our FLUX.2 against diffusers' pipelines for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from omnistage.models.flux2.components import statistics
 
 class Reference(DiffusersReference):
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "Flux2KleinPipeline")
+        super().__init__(folder)
+        self.dev = type(self.pipe).__name__ == "Flux2Pipeline"
 
     @torch.inference_mode()
     def __call__(self, case: Case) -> DiffusionResult:
@@ -37,16 +38,21 @@ class Reference(DiffusersReference):
             negative, _ = pipe.encode_prompt(params.negative_prompt, max_sequence_length=length)
             arguments["negative_prompt_embeds"] = negative
         latents = pipe(prompt=payload.prompt, output_type="latent", **arguments).images
-        decoded = pipe.vae.decode(latents, return_dict=False)[0]
-        pixels = to_uint8(pipe.image_processor.postprocess(decoded, output_type="np")[0])
-        # The pipeline gives latents as the VAE takes them, the denoiser as the transformer does.
         mean, std = statistics(pipe.vae)
-        return DiffusionResult(((private_api.flux2_patchify(latents) - mean) / std)[0], pixels)
+        if self.dev:  # which gives what its transformer has, packed
+            first = payload.images[0] if payload.images else None
+            high = (params.height or (first.shape[0] if first is not None else 1024)) // 16
+            unpacked = latents[0].T.reshape(1, -1, high, latents.shape[1] // high)
+            latents = private_api.flux2_unpatchify(unpacked * std + mean)
+        else:  # which gives what the VAE takes
+            unpacked = (private_api.flux2_patchify(latents) - mean) / std
+        decoded = pipe.vae.decode(latents, return_dict=False)[0]
+        return DiffusionResult(unpacked[0], to_uint8(pipe.image_processor.postprocess(decoded, output_type="np")[0]))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         square, oblong = {"width": 64, "height": 64}, {"width": 96, "height": 48}
         photos = picture(104, 64, seed), picture(64, 88, seed + 1)
-        away = {} if self.pipe.config.is_distilled else {"negative_prompt": "people", "guidance": 3.0}
+        away = {} if self.pipe.config.get("is_distilled", True) else {"negative_prompt": "people", "guidance": 3.0}
         kinds: list[Kind] = [
             ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
             ("text, wide", DiffusionInput("a quiet river"), {**oblong, "steps": 3, **away}),

@@ -34,6 +34,7 @@ def check_params(params: DiffusionParams, *, num_images: int, masked: bool) -> N
     unsupported = {
         "mask": masked or None,
         "strength": params.strength,
+        "control_scale": params.control_scale,
         "true_cfg": params.true_cfg,
         "num_frames": frames,
         "fps": params.fps,

@@ -17,6 +17,7 @@ from omnistage.core.types import ARInput, Modality, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.attention.recording import record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
+from omnistage.models.causal_lm.probe import rounded_tolerance
 from omnistage.models.loading import use_paged_attention
 from omnistage.models.multimodal_lm.capture import DecoderInputs
 from omnistage.models.multimodal_lm.component import MultimodalLM
@@ -206,7 +207,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE if dtype == torch.float32 else _ROUNDED_TOLERANCE
+    return _TOLERANCE if dtype == torch.float32 else rounded_tolerance(_ROUNDED_TOLERANCE)
 
 
 def _others(expected: DecoderInputs) -> str:

@@ -23,7 +23,7 @@ from omnistage.core.errors import (
     UnsupportedModelError,
 )
 from omnistage.core.family import ThinkBlock
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart
+from omnistage.core.messages import PLAIN_TEMPLATE, AudioPart, ChatMessage, ImagePart, Part, TemplateOptions, TextPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
@@ -60,7 +60,7 @@ class MultimodalProcessor:
         self._bos = tokenizer.bos_token or ""
         self._prefix, self._suffix = _added_around(tokenizer)
         self.items = ItemProcessor(processor, self._prompts)
-        self._template = ChatTemplate(self._render, tokenizer, parts=True)
+        self._template = ChatTemplate(self._render, tokenizer, parts=True, source=self._chat_template)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
         self._whole = False
         self._placeholders = self._find_placeholders()
@@ -92,9 +92,14 @@ class MultimodalProcessor:
     # --------------------------------------------------------------------------------------------- inputs
 
     def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, thinking: bool | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
-        rendered, media, guarded = self.rendered(messages, tools, thinking)
+        rendered, media, guarded = self.rendered(messages, tools, thinking, template)
         if not media:
             return ARInput(self._encode(rendered, guarded))
         kinds = [kind for kind, _ in media]
@@ -109,7 +114,11 @@ class MultimodalProcessor:
         return self._spliced(items, pieces, guarded)
 
     def rendered(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), thinking: bool | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> tuple[str, list[Media], GuardedText]:
         """The chat by the processor's own template, and its media in order."""
         if not self._chat_template:
@@ -118,10 +127,16 @@ class MultimodalProcessor:
         media: list[Media] = []
         guarded = self._prompts.guarded()
         turns = [turn_of(m, [self._template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
-        return self._template.text(turns, tools, guarded, thinking), media, guarded
+        return self._template.text(turns, tools, guarded, thinking, template), media, guarded
+
+    def has_variable(self, name: str) -> bool:
+        return self._template.has_variable(name)
 
     def think_block(self, thinking: bool | None) -> ThinkBlock | None:
         return self._template.think_block(thinking)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._prompts.decode(token_ids)
 
     def text(self, prompt: str) -> ARInput:
         return self._prompts.text_input(prompt)
@@ -150,9 +165,9 @@ class MultimodalProcessor:
 
     # ------------------------------------------------------------------------------------------- template
 
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: bool) -> str:
+    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
         fixed = {"tokenize": False, "add_generation_prompt": True, "chat_template": self._chat_template}
-        text = self._processor.apply_chat_template(turns, tools=tools, **fixed, **options)
+        text = self._processor.apply_chat_template(turns, tools=tools, **{**fixed, **options})
         return str(text[0] if isinstance(text, list) else text)
 
     def _template_part(self, part: Part, media: list[Media], guarded: GuardedText) -> dict[str, str]:

@@ -14,4 +14,5 @@ FAMILY = drawing_family(
     ),
     variants=("image", "edit", "edit_plus"),
     aliases=("qwen-image",),
+    full_precision=(r"(^|\.)img_mlp\.",),  # in float8 these alone change pictures visibly
 )

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from omnistage.core.errors import InvalidRequestError, LimitExceededError, UnsupportedModelError
+from omnistage.core.errors import InvalidRequestError, SizeLimitError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
@@ -45,7 +45,8 @@ class Encoder(DiffusersEncoder):
         width, height = self.size(payload, params)
         for name, value in (("width", width), ("height", height)):
             if value > limit:
-                raise LimitExceededError(f"must be at most {limit}, got {value}; ask for a smaller size", param=name)
+                message = f"must be at most {limit}, got {value}; ask for a smaller size"
+                raise SizeLimitError(message, side=name, nearest=limit)
 
     def guided(self, params: DiffusionParams) -> bool:
         return default_to(params.guidance, _GUIDANCE) > 1

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from omnistage.core.errors import InvalidRequestError
+from omnistage.core.errors import InvalidRequestError, SizeError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
@@ -43,6 +43,8 @@ class Encoder(DiffusersEncoder):
             ("height", height, rows * self.multiple),
             ("max_sequence_length", params.max_sequence_length or 0, (texts - 2) // _CHUNK * _CHUNK),
         ):
+            if value > limit and name in ("width", "height"):
+                raise SizeError(f"must be at most {limit}, got {value}", side=name, nearest=limit)
             if value > limit:
                 raise InvalidRequestError(f"must be at most {limit}, got {value}", param=name)
 

@@ -34,6 +34,15 @@ MAX_ARGUMENT_DEPTH = 64
 """Of a call's arguments: beyond them they are text, so that nothing has to follow them down."""
 MAX_ARGUMENT_VALUES = 2**18
 """Of all calls of a request, together: as many as a body may have, which counts these texts as one value each."""
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "audio", "function_call"}
+    # What clients send back of an answer as they got it, and of an item of /v1/responses
+    | {"reasoning", "annotations", "images", "id", "type", "status", "phase"}
+)
+_TEXT_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
+_PART_FIELDS = frozenset(
+    {"type", "detail", "fps", "min_frames", "max_frames", "uuid", "cache_control", "prompt_cache_breakpoint"}
+)
 _DETAILS = ("auto", "low", "high", "original")
 _LOW_DETAIL = (512, 512)
 """Pixels: as OpenAI has it."""
@@ -192,6 +201,8 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
         got = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
         raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {got}", param=f"{path}.role")
     role = _ROLES[role_name]
+    if not message.keys() <= _MESSAGE_FIELDS:
+        raise _unknown_field(message, _MESSAGE_FIELDS, path)
     if message.get("function_call") is not None:
         # Leaving it out would run a different conversation from the one that was sent.
         raise InvalidRequestError("is the older form of a call; write tool_calls", param=f"{path}.function_call")
@@ -211,6 +222,11 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
     if role == "assistant" and content is None and message.get("refusal") is not None:
         content, where = message["refusal"], f"{path}.refusal"
     return ChatMessage(role, (), tool_calls=calls, **texts), _parse_content(content, role, where, options)
+
+
+def _unknown_field(values: Mapping[Any, object], known: frozenset[str], path: str) -> InvalidRequestError:
+    name = str(next(key for key in values if key not in known))[:MAX_NAME_CHARS]
+    return InvalidRequestError("there is no such field; leave it out", param=f"{path}.{name}")
 
 
 def _parse_calls(calls: object, role: Role, path: str) -> tuple[ToolCall, ...]:
@@ -272,6 +288,8 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         raise InvalidRequestError(f'must be an object with a "type", got {_kind(part)}', param=path)
     name = part.get("type")
     if isinstance(name, str) and name in _TEXT_TYPES:
+        if not part.keys() <= _TEXT_FIELDS:
+            raise _unknown_field(part, _TEXT_FIELDS, path)
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"must be a string, got {_kind(part.get('text'))}", param=f"{path}.text")
         return _text(part["text"], role, f"{path}.text")
@@ -288,6 +306,8 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
         raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
     parse, key = _MEDIA_PARTS[name]
+    if not part.keys() <= (known := _PART_FIELDS | {key}):
+        raise _unknown_field(part, known, path)
     return parse(cast("Mapping[str, Any]", part), key, path, options)
 
 

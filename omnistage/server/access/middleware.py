@@ -13,12 +13,13 @@ from omnistage.server.http.errors import PermissionDeniedError, response_of
 from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.service import Service
 
-_PROTECTED_PREFIX = "/v1/"
+PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessMiddleware:
-    """ASGI middleware: a key for everything under `/v1/`, 503 for new work while the service loads or drains.
+    """ASGI middleware: a key for everything under `/v1/` and for what runs models beside it, 503 for new work while the
+    service loads or drains.
 
     Without keys, pages of other origins than `origins` and the service's own may only read. It returns the
     application's awaitable itself: no chunk of a response passes through here.
@@ -31,7 +32,7 @@ class AccessMiddleware:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # The path as the router matches it: no spelling passes one of the two and not the other.
-        if scope["type"] != "http" or not str(scope["path"]).startswith(_PROTECTED_PREFIX):
+        if scope["type"] != "http" or not str(scope["path"]).startswith(PROTECTED_PREFIXES):
             return self._app(scope, receive, send)
         headers, method, keyring = Headers(scope=scope), scope["method"], self._service.keyring
         origin = headers.get("origin")

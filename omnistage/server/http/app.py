@@ -17,7 +17,7 @@ from omnistage.server.http.json_body import JsonLimits
 from omnistage.server.http.limits import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, HeldBytes, TransportLimits
 from omnistage.server.http.routing import JsonRoutes
 from omnistage.server.observe import live, status
-from omnistage.server.openai import completions, embeddings, images
+from omnistage.server.openai import adapters, completions, embeddings, images, tokenize
 from omnistage.server.openai.audio import speech, transcriptions
 from omnistage.server.openai.chat import route as chat
 from omnistage.server.openai.responses import route as responses
@@ -61,7 +61,7 @@ def create_app(
     openapi.install(app)
 
     modules = (
-        *(chat, completions, responses, embeddings, speech, transcriptions, images, videos),
+        *(chat, completions, responses, embeddings, tokenize, speech, transcriptions, images, videos, adapters),
         *(status, live, page, realtime),
     )
     for module in modules:

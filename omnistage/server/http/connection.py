@@ -23,7 +23,7 @@ from omnistage.server.http.errors import CLIENT_CLOSED, BodyTimeoutError, error_
 from omnistage.server.http.heads import HTTP_VERSIONS, StrictBuffer
 from omnistage.server.http.limits import FEED_BYTES, PieceCount, TransportLimits
 from omnistage.server.http.listening import PROBES, CrowdedError, Episode
-from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord
+from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, SLOW_READER, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
 
 _WRITE_BYTES = 64 * 2**10
@@ -277,9 +277,8 @@ class _Transfer:
         else:
             self.started = True
             record.status = message["status"]
-            if record.requests:  # OpenAI's clients show it; here it also names the request's trace
-                request_id = (b"x-request-id", record.requests[-1].encode("ascii"))
-                pieces = ({**message, "headers": [*message.get("headers", ()), request_id]},)
+            if headers := _headers_of(record):
+                pieces = ({**message, "headers": [*message.get("headers", ()), *headers]},)
         try:
             for piece in pieces:
                 self.complete = is_body and not piece.get("more_body", False)
@@ -318,7 +317,10 @@ class Exchange:
         record = AuditRecord(scope["method"], address_of(scope))
         headers = dict(scope["headers"])
         tag = headers.get(b"x-client-request-id")
-        record.tag = None if tag is None else tag.decode("latin-1")
+        if tag is not None:
+            record.tag = tag.decode("latin-1")
+        elif (sent := headers.get(b"x-request-id")) is not None and is_tag(name := sent.decode("latin-1")):
+            record.tag, record.echo = name, True  # a proxy may send one of any form: then it is no name for ours
         token = CURRENT_RECORD.set(record)
         # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
         refused: OmniError | None = None
@@ -373,6 +375,19 @@ class Exchange:
             record.ended = "error"
             shown = error_for_client(error)
             await (cut() if transfer.started else response_of(shown)(scope, receive, transfer.send))
+
+
+def _headers_of(record: AuditRecord) -> list[tuple[bytes, bytes]]:
+    """What every response says of its request."""
+    headers = []
+    # OpenAI's clients show the id; here it also names the request's trace.
+    if record.echo and record.tag is not None:
+        headers.append((b"x-request-id", record.tag.encode("ascii")))
+    elif record.requests:
+        headers.append((b"x-request-id", record.requests[-1].encode("ascii")))
+    if record.ignored:
+        headers.append((b"x-omnistage-ignored", ", ".join(record.ignored).encode("ascii")))
+    return headers
 
 
 def crowded() -> CrowdedError:

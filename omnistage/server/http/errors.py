@@ -23,6 +23,8 @@ _NO_UPLOAD = "send the request again later"
 CLIENT_CLOSED = 499
 """nginx's number for a client that left, and ours for a request that was cancelled."""
 RETRY_SECONDS = 5
+_SHOWN_PATH = 80
+"""Characters of a path that an error repeats."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -61,6 +63,10 @@ class PermissionDeniedError(OmniError, status=403, code="permission_denied"):
 
 class NotFoundError(OmniError, status=404, code="not_found"):
     """There is no such model, request or file."""
+
+
+class UnknownPathError(NotFoundError, code="unknown_url"):
+    """There is nothing at this path."""
 
 
 class RangeError(InvalidRequestError, status=416, code="range_not_satisfiable"):
@@ -161,11 +167,14 @@ def install(app: FastAPI) -> None:
         return response_of(_invalid_request(error, request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
-    async def http(_request: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, OmniError):  # raised while FastAPI read the body
             return response_of(error.__cause__)
         if is_storage_full(error.__cause__):  # large files of a form go to disk
             return response_of(storage_full(_NO_UPLOAD))
+        if error.status_code == 404 and error.detail == "Not Found":
+            method, path = request.method[:10], request.url.path[:_SHOWN_PATH]
+            return response_of(UnknownPathError(f"there is no {method} {path}; the paths are in /openapi.json"))
         kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
         body: ErrorBody = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)

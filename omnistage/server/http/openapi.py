@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
+from omnistage.server.access.middleware import PROTECTED_PREFIXES
 from omnistage.server.http.errors import ErrorBody
 
 Json = dict[str, Any]
@@ -117,7 +118,7 @@ def _complete_operation(operation: Json, path: str, method: str) -> None:
     content = responses.get("200", {}).get("content", {})
     if len(content) > 1 and content.get("application/json") == {"schema": {}}:
         del content["application/json"]  # FastAPI's guess
-    guarded = path.startswith("/v1/")
+    guarded = path.startswith(PROTECTED_PREFIXES)
     if guarded:
         operation["security"] = [{"key": []}, {}]
     for status, text in _ERRORS.items():

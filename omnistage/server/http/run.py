@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -49,6 +50,7 @@ def run(
     port: int,
     drain_seconds: float,
     notify: Notify,
+    certificate: tuple[Path, Path] | None = None,
     exits: bool = False,
 ) -> None:
     """Serve until a signal; a second signal stops waiting for running requests.
@@ -59,7 +61,7 @@ def run(
     """
     listening = _listen(host, port)
     # Requests are drained before the server is told to stop: what is left then is only being written.
-    server = _Server(server_config(app, timeout_graceful_shutdown=WRITE_SECONDS))
+    server = _Server(server_config(app, timeout_graceful_shutdown=WRITE_SECONDS, certificate=certificate))
     failures: list[OmniError] = []
 
     def loading() -> None:
@@ -77,7 +79,7 @@ def run(
         gc.collect()
         gc.freeze()
         service.loading = False
-        _announce(service, listening, notify)
+        _announce(service, listening, notify, "http" if certificate is None else "https")
 
     async def main() -> None:
         # Work that does not return is not waited for: not by asyncio when it closes, not when the interpreter exits.
@@ -145,8 +147,10 @@ class _InvalidRequests(logging.Filter):
 _invalid_requests = _InvalidRequests()
 
 
-def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None) -> uvicorn.Config:
-    """uvicorn's settings for our application, with connections that it can abort."""
+def server_config(
+    app: FastAPI, *, timeout_graceful_shutdown: int | None = None, certificate: tuple[Path, Path] | None = None
+) -> uvicorn.Config:
+    """uvicorn's settings for our application, with connections that it can abort; https where there is a certificate."""
     logging.getLogger("uvicorn.error").addFilter(_invalid_requests)  # once, however often it is called
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of every form that is not well-formed
     return uvicorn.Config(
@@ -158,6 +162,8 @@ def server_config(app: FastAPI, *, timeout_graceful_shutdown: int | None = None)
         # Longer than clients keep an idle connection (OpenAI's: 5 s): the side that closes first loses no request.
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=timeout_graceful_shutdown,
+        ssl_certfile=None if certificate is None else certificate[0],
+        ssl_keyfile=None if certificate is None else certificate[1],
         ws=WebSocketConnection,
         ws_max_size=app.state.realtime.max_message_bytes,
         # Audio in base64 hardly gets smaller, and compressing it would block the event loop.
@@ -183,10 +189,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _announce(service: Service, listening: socket.socket, notify: Notify) -> None:
+def _announce(service: Service, listening: socket.socket, notify: Notify, scheme: str) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    notify(f"ready: http://{shown}:{port}/v1", "bold green")
+    notify(f"ready: {scheme}://{shown}:{port}/v1", "bold green")
     for model in service.models.values():
         inputs = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
         notify(f"  {model.name}: {inputs} in; {', '.join(model.omni.modalities)} out", "")

@@ -186,6 +186,10 @@ class FilteredStream(OutputStream):
         chunk = await anext(self, None)  # one at a time: a filter may have to wait for its verdict
         return [] if chunk is None else [chunk]
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inner.prompt_tokens
+
     def close(self) -> None:
         self._inner.close()
 

@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ AUDIT_LOGGER = "omnistage.audit"
 DISCONNECTED = "disconnected"
 SLOW_READER = "slow_reader"
 FILTERED = "filtered"
+_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger(AUDIT_LOGGER)
 _problems = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ class AuditRecord:
     bytes_in: int = 0
     bytes_out: int = 0
     closed: bool = False
+    echo: bool = False
+    """Whether the response's x-request-id is `tag`, which the client sent under that name."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields without effect; a header of the response names them."""
 
     def count(self, chunk: OutputChunk) -> None:
         """Count a chunk's content as it passes: a request may never reach its end."""
@@ -93,6 +99,17 @@ class AuditRecord:
 
 CURRENT_RECORD: ContextVar[AuditRecord | None] = ContextVar("omnistage_record", default=None)
 """The record of the request that this task works for."""
+
+
+def is_tag(text: str) -> bool:
+    """Whether a client may name its request so."""
+    return _TAG.fullmatch(text) is not None
+
+
+def note_ignored(*fields: str) -> None:
+    """Have a header of the current response name fields that were accepted and have no effect."""
+    if (record := CURRENT_RECORD.get()) is not None:
+        record.ignored += [name for name in fields if name not in record.ignored]
 
 
 def ended_by(reason: FinishReason | None) -> str:

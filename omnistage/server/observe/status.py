@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NotRequired, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import JsonValue
 from typing_extensions import TypedDict
 
+from omnistage import __version__
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.stage import StageState
 from omnistage.core.threads import DaemonThreads
@@ -21,6 +23,7 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.http.openapi import response_docs
+from omnistage.server.observe.model_features import transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
@@ -36,9 +39,21 @@ class ModelCard(TypedDict):
     created: int
     owned_by: Literal["omnistage"]
     modalities: dict[str, list[str]]
+    max_model_len: int | None
+    """Tokens of prompt and answer together, of the stage that samples text; null: not known."""
     voices: list[str]
+    voice_aliases: dict[str, str | None]
+    """Other names that `voice` may have, and the voice that each means; null: the only one, which has no name."""
     stages: list[str]
+    transcribes: bool
+    """Whether it recognises speech by itself, without a chat model that is asked to."""
+    unsupported: list[str]
+    """Parameters of pictures that it refuses, among `size` and `negative_prompt`."""
     defaults: dict[str, dict[str, JsonValue]]
+    parent: NotRequired[str]
+    """Of an adapter: the model that it changes."""
+    root: NotRequired[str]
+    """Of an adapter: the name of its folder."""
 
 
 class ModelList(TypedDict):
@@ -60,6 +75,10 @@ class Readiness(TypedDict):
     """Those because of which it is `unavailable`."""
 
 
+class Version(TypedDict):
+    version: str
+
+
 class Health(TypedDict):
     status: Literal["ok", "failed"]
 
@@ -74,8 +93,13 @@ class CancelledRequest(TypedDict):
 async def list_models(request: Request) -> ModelList:
     """The models that this key may use."""
     allowed = caller(request).models
-    models = [_card(m) for m in service_of(request).models.values() if allowed is None or m.name in allowed]
-    return ModelList(object="list", data=models)
+    models = [
+        each
+        for model in service_of(request).models.values()
+        for each in (model, *(replace(model, adapter=name) for name in model.omni.adapters.names()))
+    ]
+    cards = [_card(model) for model in models if allowed is None or model.requested_name in allowed]
+    return ModelList(object="list", data=cards)
 
 
 @router.get("/v1/models/{name:path}")
@@ -88,20 +112,29 @@ async def get_model(name: str, request: Request) -> ModelCard:
 
 def _card(model: ServedModel) -> ModelCard:
     omni = model.omni
+    text = model.stage_for_params(SamplingParams)
     stages = {name: stage for name, kind in _DEFAULTS.items() if (stage := model.stage_for_params(kind)) is not None}
-    return ModelCard(
-        id=model.name,
+    card = ModelCard(
+        id=model.requested_name,
         object="model",
         created=model.created,
         owned_by="omnistage",
         modalities={"input": sorted(omni.processor.input_modalities | {"text"}), "output": list(model.omni.modalities)},
-        voices=list(omni.processor.voices()),
+        max_model_len=None if text is None else omni.orchestrator.stages[text].max_model_len,
+        voices=list(omni.voices.voices),
+        voice_aliases=dict(omni.voices.aliases),
         stages=list(omni.orchestrator.graph.order),
+        transcribes=transcribes(model),
+        unsupported=unsupported_drawing(model),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)
             for name, stage in stages.items()
         },
     )
+    if model.adapter is not None:
+        card["parent"] = model.name
+        card["root"] = omni.adapters.names()[model.adapter][1].name
+    return card
 
 
 @router.get("/health", responses={**response_docs(Health), 503: {"model": Health}})
@@ -139,6 +172,12 @@ def _unavailable(model: str, health: StageHealth) -> UnavailableStage:
 async def read_stats(read: Callable[[], _Result]) -> _Result:
     """Read statistics, not in the event loop: they come from the stages' own code."""
     return await asyncio.wrap_future(_readers.submit(read))
+
+
+@router.get("/version")
+async def version() -> Version:
+    """The service's version."""
+    return Version(version=__version__)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, model_validator
 
 MAX_METADATA = 16
 """As with OpenAI."""
@@ -58,19 +58,6 @@ def max_items(limit: int) -> BeforeValidator:
 
 def too_many(count: int, limit: int) -> str:
     return f"has {count} items, and may have {limit}; send fewer"
-
-
-class TemplateOptions(WireModel):
-    """Variables of the chat template, of those that vLLM passes on."""
-
-    enable_thinking: bool | None = Field(default=None, description="Whether the model thinks before it answers.")
-
-
-def thinking_of(effort: str | None, template: TemplateOptions | None) -> bool | None:
-    """Whether a request asks for thinking; None: the model's default."""
-    if template is not None and template.enable_thinking is not None:
-        return template.enable_thinking
-    return False if effort == "none" else None
 
 
 Metadata = Annotated[dict[str, str], max_items(MAX_METADATA)]

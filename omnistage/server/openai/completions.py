@@ -23,12 +23,16 @@ from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, body_of
+from omnistage.server.http.json_body import run_json
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, LastPiece, event, stream_response
-from omnistage.server.openai.request_models import SamplingFields
+from omnistage.server.openai.base import only
+from omnistage.server.openai.extensions import STRUCTURED_PATHS
+from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
-from omnistage.server.openai.running import text_stage
+from omnistage.server.openai.running import RunningUsage, named, text_stage
+from omnistage.server.openai.tokenize import decoded
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
@@ -56,15 +60,27 @@ def _parse_prompt(value: object) -> _Prompt:
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    not_exposed: ClassVar[frozenset[str]] = SamplingFields.not_exposed | {"structured"}
-    derived: ClassVar[frozenset[str]] = frozenset()
+    derived: ClassVar[frozenset[str]] = frozenset({"structured"})
 
     prompt: Annotated[_Prompt, PlainValidator(_parse_prompt), WithJsonSchema(TypeAdapter(_Prompt).json_schema())]
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] | None = None
-    suffix: None = None
-    best_of: Literal[1] | None = None
+    echo: bool | None = Field(default=None, description="Begin each text with its prompt.")
+    suffix: Annotated[str | None, only("", why="text is not filled in before a suffix; leave it out")] = None
+    best_of: int | None = Field(default=None, description="Must be n: every answer is returned.")
+    prompt_embeds: Annotated[None, only(why="embeddings as a prompt are for the Python API; send text")] = None
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` where fields do not fit together."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError(
+                f"must be n, which is {self.n or 1}: answers are not generated to be thrown away; leave it out",
+                param="best_of",
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError(
+                "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
+            )
 
 
 class CompletionLogprobs(TypedDict):
@@ -79,6 +95,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
 
 
@@ -98,11 +115,17 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
-    running = _running(service, holder, model, _prompts(body), body)
+    body = named(body, model)
+    body.check()
+    body.note_ignored()
+    prompts = _prompts(body)
+    echoes = await _echoes(prompts, model, service.owner_of(holder)) if body.echo else []
+    running = _running(service, holder, model, prompts, body)
     if body.stream:
 
         async def events() -> AsyncGenerator[bytes]:
-            async with running as streams, aclosing(_events(body, streams, _choices_each(body, model))) as chunks:
+            each = _choices_each(body, model)
+            async with running as streams, aclosing(_events(body, streams, each, echoes)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
             yield LastPiece(DONE)
@@ -117,6 +140,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 finals[place] = item.final
     completion = _empty(streams, body)
     outputs = [output for place in sorted(finals) for output in finals[place].outputs]
+    for place, echo in enumerate(echoes):
+        for output in finals[place].outputs:
+            output.text = echo + output.text
     completion["usage"] = usage_of(_total(final.usage for final in finals.values()))
 
     def build() -> Completion:
@@ -130,7 +156,8 @@ async def _running(
     service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], body: CompletionRequest
 ) -> AsyncIterator[list[OutputStream]]:
     """All prompts at once. They are one request at the key's rate, and as many running ones as they have answers."""
-    sampling = body.sampling_params("max_tokens")
+    structured = None if body.structured_outputs is None else body.structured_outputs.structured()
+    sampling = body.sampling_params("max_tokens", structured=structured)
     stage = text_stage(model)
     params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
     options = RequestOptions(["text"], None, body.priority, body.timeout)
@@ -138,7 +165,7 @@ async def _running(
         streams = []
         for place, prompt in enumerate(prompts):
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-            names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt"}
+            names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt", **STRUCTURED_PATHS}
             counted = 0 if place else len(prompts)  # the first counts for all
             one = service.run_request(holder, model, prompt, params, options, prompts=counted, rename=names)
             streams.append(await stack.enter_async_context(one))
@@ -181,6 +208,16 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in prompt]
 
 
+async def _echoes(prompts: Sequence[Prompt], model: ServedModel, owner: str | None) -> list[str]:
+    """The text of each prompt."""
+    processor = model.omni.processor
+
+    def texts() -> list[str]:
+        return [prompt if isinstance(prompt, str) else decoded(processor, prompt) for prompt in prompts]
+
+    return await run_json(texts, small=all(isinstance(prompt, str) for prompt in prompts), owner=owner)
+
+
 def _choices_each(body: CompletionRequest, model: ServedModel) -> int:
     """The number of choices for each prompt: as the request says, or else the model's configuration."""
     default = model.omni.orchestrator.default_params[text_stage(model)]
@@ -193,7 +230,7 @@ def _empty(streams: Sequence[OutputStream], body: CompletionRequest) -> Completi
         "id": completion_id,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": body.model,
+        "model": body.model or "",
         "choices": [],
     }
 
@@ -204,6 +241,7 @@ def _choice(body: CompletionRequest, index: int, output: CompletionOutput, offse
         "text": output.text,
         "logprobs": _logprobs(output.logprobs, offset) if output.logprobs else None,
         "finish_reason": finish_of(output.finish_reason),
+        "stop_reason": output.stop_reason,
     }
     if body.return_token_ids:
         choice["token_ids"] = output.token_ids
@@ -238,20 +276,25 @@ def _total(usages: Iterable[Usage]) -> Usage:
 def _new_outputs(item: OutputChunk, *, with_ids: bool) -> list[CompletionOutput]:
     """What an item adds to the completions: a piece of one, or at last how each ended."""
     if item.final is not None:
-        return [CompletionOutput(output.index, finish_reason=output.finish_reason) for output in item.final.outputs]
+        return [
+            CompletionOutput(output.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+            for output in item.final.outputs
+        ]
     if not item.text and not item.logprobs and not (with_ids and item.token_ids):
         return []
     return [CompletionOutput(item.index, item.text, list(item.token_ids), list(item.logprobs))]
 
 
 async def _events(
-    body: CompletionRequest, streams: Sequence[OutputStream], choices_each: int
+    body: CompletionRequest, streams: Sequence[OutputStream], choices_each: int, echoes: Sequence[str] = ()
 ) -> AsyncGenerator[Completion | ErrorBody]:
     """The events of a stream. Completion i of the n for prompt p is choice p * n + i, with offsets of its own."""
     head = _empty(streams, body)
     offsets: Counter[int] = Counter()
     usages: list[Usage] = []
     started = False
+    options = body.stream_options or StreamOptions()
+    so_far = RunningUsage(streams) if options.continuous_usage_stats else None
     try:
         async with aclosing(_merged(streams)) as items:
             async for place, item in items:
@@ -259,9 +302,15 @@ async def _events(
                 if final is not None and final.error is not None:
                     raise final.error
                 for output in _new_outputs(item, with_ids=bool(body.return_token_ids)):
-                    started = True
                     index = place * choices_each + output.index
-                    yield {**head, "choices": [_choice(body, index, output, offsets[index])]}
+                    if echoes and not started:
+                        for i, echo in enumerate(one for one in echoes for _ in range(choices_each)):
+                            yield {**head, "choices": [_choice(body, i, CompletionOutput(text=echo))]}
+                    started = True
+                    chunk: Completion = {**head, "choices": [_choice(body, index, output, offsets[index])]}
+                    if so_far is not None:
+                        chunk["usage"] = so_far.add(len(output.token_ids))
+                    yield chunk
                     offsets[index] += sum(len(entry.chosen.text) for entry in output.logprobs)
                 usages += [final.usage] if final is not None else []
     except OmniError as error:
@@ -269,5 +318,5 @@ async def _events(
             raise
         yield body_of(error)
         return
-    if body.stream_options is not None and body.stream_options.include_usage:
+    if options.include_usage:
         yield {**head, "usage": usage_of(_total(usages))}

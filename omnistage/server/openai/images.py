@@ -6,7 +6,8 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, Literal, NotRequired, Self
 
@@ -19,6 +20,7 @@ from omnistage.core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     OmniError,
+    SizeError,
     StageError,
     UnsupportedModalityError,
 )
@@ -29,6 +31,7 @@ from omnistage.core.validation import field_error
 from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ErrorBody, NotFoundError, body_of, rename_param
 from omnistage.server.http.openapi import bounds_of, response_docs
@@ -36,14 +39,21 @@ from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
-from omnistage.server.openai.request_models import Finite, Size, diffusion_params
+from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
 from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import final_output
+from omnistage.server.openai.running import Running, final_output
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
 _FIELDS = {"images": "image", "width": "size", "height": "size"}
 """Fields as the engines name them, and as clients know them."""
+_OTHER_NAMES = {"num_inference_steps": "steps", "guidance_scale": "guidance", "true_cfg_scale": "true_cfg"}
+_PREFERENCES = frozenset(
+    {"256x256", "512x512", "1024x1024", "1536x1024", "1024x1536", "1792x1024", "1024x1792"},
+)
+"""OpenAI's sizes: clients send one where they cannot say another. So the nearest that a model can draw will do."""
+_MAX_SIZES = 6
+"""Tries: each corrects one side for one reason."""
 _FEW_STEPS = 4
 """Where neither the request nor the model's YAML sets the steps: as few as a distilled model takes."""
 
@@ -55,9 +65,9 @@ class ImageRequest(WireModel):
 
     model_config = ConfigDict(json_schema_extra=bounds_of(DiffusionParams))
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     prompt: str = Field(min_length=1, max_length=32_000)
-    n: int | None = Field(default=None, ge=1, le=16)
+    n: int | None = Field(default=None, ge=1, le=10)
     size: Size | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
@@ -77,7 +87,14 @@ class ImageRequest(WireModel):
     true_cfg: Finite | None = None
     negative_prompt: str | None = None
     seed: int | None = None
+    lora: LoraField = None
     strength: Finite | None = None
+    control_scale: Finite | None = None
+    strict_size: bool = Field(default=False, description="Refuse OpenAI's sizes, too, that the model cannot draw.")
+    # vLLM-Omni's and diffusers' names of ours
+    num_inference_steps: int | None = Field(default=None, description="As steps.")
+    guidance_scale: Finite | None = Field(default=None, description="As guidance.")
+    true_cfg_scale: Finite | None = Field(default=None, description="As true_cfg.")
     scheduler: str | None = None
     progress: bool = Field(default=False, description="A stream also reports each step.")
     priority: int = 0
@@ -89,7 +106,20 @@ class ImageRequest(WireModel):
             raise field_error("output_compression", "is for jpeg and webp; png is lossless, leave it out")
         if self.stream and self.response_format == "url":
             raise field_error("response_format", "a stream carries the images themselves; leave it out")
+        for other, name in _OTHER_NAMES.items():
+            if getattr(self, other) is not None and getattr(self, name) is not None:
+                raise field_error(other, f"is another name for {name}; send one of them")
         return self
+
+    def params(self) -> DiffusionParams:
+        """What the request sets of the drawing. Raises `InvalidRequestError`, by the names that were sent."""
+        others = {name: value for other, name in _OTHER_NAMES.items() if (value := getattr(self, other)) is not None}
+        try:
+            return diffusion_params(self, self.size, **others)
+        except InvalidRequestError as error:
+            sent = {name: other for other, name in _OTHER_NAMES.items() if name in others}
+            error.param = sent.get(error.param or "", error.param)
+            raise
 
 
 class ImageEditForm(ImageRequest):
@@ -212,7 +242,13 @@ async def _draw(
     service = service_of(request)
     options = RequestOptions(["image"], None, body.priority, body.timeout)
     params = _params(body, model)
-    running = service.run_request(caller(request), model, prompt, params, options, rename=_FIELDS)
+    holder = caller(request)
+
+    def run(params: dict[str, StageParams]) -> Running:
+        return service.run_request(holder, model, prompt, params, options, rename=_FIELDS)
+
+    flexible = body.size in _PREFERENCES and not body.strict_size
+    running = _run_nearest(run, params, model) if flexible else run(params)
     if body.stream:
 
         async def events() -> AsyncGenerator[bytes]:
@@ -236,11 +272,38 @@ async def _draw(
     return JSONResponse(images)
 
 
+@asynccontextmanager
+async def _run_nearest(
+    run: Callable[[dict[str, StageParams]], Running], params: dict[str, StageParams], model: ServedModel
+) -> AsyncIterator[OutputStream]:
+    """A request whose size is a preference: the model draws the nearest that it can."""
+    ((stage, given),) = params.items()
+    if not isinstance(given, DiffusionParams):
+        raise StageError("the parameters of a drawing are others")
+    asked = given.width, given.height
+    width, height = model.nearest_sizes.get(asked, asked)
+    async with AsyncExitStack() as stack:
+        for _ in range(_MAX_SIZES):
+            sized = given.model_copy(update={"width": width, "height": height})
+            try:
+                stream = await stack.enter_async_context(run({stage: sized}))
+                break
+            except SizeError as error:
+                if error.side == "width":
+                    width = error.nearest
+                else:
+                    height = error.nearest
+        else:
+            stream = await stack.enter_async_context(run(params))
+        model.nearest_sizes[asked] = width, height
+        yield stream
+
+
 def _params(body: ImageRequest, model: ServedModel) -> dict[str, StageParams]:
     stage = model.stage_for_params(DiffusionParams)
     if stage is None:
         raise UnsupportedModalityError("this model draws in conversations only; use chat completions", param="model")
-    params = diffusion_params(body, body.size)
+    params = body.params()
     if body.stream and body.partial_images:
         default = model.omni.orchestrator.default_params[stage]
         default_steps = default.steps if isinstance(default, DiffusionParams) else None

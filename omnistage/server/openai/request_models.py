@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from omnistage.core.errors import InvalidRequestError
-from omnistage.core.params import DiffusionParams, SamplingParams
-from omnistage.core.validation import short_repr
+from omnistage.core.params import MAX_MIXED_ADAPTERS, Adapters, DiffusionParams, SamplingParams
+from omnistage.core.validation import field_error, short_repr
 from omnistage.server.http.openapi import bounds_of
 from omnistage.server.openai.base import WireModel, max_items
+from omnistage.server.openai.extensions import ExtensionFields
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_STOP = 64
@@ -31,8 +32,13 @@ def _checked_size(size: str) -> str:
 Size = Annotated[str, AfterValidator(_checked_size), WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN})]
 
 
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""As with OpenAI it may be negative."""
+
+
 class StreamOptions(WireModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(default=False, description="Usage so far in every event, as vLLM has it.")
     include_obfuscation: bool | None = None
 
 
@@ -54,6 +60,13 @@ class AudioOptions(WireModel):
     format: Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"] = "wav"
 
 
+LoraField = Annotated[
+    Adapters | None,
+    max_items(MAX_MIXED_ADAPTERS),
+    Field(default=None, description="LoRA adapters: a name, or a list of {name, weight}."),
+]
+
+
 class SamplesText(WireModel):
     """A request that samples text. Each of its fields that is named like a sampling parameter sets it.
 
@@ -61,9 +74,7 @@ class SamplesText(WireModel):
     that a new parameter is not forgotten here.
     """
 
-    not_exposed: ClassVar[frozenset[str]] = frozenset(
-        {"allowed_token_ids", "suppress_token_ids", "include_stop_str_in_output", "skip_special_tokens"}
-    )
+    not_exposed: ClassVar[frozenset[str]] = frozenset({"suppress_token_ids"})
     derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "logprobs", "structured"})
     """Parameters that `sampling_params` sets from fields of other names or types."""
 
@@ -82,12 +93,12 @@ class SamplesText(WireModel):
             raise
 
 
-class SamplingFields(SamplesText):
+class SamplingFields(SamplesText, ExtensionFields):
     """What chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=bounds_of(SamplingParams, max_completion_tokens="max_tokens"))
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     temperature: Finite | None = None
     top_p: Finite | None = None
     n: int | None = None
@@ -97,7 +108,7 @@ class SamplingFields(SamplesText):
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     logit_bias: Annotated[dict[int, Finite], max_items(MAX_LOGIT_BIAS)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     user: str | None = None
     # Ours
     top_k: int | None = None
@@ -107,8 +118,15 @@ class SamplingFields(SamplesText):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], max_items(MAX_STOP)] | None = None
     return_token_ids: bool | None = Field(default=None, description="Send the ids of generated tokens, as vLLM does.")
+    lora: LoraField = None
     priority: int = 0
     timeout: Finite | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "is for streams; send stream: true, or leave it out")
+        return self
 
 
 def diffusion_params(request: WireModel, size: str | None, **derived: object) -> DiffusionParams:

@@ -1,87 +1,77 @@
-// The page: ties the parts together. One request runs at a time; its signal ends everything that belongs to it.
+// The page: ties the parts together. One request, or one live conversation, runs at a time.
 
-import { ApiError, readiness } from "./api.js";
 import { Attachments, setUpAttachments } from "./attachments.js";
-import { Answer, showQuestion } from "./chat.js";
-import { $, count, el, icon, seconds } from "./dom.js";
+import { Answer, append } from "./chat.js";
+import { Connection } from "./connection.js";
+import { Conversation, restored } from "./conversation.js";
+import { $, el, icon } from "./dom.js";
+import { Exchange } from "./exchange.js";
 import { Gauges } from "./gauges.js";
+import { hear } from "./heard.js";
+import { Keeper } from "./keeper.js";
 import { onKey, setUpKey } from "./key.js";
-import { describe, examplesFor, loadModels, outputs, showModels, showOutputs, showVoice } from "./models.js";
-import { Params } from "./params.js";
-import { Player, unlockAudio } from "./player.js";
-import { buildRequest, userMessage } from "./request.js";
-import { run, watchTrace } from "./run.js";
-import { setUpSnippets } from "./snippets.js";
-import { Timeline } from "./timeline.js";
 import { setUpMicrophone } from "./microphone.js";
-import { setUpPanel, setUpTheme } from "./panel.js";
+import { choose as chooseOutput, chooseModel, describe, examplesFor, outputs, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
+import { setUpPanels, setUpTheme } from "./panel.js";
+import { Params } from "./params.js";
+import { Past } from "./past.js";
+import { unlockAudio } from "./player.js";
+import { Question } from "./question.js";
+import { buildRequest } from "./request.js";
+import { setUpSnippets } from "./snippets.js";
+import { load } from "./store.js";
+import { Talk, itemsOf, settingsOf } from "./talk.js";
+import { Timeline } from "./timeline.js";
+import { setUpViewer } from "./viewer.js";
 
-const RETRY = 1000; // milliseconds between two looks at a service that is not ready
+const SHOWN = "omnistage.conversation"; // which conversation this tab shows
 
 let models = [];
-let history = []; // the conversation as the service takes it
+let conversation = new Conversation();
 let last = null; // the latest request, for snippets
-let running = null; // the AbortController of the request that runs
-let watched = null; // whose stages the timeline shows
-let player = null;
 
+const model = () => models.find(({ id }) => id === $("model").value);
 const timeline = new Timeline();
 const params = new Params();
-const attachments = new Attachments(notice);
+const attachments = new Attachments(notice, keepDraft);
+const connection = new Connection(found);
 const gauges = new Gauges(
-  (reachable) => (reachable ? state("ready", "Ready") : connect()),
+  (reachable) => connection.seen(reachable),
   (limits) => (attachments.limit = limits.max_body_bytes),
 );
+const notKept = (error) => notice(`This browser does not keep the conversation: ${error?.message ?? error}`);
+const past = new Past({ current: () => conversation.id, open, deleted, problem: notKept });
+const keeper = new Keeper(notKept, () => past.draw());
+const exchange = new Exchange({ timeline, busy, grown: (...of) => keeper.answer(...of) });
 const microphone = setUpMicrophone(attachments, notice);
-const model = () => models.find(({ id }) => id === $("model").value);
+const talk = new Talk({ notice, turn: spokenTurn, answer: spokenAnswer, spoken: (...of) => exchange.showSpeech(...of), answered, changed: talking });
 
 function notice(text = "") {
   $("notice").textContent = text;
   $("notice").hidden = text === "";
 }
 
-function state(name, text) {
-  if ($("status").dataset.state === name && $("status-text").textContent === text) return;
-  $("status").dataset.state = name;
-  $("status-text").textContent = text;
-}
+// ---------------------------------------------------------------------------------------------------- models
 
-// ------------------------------------------------------------------------------------------------- connecting
-
-let connecting = false;
-
-/** Wait until the service is ready, then list its models. */
-async function connect() {
-  if (connecting) return;
-  connecting = true;
-  try {
-    for (let now = await readiness(); now !== "ready"; now = await readiness()) {
-      const words = { loading: "Models are loading", draining: "Shutting down", offline: "No connection" };
-      state(now === "offline" ? "bad" : "wait", words[now] ?? now);
-      await new Promise((resolve) => setTimeout(resolve, RETRY));
-    }
-    models = await loadModels();
-    showModels(models);
-    state("ready", "Ready");
-    notice(models.length === 0 ? "This key may not use any model." : "");
-    if (models.length > 0) choose();
-  } catch (error) {
-    state("bad", error instanceof ApiError && error.status === 401 ? "API key required" : "No connection");
-    if (!(error instanceof ApiError)) setTimeout(connect, RETRY);
-  } finally {
-    connecting = false;
-  }
+function found(list) {
+  models = list;
+  showModels(models);
+  notice(models.length === 0 ? "This key may not use any model." : "");
+  if (models.length > 0) choose();
 }
 
 /** Show what the chosen model can do. */
 function choose() {
   const chosen = model();
+  talk.end();
   showOutputs(chosen);
   params.show(chosen);
   attachments.accept(chosen.reads ? [] : chosen.input);
   gauges.watch(chosen);
-  $("speech-card").hidden = !chosen.speaks || player === null || player.received === 0;
+  $("speech-card").hidden = !chosen.speaks || exchange.player === null || exchange.player.received === 0;
   $("mic").hidden = chosen.reads || !chosen.input.includes("audio");
+  $("talk").hidden = !chosen.chats || !chosen.input.includes("audio");
+  $("attach").hidden = chosen.reads;
   $("prompt").placeholder = placeholder(chosen);
   $("empty-text").textContent = describe(chosen);
   $("examples").replaceChildren(...examplesFor(chosen).map(example));
@@ -92,151 +82,187 @@ function placeholder(chosen) {
   return chosen.chats ? "Message" : `Describe a ${chosen.films ? "video" : "picture"}`;
 }
 
-function example({ icon: name, text, action }) {
+function example({ icon: name, text, action, output }) {
   const button = el("button", { type: "button", class: "example" }, icon(name), el("span", {}, text));
   button.addEventListener("click", () => {
-    if (action === "record") {
-      $("mic").click();
+    if (output) chooseOutput(output);
+    if (action === "record" || action === "talk") {
+      $(action === "talk" ? "talk" : "mic").click();
       return;
     }
     $("prompt").value = text;
-    fitPrompt();
+    typed();
     $("prompt").focus();
     if (action === "attach") $("attach").click();
   });
   return el("li", {}, button);
 }
 
-// ---------------------------------------------------------------------------------------------------- sending
+// ---------------------------------------------------------------------------------------------------- messages
 
-function draftRequest(draft) {
+function requestFor(draft, before = null) {
   const chosen = model();
-  const kept = chosen.chats ? history : [];
+  const history = chosen.chats ? conversation.messages(before) : [];
   const wanted = chosen.output.length > 1 ? outputs() : chosen.output;
-  return buildRequest({ model: chosen, history: kept, draft, params: params.values(), outputs: wanted, voice: $("voice").value });
+  return buildRequest({ model: chosen, history, draft, params: params.values(), outputs: wanted, voice: $("voice").value });
 }
 
 function send() {
   const text = $("prompt").value.trim();
-  if (running !== null || model() === undefined) return;
+  if (exchange.running !== null || talk.active || model() === undefined) return;
   if (!text && (attachments.items.length === 0 || !model().chats)) return;
   if (!params.valid()) return;
-  notice();
-  const draft = { text, attachments: attachments.take() };
-  last = draftRequest(draft);
   $("prompt").value = "";
-  fitPrompt();
-  $("empty").hidden = true;
-  showQuestion(text, draft.attachments);
+  const turn = conversation.add({ text, attachments: attachments.take() });
+  typed();
+  showTurn(conversation, turn);
+  if (model().transcribes) turn.attachments.filter(({ kind }) => kind === "audio").forEach((item) => turn.question.listen(item));
+  ask(turn);
+}
+
+/** Ask a turn's question, now or once more. */
+function ask(turn) {
+  if (exchange.running !== null || talk.active || model() === undefined || !params.valid()) return;
+  notice();
+  conversation.cutAfter(turn);
+  while (turn.question.element.nextSibling) turn.question.element.nextSibling.remove();
+  turn.answer = null;
+  keeper.question(conversation, turn);
+  last = requestFor(turn, turn);
   if (outputs().includes("audio") && model().speaks) unlockAudio();
-  answer(last, model(), draft);
+  const traced = last.kind !== "video"; // a job has no trace
+  const view = new Answer(model(), { ...hooksOf(conversation, turn), showTimeline: traced ? (one) => one.trace && timeline.show(one.trace) : null });
+  append(view.element);
+  exchange.answer(last, view, conversation, turn).then((failure) => failure?.param && params.mark(failure.param, failure.message));
 }
 
-async function answer(request, chosen, draft) {
-  const control = begin();
-  const conversation = history; // even if another has been started when this one ends
-  const traced = request.kind !== "video"; // a job has no trace
-  const view = new Answer(chosen, traced ? (one) => one.trace && timeline.show(one.trace) : null);
-  const tag = `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("")}`;
-  const watching = follow(tag, view, request);
-  player?.stop();
-  player = new Player((one) => showSpeech(one, view, running !== control));
-  const speech = player;
-  let failure = null;
-  try {
-    for await (const event of run(request, { signal: control.signal, tag })) {
-      if (event.type === "audio") speech.push(event.data, event.rate);
-      view.take(event);
-    }
-  } catch (error) {
-    if (!control.signal.aborted) failure = error;
-  }
-  end(control);
-  if (speech.received > 0) showSpeech(speech, view, true);
-  view.finish(control.signal.aborted ? "stopped" : "done", failure && displayed(failure));
-  if (chosen.chats && (view.text || failure === null)) {
-    conversation.push(userMessage(draft.text, draft.attachments), { role: "assistant", content: view.text });
-  }
-  if (failure) watching.abort();
-  if (failure && !view.text && conversation === history) putBack(draft);
-}
+const hooksOf = (of, turn) => ({ urlOf: (blob) => of.urlOf(blob), again: () => ask(turn) });
 
-/** Restore a failed draft, unless another has been started. */
-function putBack({ text, attachments: items }) {
-  if ($("prompt").value !== "" || attachments.items.length > 0) return;
-  $("prompt").value = text;
-  fitPrompt();
-  attachments.put(items);
-}
-
-const displayed = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
-
-/** Show the request's stages as they run; the answer keeps the last state. */
-function follow(tag, view, request) {
-  const control = new AbortController();
-  watched = control;
-  timeline.begin();
-  if (request.kind === "video") {
-    timeline.end("A video runs as a job; its progress is in the conversation.");
-    return control;
-  }
-  const onTrace = (trace) => {
-    if (watched !== control) return; // the next request has the timeline now
-    timeline.update(trace);
-    view.trace = timeline.snapshot;
+/** Show a turn's question, and its answer where it has one. */
+function showTurn(of, turn) {
+  $("empty").hidden = true;
+  const edited = (text) => {
+    turn.text = text;
+    turn.question.show();
+    ask(turn);
   };
-  watchTrace(tag, control.signal, onTrace).catch(() => watched === control && timeline.end());
-  return control;
+  const listened = async (item) => {
+    await hear(item, model());
+    keeper.heard(of, turn);
+  };
+  turn.question = new Question(turn, { edited, hear: listened });
+  append(turn.question.element);
+  if (turn.answer) append(Answer.from(turn.answer, hooksOf(of, turn)).element);
 }
 
-function begin() {
-  running = new AbortController();
-  $("send").hidden = true;
-  $("stop").hidden = false;
-  gauges.wake(true);
-  return running;
-}
-
-function end(control) {
-  if (running !== control) return;
-  running = null;
+function busy(on) {
+  $("send").hidden = on || talk.active;
+  $("messages").dataset.busy = String(on);
   const focused = document.activeElement === $("stop");
-  $("stop").hidden = true;
-  $("send").hidden = false;
-  if (focused) $("prompt").focus();
-  gauges.wake(false);
-}
-
-function stop() {
-  player?.stop();
-  running?.abort();
+  $("stop").hidden = !on;
+  if (!on && focused) $("prompt").focus();
+  gauges.wake(on);
 }
 
 function stopAll() {
-  stop();
+  exchange.stop();
   microphone.discard();
+  talk.end();
 }
 
-function showSpeech(one, view, over) {
-  $("speech-card").hidden = false;
-  const meter = $("speech-meter").dataset;
-  Object.assign(meter, { received: one.received, scheduled: one.scheduled, underruns: one.underruns, rate: one.rate });
-  $("speech-scheduled").textContent = `${count(one.scheduled)} samples`;
-  $("speech-seconds").textContent = seconds(one.seconds);
-  $("speech-gaps").textContent = String(one.underruns);
-  $("speech-state").textContent = one.playing ? "playing" : "";
-  view.showSpeech(one, over);
+// ---------------------------------------------------------------------------------------------------- live voice
+
+function talkLive() {
+  if (talk.active || exchange.running !== null || model() === undefined || !params.valid()) return;
+  microphone.discard();
+  exchange.stop(); // also what is still being spoken
+  const chosen = model();
+  talk.start(chosen.id, settingsOf({ model: chosen, voice: $("voice").value, params: params.values() }), itemsOf(conversation.turns));
 }
 
-function newChat() {
+function talking(on) {
+  $("composer").dataset.live = String(on);
+  $("send").hidden = on;
+  $("messages").dataset.busy = String(on);
+  if (!on && document.activeElement === document.body) $("prompt").focus();
+  gauges.wake(on);
+}
+
+/** The user has spoken: a turn with the recording. */
+function spokenTurn(wav) {
+  const file = new File([wav], `spoken-${conversation.turns.length + 1}.wav`, { type: "audio/wav" });
+  const turn = conversation.add({ text: "", attachments: [] });
+  showTurn(conversation, turn);
+  restored({ kind: "audio", name: file.name, file }).then((item) => {
+    turn.attachments.push(item);
+    turn.question.show();
+    keeper.question(conversation, turn);
+    if (model().transcribes) turn.question.listen(item);
+  });
+}
+
+function spokenAnswer() {
+  const turn = conversation.turns.at(-1);
+  const view = new Answer(model(), { ...hooksOf(conversation, turn), showTimeline: null });
+  Object.assign(view, { turn, of: conversation });
+  append(view.element);
+  return view;
+}
+
+function answered(view) {
+  view.turn.answer = view.record;
+  keeper.answer(view.of, view.turn);
+}
+
+// ------------------------------------------------------------------------------------------- past conversations
+
+function show(next, draft = null) {
   stopAll();
-  history = [];
+  conversation.close();
+  conversation = next;
+  sessionStorage.setItem(SHOWN, next.id);
   last = null;
   attachments.clear();
   $("messages").replaceChildren();
-  $("empty").hidden = false;
+  $("empty").hidden = next.turns.length > 0;
+  for (const turn of next.turns) showTurn(next, turn);
+  $("prompt").value = draft?.text ?? "";
+  fitPrompt();
+  if (draft?.attachments.length) Promise.all(draft.attachments.map(restored)).then((items) => conversation === next && attachments.put(items));
   notice();
+  past.draw();
+}
+
+function newChat() {
+  show(new Conversation());
   $("prompt").focus();
+}
+
+/** Show a conversation that was kept, with the model that answered last. */
+async function open(id) {
+  try {
+    const kept = await load(id);
+    if (kept === null) return;
+    show(await Conversation.from(kept), kept.draft);
+  } catch (error) {
+    notKept(error);
+    return;
+  }
+  const answer = conversation.turns.at(-1)?.answer;
+  if (!answer || answer.model === $("model").value) return;
+  chooseModel(answer.model);
+  if (model() !== undefined) choose();
+}
+
+/** A conversation is no longer kept: where it is the one that is shown, begin another. */
+function deleted(id) {
+  if (id !== conversation.id) return;
+  keeper.forget(conversation);
+  newChat();
+}
+
+function keepDraft() {
+  keeper.draft(conversation, $("prompt").value, attachments.items);
 }
 
 // --------------------------------------------------------------------------------------------------- the page
@@ -247,18 +273,23 @@ function fitPrompt() {
   prompt.style.height = `${Math.min(prompt.scrollHeight, 220)}px`;
 }
 
+function typed() {
+  fitPrompt();
+  keepDraft();
+}
+
 function currentRequest() {
   if (model() === undefined) return null;
   const text = $("prompt").value.trim();
   if (!text && attachments.items.length === 0 && last !== null) return last;
-  return draftRequest({ text: text || "Hello", attachments: attachments.items });
+  return requestFor({ text: text || "Hello", attachments: attachments.items });
 }
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-$("prompt").addEventListener("input", fitPrompt);
+$("prompt").addEventListener("input", typed);
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -267,15 +298,24 @@ $("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && document.querySelector("dialog[open]") === null) stopAll();
 });
-$("stop").addEventListener("click", stop);
+$("stop").addEventListener("click", () => exchange.stop());
+$("talk").addEventListener("click", talkLive);
 $("new-chat").addEventListener("click", newChat);
-$("model").addEventListener("change", choose);
-$("outputs").addEventListener("change", showVoice);
+$("model").addEventListener("change", () => {
+  chooseModel($("model").value);
+  choose();
+});
+$("outputs").addEventListener("change", rememberOutputs);
 
 setUpKey();
-onKey(connect);
+onKey(() => connection.connect());
 setUpTheme();
-setUpPanel();
+setUpPanels();
+setUpViewer();
 setUpAttachments(attachments);
 setUpSnippets(currentRequest);
-connect();
+connection.connect();
+const before = sessionStorage.getItem(SHOWN);
+sessionStorage.setItem(SHOWN, conversation.id);
+if (before) open(before);
+past.draw();

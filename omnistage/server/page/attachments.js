@@ -25,28 +25,31 @@ function kindOf(file) {
   return head === "text" || file.type === "application/json" || TEXT_NAMES.test(file.name) ? "text" : null;
 }
 
-/** A part of a chat message's content. */
-export function partOf({ kind, file, text, base64 }) {
-  if (kind === "text") return { type: "text", text: `File ${file.name}:\n\`\`\`\n${text}\n\`\`\`` };
-  if (kind === "image") return { type: "image_url", image_url: { url: new FileData(file.name, file.type, base64, true) } };
-  if (kind === "video") return { type: "video_url", video_url: { url: new FileData(file.name, file.type, base64, true) } };
-  const ending = file.name.split(".").pop().toLowerCase();
+/** A part of a chat message's content; where the file is no longer kept, what was heard in it, or null. */
+export function partOf({ kind, name, file, text, base64, heard }) {
+  if (kind === "text") return { type: "text", text: `File ${name}:\n\`\`\`\n${text}\n\`\`\`` };
+  if (!file) return heard ? { type: "text", text: heard } : null;
+  if (kind === "image") return { type: "image_url", image_url: { url: new FileData(name, file.type, base64, true) } };
+  if (kind === "video") return { type: "video_url", video_url: { url: new FileData(name, file.type, base64, true) } };
+  const ending = name.split(".").pop().toLowerCase();
   const known = AUDIO_FORMATS.includes(ending) ? { format: ending } : {};
-  return { type: "input_audio", input_audio: { data: new FileData(file.name, file.type, base64, false), ...known } };
+  return { type: "input_audio", input_audio: { data: new FileData(name, file.type, base64, false), ...known } };
 }
 
 /** How an attachment is shown, in the composer and in the message that was sent. */
-export function preview({ kind, file, url }) {
-  if (kind === "image") return el("img", { src: url, alt: file.name });
-  if (kind === "video") return el("video", { src: url, controls: true, preload: "metadata", "aria-label": file.name });
-  if (kind === "audio") return el("audio", { src: url, controls: true, preload: "metadata", "aria-label": file.name });
-  return el("span", { class: "file" }, icon("file"), file.name);
+export function preview({ kind, name, file, url }) {
+  if (kind !== "text" && !file) return el("span", { class: "file muted" }, icon("file"), `${name} (no longer kept)`);
+  if (kind === "image") return el("img", { src: url, alt: name });
+  if (kind === "video") return el("video", { src: url, controls: true, preload: "metadata", "aria-label": name });
+  if (kind === "audio") return el("audio", { src: url, controls: true, preload: "metadata", "aria-label": name });
+  return el("span", { class: "file" }, icon("file"), name);
 }
 
 export class Attachments {
-  /** `refuse(message)` shows why a file was not attached. */
-  constructor(refuse) {
+  /** `refuse(message)` shows why a file was not attached; `changed()` is called whenever the list is another. */
+  constructor(refuse, changed) {
     this.refuse = refuse;
+    this.changed = changed;
     this.items = [];
     this.round = 0; // which conversation they are for
     this.accepted = new Set(["text"]);
@@ -87,7 +90,7 @@ export class Attachments {
     const { round } = this;
     const content = kind === "text" ? { text: await file.text() } : { base64: await toBase64(file) };
     if (round !== this.round) return; // another conversation has begun while it was read
-    this.items.push({ kind, file, url: URL.createObjectURL(file), ...content });
+    this.items.push({ kind, name, file, url: URL.createObjectURL(file), ...content });
     this.draw();
     announce(`${name} attached`);
   }
@@ -100,7 +103,7 @@ export class Attachments {
     return taken;
   }
 
-  /** Attach again what was taken. */
+  /** Attach what was kept. */
   put(items) {
     this.items = items;
     this.draw();
@@ -113,18 +116,20 @@ export class Attachments {
   }
 
   draw() {
+    this.changed();
     const list = $("attachments");
     list.hidden = this.items.length === 0;
     list.replaceChildren(
       ...this.items.map((item) => {
-        const remove = iconButton("close", `Remove ${item.file.name}`, () => {
+        const remove = iconButton("close", `Remove ${item.name}`, () => {
           URL.revokeObjectURL(item.url);
           this.items = this.items.filter((other) => other !== item);
           this.draw();
           $("prompt").focus();
         });
-        const label = el("span", { class: "muted" }, bytes(item.file.size));
-        return el("li", { class: "attachment", data: { kind: item.kind } }, preview(item), label, remove);
+        const name = item.kind === "text" ? null : el("span", { class: "attachment-name" }, item.name);
+        const size = el("span", { class: "muted" }, bytes(item.file.size));
+        return el("li", { class: "attachment", data: { kind: item.kind } }, preview(item), name, size, remove);
       }),
     );
   }

@@ -1,8 +1,9 @@
-// The conversation: questions, and answers that grow while they arrive.
+// Answers: they grow while they arrive, are kept as records, and are shown again from these.
 
-import { preview } from "./attachments.js";
+import { fromBase64 } from "./api.js";
 import { $, announce, copyText, count, el, icon, iconButton, seconds } from "./dom.js";
-import { rendered } from "./render.js";
+import { render } from "./render.js";
+import { viewable } from "./viewer.js";
 
 const NEAR_END = 80; // pixels from the bottom within which the view follows the answer
 const REASONS = { length: "token limit reached", tool_calls: "tool call", content_filter: "filtered" };
@@ -14,25 +15,34 @@ function follow(change) {
   if (near) view.scrollTop = view.scrollHeight;
 }
 
-export function showQuestion(text, attachments) {
-  const body = el("div", { class: "bubble" });
-  for (const item of attachments) body.append(el("figure", { class: "media", data: { kind: item.kind } }, preview(item)));
-  if (text) body.append(...rendered(text));
-  const message = el("li", { class: "message user" }, el("h3", { class: "unseen" }, "You"), body);
-  follow(() => $("messages").append(message));
+/** Add a question or an answer to the conversation. */
+export function append(element) {
+  $("messages").append(element);
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
 export class Answer {
-  /** `showTimeline(answer)` shows this answer's trace in the panel; null where there is none. */
-  constructor(model, showTimeline) {
+  /**
+   * `urlOf(blob)` gives an address for bytes, `again()` asks once more,
+   * `showTimeline(answer)` shows this answer's trace in the panel; null where there is none.
+   */
+  constructor(model, { urlOf, again, showTimeline }) {
+    Object.assign(this, { urlOf, again, showTimeline });
+    this.model = model.id;
+    this.chats = model.chats;
     this.text = "";
+    this.thought = "";
     this.began = performance.now();
     this.firstText = null;
     this.usage = null;
     this.trace = null;
-    this.pictures = new Map();
-    this.showTimeline = showTimeline;
+    this.video = null;
+    this.sound = null;
+    this.ended = null; // "done", "stopped" or "error"
+    this.error = null;
+    this.facts = [];
+    this.figures = new Map();
+    this.pictures = new Map(); // those that are done: {blob, seed}
     this.words = el("div", { class: "words" });
     this.reasoning = el("div", { class: "reasoning muted" });
     this.thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
@@ -43,8 +53,25 @@ export class Answer {
     this.foot = el("footer", { class: "foot-row" });
     const body = el("div", { class: "body" }, this.waiting, this.thoughts, this.words, this.progress, this.gallery, this.speech, this.foot);
     this.element = el("li", { class: "message answer", "aria-busy": "true" }, el("h3", {}, model.id), body);
-    follow(() => $("messages").append(this.element));
-    $("scroll").scrollTop = $("scroll").scrollHeight;
+  }
+
+  /** As it is kept. */
+  get record() {
+    const { model, chats, text, thought: reasoning, ended, error, facts, video, sound: speech } = this;
+    return { model, chats, text, reasoning, ended, error, facts, video, speech, pictures: [...this.pictures.values()] };
+  }
+
+  /** An answer that was kept; one without an end was left by a reload. */
+  static from(record, hooks) {
+    const answer = new Answer({ id: record.model, chats: record.chats }, { ...hooks, showTimeline: null });
+    if (record.reasoning) answer.addReasoning(record.reasoning);
+    answer.text = record.text;
+    record.pictures.forEach(({ blob, seed }, index) => blob && answer.showDone(index, blob, seed));
+    if (record.pictures.some(({ blob }) => !blob)) answer.gallery.after(el("p", { class: "note" }, "Its pictures are no longer kept."));
+    if (record.video?.blob) answer.showVideo(record.video);
+    if (record.speech) answer.showReplay(record.speech);
+    answer.close(record.ended ?? "stopped", record.error, record.ended ? record.facts : ["interrupted", ...record.facts]);
+    return answer;
   }
 
   take(event) {
@@ -66,13 +93,14 @@ export class Answer {
   }
 
   addReasoning(text) {
+    this.thought += text;
     this.thoughts.hidden = false;
     this.reasoning.append(text);
   }
 
   drawText() {
     this.drawing = null;
-    follow(() => this.words.replaceChildren(...rendered(this.text)));
+    follow(() => render(this.words, this.text));
   }
 
   showProgress({ done, all, unit }) {
@@ -89,28 +117,45 @@ export class Answer {
   }
 
   showPicture({ index, url, preview: early, seed }) {
-    let figure = this.pictures.get(index);
+    if (!early) {
+      const [head, data] = url.split(",");
+      this.showDone(index, new Blob([fromBase64(data)], { type: head.slice(5).split(";")[0] }), seed);
+      return;
+    }
+    const figure = this.figure(index);
+    Object.assign(figure.querySelector("img"), { src: url, alt: "The picture on its way" });
+    figure.classList.add("early");
+    figure.dataset.previews = Number(figure.dataset.previews ?? 0) + 1;
+  }
+
+  figure(index) {
+    let figure = this.figures.get(index);
     if (figure === undefined) {
       figure = el("figure", { class: "picture" }, el("img", { alt: "" }));
-      this.pictures.set(index, figure);
+      this.figures.set(index, figure);
       follow(() => this.gallery.append(figure));
       this.gallery.hidden = false;
     }
-    const image = figure.querySelector("img");
-    image.src = url;
-    image.alt = early ? "The picture on its way" : `Picture ${index + 1}`;
-    figure.classList.toggle("early", early);
-    figure.dataset.previews = Number(figure.dataset.previews ?? 0) + (early ? 1 : 0);
-    if (early) return;
-    const name = `picture-${index + 1}.png`;
-    const save = el("a", { class: "tool small save", href: url, download: name, title: "Save the picture" }, icon("save"));
-    save.append(el("span", { class: "unseen" }, `Save picture ${index + 1}`));
-    figure.append(save);
-    if (seed !== null && seed !== undefined) figure.append(el("figcaption", { class: "muted number" }, `seed ${seed}`));
-    image.addEventListener("load", () => follow(() => {}), { once: true });
+    return figure;
   }
 
-  showVideo({ url, name }) {
+  showDone(index, blob, seed) {
+    this.pictures.set(index, { blob, seed });
+    const figure = this.figure(index);
+    figure.classList.remove("early");
+    const name = `picture-${index + 1}.${blob.type.split("/")[1]}`;
+    const url = this.urlOf(blob);
+    const image = el("img", { src: url, alt: `Picture ${index + 1}` });
+    image.addEventListener("load", () => follow(() => {}), { once: true });
+    const save = el("a", { class: "tool small save", href: url, download: name, title: "Save the picture" }, icon("save"));
+    save.append(el("span", { class: "unseen" }, `Save picture ${index + 1}`));
+    figure.replaceChildren(viewable(image, name), save);
+    if (seed !== null && seed !== undefined) figure.append(el("figcaption", { class: "muted number" }, `seed ${seed}`));
+  }
+
+  showVideo({ blob, name }) {
+    this.video = { blob, name };
+    const url = this.urlOf(blob);
     const save = el("a", { class: "button", href: url, download: name }, "Save the video");
     this.gallery.append(el("figure", { class: "picture" }, el("video", { src: url, controls: true, loop: true }), save));
     this.gallery.hidden = false;
@@ -130,11 +175,14 @@ export class Answer {
     this.speechNow.classList.toggle("still", !player.playing);
     const quiet = over && !player.audible;
     this.speechNow.hidden = quiet;
-    if (quiet && this.replay === undefined) this.showReplay(player);
+    if (over) this.sound ??= player.wav();
+    if (quiet && this.replay === undefined) this.showReplay(this.sound);
   }
 
-  showReplay(player) {
-    const url = URL.createObjectURL(player.wav());
+  showReplay(wav) {
+    this.sound = wav;
+    this.speech.hidden = false;
+    const url = this.urlOf(wav);
     this.replay = el("audio", { src: url, controls: true, preload: "metadata", "aria-label": "The spoken answer" });
     const save = el("a", { class: "tool small", href: url, download: "answer.wav", title: "Save as WAV" }, icon("save"));
     save.append(el("span", { class: "unseen" }, "Save the speech as WAV"));
@@ -143,29 +191,43 @@ export class Answer {
 
   /** The end: "done", "stopped" or an error. */
   finish(how, error = null) {
+    const took = (performance.now() - this.began) / 1000;
+    this.close(error ? "error" : how, error?.message ?? null, this.factsOf(how, took));
+    if (!error) announce(how === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
+  }
+
+  close(how, error, facts) {
+    Object.assign(this, { ended: how, error, facts });
     if (this.drawing) cancelAnimationFrame(this.drawing);
     this.drawText();
     this.waiting.hidden = true;
     this.progress.hidden = true;
     this.element.setAttribute("aria-busy", "false");
-    this.element.dataset.ended = error ? "error" : how;
-    const took = (performance.now() - this.began) / 1000;
     follow(() => {
-      if (error) this.words.append(el("p", { class: "failure", role: "alert" }, error.message));
-      this.foot.append(...this.facts(how, took).map((fact) => el("span", {}, fact)), el("span", { class: "fill" }));
-      if (this.text) this.foot.append(iconButton("copy", "Copy the text", (event) => copyText(this.text, event.currentTarget)));
-      if (this.showTimeline && !error) this.foot.append(iconButton("bars", "Show this answer’s timeline", () => this.showTimeline(this)));
+      if (error) this.showFailure(error);
+      const tools = el("span", { class: "foot-tools" });
+      if (!error) tools.append(iconButton("again", "Regenerate", () => this.again(), "again"));
+      if (this.text) tools.append(iconButton("copy", "Copy the text", (event) => copyText(this.text, event.currentTarget)));
+      if (this.showTimeline && !error) tools.append(iconButton("bars", "Show this answer’s timeline", () => this.showTimeline(this)));
+      this.foot.append(...facts.map((fact) => el("span", {}, fact)), tools);
     });
-    if (!error) announce(how === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
+    this.element.dataset.ended = how;
+  }
+
+  /** Where the answer would be: what went wrong, and a button to try again. */
+  showFailure(message) {
+    const retry = el("button", { type: "button", class: "button again" }, "Try again");
+    retry.addEventListener("click", () => this.again());
+    this.words.after(el("div", { class: "failure" }, el("p", { role: "alert" }, message), retry));
   }
 
   /** The announcement for screen readers when the answer is complete. */
   spoken() {
-    const pictures = this.pictures.size ? `${this.pictures.size} pictures. ` : "";
+    const pictures = this.pictures.size ? `${this.pictures.size === 1 ? "1 picture" : `${this.pictures.size} pictures`}. ` : "";
     return `${pictures}${this.text}`.slice(0, 1000) || "done";
   }
 
-  facts(how, took) {
+  factsOf(how, took) {
     const facts = [];
     if (how === "stopped") facts.push("stopped");
     else if (REASONS[this.reason]) facts.push(REASONS[this.reason]);

@@ -23,7 +23,7 @@ export function setUpMicrophone(attachments, notice) {
       (level, elapsed) => {
         if (recorder !== current) return;
         levels.push(level);
-        drawLevels(levels);
+        drawLevels($("level"), levels);
         $("recording").dataset.heard = String(levels.some((one) => one > QUIET));
         $("record-time").textContent = `${elapsed.toFixed(1)} s`;
       },
@@ -76,8 +76,8 @@ export function setUpMicrophone(attachments, notice) {
   return { discard };
 }
 
-function drawLevels(levels) {
-  const canvas = $("level");
+/** The latest levels as bars, the newest at the right end of a full canvas. */
+export function drawLevels(canvas, levels) {
   const pen = canvas.getContext("2d");
   pen.clearRect(0, 0, canvas.width, canvas.height);
   pen.fillStyle = getComputedStyle(canvas).color;

@@ -6,8 +6,8 @@ import { $, el } from "./dom.js";
 const NAMES = { text: "Text", audio: "Speech", image: "Picture", video: "Video" };
 
 export class Model {
-  constructor({ id, modalities, voices, stages, defaults }) {
-    Object.assign(this, { id, voices, stages, defaults });
+  constructor({ id, modalities, voices, stages, defaults, transcribes, unsupported }) {
+    Object.assign(this, { id, voices, stages, defaults, transcribes, unsupported });
     this.input = modalities.input;
     this.output = modalities.output;
   }
@@ -38,19 +38,33 @@ export async function loadModels() {
   return (await getJson("v1/models")).data.map((entry) => new Model(entry));
 }
 
-/** Fill the chooser; the model that was chosen before stays chosen. */
-export function showModels(models) {
-  const before = $("model").value;
-  $("model").replaceChildren(...models.map(({ id }) => el("option", { value: id }, id)));
-  $("model").disabled = models.length === 0;
-  if (models.some(({ id }) => id === before)) $("model").value = before;
+const CHOSEN = "omnistage.model"; // in this tab
+
+/** Choose a model, where it is served. */
+export function chooseModel(id) {
+  if (![...$("model").options].some(({ value }) => value === id)) return;
+  $("model").value = id;
+  sessionStorage.setItem(CHOSEN, id);
 }
 
-/** One switch per optional modality; text output is always on. */
+/** Fill the chooser; the model that was chosen before stays chosen. */
+export function showModels(models) {
+  $("model").replaceChildren(...models.map(({ id }) => el("option", { value: id }, id)));
+  $("model").disabled = models.length === 0;
+  chooseModel(sessionStorage.getItem(CHOSEN));
+}
+
+const WANTED = "omnistage.outputs"; // what answers are made of besides text, as it was chosen last
+
+const wanted = () => new Set((localStorage.getItem(WANTED) ?? "").split(",").filter(Boolean));
+
+/** One switch per optional modality; text is always on, the others as they were chosen last. */
 export function showOutputs(model) {
+  const chosen = wanted();
   const chips = model.output.map((kind) => {
     const fixed = kind === "text" || model.output.length === 1;
-    const input = el("input", { type: "checkbox", name: kind, id: `out-${kind}`, checked: true, disabled: fixed });
+    const checked = fixed || chosen.has(kind) || !model.chats;
+    const input = el("input", { type: "checkbox", name: kind, id: `out-${kind}`, checked, disabled: fixed });
     return el("label", { class: "chip", for: input.id }, input, el("span", {}, NAMES[kind] ?? kind));
   });
   $("outputs").replaceChildren(...[...$("outputs").children].slice(0, 1), ...chips);
@@ -58,36 +72,51 @@ export function showOutputs(model) {
   showVoice();
 }
 
+export function rememberOutputs() {
+  const chosen = wanted();
+  for (const { name, checked, disabled } of $("outputs").querySelectorAll("input")) {
+    if (!disabled) chosen[checked ? "add" : "delete"](name);
+  }
+  localStorage.setItem(WANTED, [...chosen].join(","));
+  showVoice();
+}
+
+/** Switch an output on. */
+export function choose(kind) {
+  const input = $("outputs").querySelector(`input[name="${kind}"]`);
+  if (input === null || input.checked) return;
+  input.checked = true;
+  rememberOutputs();
+}
+
+/** One voice needs no menu. */
 export function showVoice() {
-  $("voice-label").hidden = !outputs().includes("audio") || $("voice").options.length === 0;
+  $("voice-label").hidden = !outputs().includes("audio") || $("voice").options.length < 2;
 }
 
 /** The requested modalities. */
 export const outputs = () =>
   [...$("outputs").querySelectorAll("input")].filter(({ checked }) => checked).map(({ name }) => name);
 
-const EXAMPLES = {
-  text: [
-    ["spark", "Explain gapless playback in two sentences"],
-    ["spark", "Write a haiku about pipelines"],
-  ],
-  audio: [["speaker", "Tell me a very short story, aloud"]],
-  image: [
-    ["image", "A lighthouse at dusk, watercolour"],
-    ["image", "A paper boat on a calm lake, morning light"],
-    ["image", "An isometric library full of plants"],
-  ],
-  video: [["image", "Waves rolling onto a quiet beach"]],
-};
+const SMALL = 256; // pixels: pictures below it have room for one thing
+const TEXTS = ["What is the capital of France?", "Write a haiku about the sea"];
+const PICTURES = ["A lighthouse at dusk, watercolour", "A paper boat on a calm lake, morning light", "An isometric library full of plants"];
+const SMALL_PICTURES = ["A red apple", "A blue butterfly", "A yellow flower"];
 
-/** Example prompts for this model; actions are "attach" and "record". */
+/** Example prompts for this model; actions are "attach", "record" and "talk", `output` is what the answer needs. */
 export function examplesFor(model) {
-  const examples = model.output.flatMap((kind) => EXAMPLES[kind] ?? []).map(([icon, text]) => ({ icon, text }));
-  if (model.chats && model.input.includes("image")) {
-    examples.push({ icon: "image", text: "What do you see in this picture?", action: "attach" });
-  }
-  if (model.chats && model.input.includes("audio")) examples.push({ icon: "mic", text: "Ask with your voice", action: "record" });
-  return examples.slice(0, 4);
+  const takes = (kind) => model.input.includes(kind);
+  if (model.reads) return [{ icon: "speaker", text: "The sea is calm tonight." }];
+  if (model.films && !model.chats) return [{ icon: "image", text: "Waves rolling onto a quiet beach" }];
+  const pictures = (model.defaults.drawing?.width ?? 1024) < SMALL ? SMALL_PICTURES : PICTURES;
+  if (!model.chats) return pictures.map((text) => ({ icon: "image", text }));
+  const examples = [{ icon: "spark", text: TEXTS[0] }];
+  if (model.draws) examples.push({ icon: "image", text: `Draw ${pictures[0].toLowerCase()}`, output: "image" });
+  if (model.speaks) examples.push({ icon: "speaker", text: "Tell me a very short story, aloud", output: "audio" });
+  if (takes("image")) examples.push({ icon: "image", text: "What do you see in this picture?", action: "attach" });
+  if (takes("audio")) examples.push({ icon: "mic", text: "Ask with your voice", action: "record" });
+  if (examples.length < 4) examples.push({ icon: "spark", text: TEXTS[1] });
+  return examples.slice(0, 5);
 }
 
 const TAKES = { text: "text", image: "pictures", audio: "sound", video: "video" };

@@ -1,22 +1,47 @@
-// The side panel, which is a sheet on small screens, and the theme.
+// The two side panels, which are sheets on small screens, and the theme.
 
 import { $ } from "./dom.js";
 
-export function setUpPanel() {
-  const panel = $("panel");
-  const set = (open) => {
-    panel.classList.toggle("open", open);
-    $("show-panel").setAttribute("aria-expanded", String(open));
-    if (open) $("hide-panel").focus();
-    else $("show-panel").focus();
+const NARROW = matchMedia("(max-width: 980px)");
+const WIDE = matchMedia("(min-width: 1500px)");
+const setters = new Map();
+
+export const openPanel = () => setters.get("panel")(true);
+
+/** A side that a button opens and closes; on a large screen the choice is remembered. */
+function setUpSide(id, open) {
+  const side = $(id);
+  const button = $(`show-${id}`);
+  const place = `omnistage.${id}`;
+  const set = (on, focus = false) => {
+    side.classList.toggle("open", on);
+    side.inert = !on;
+    document.body.classList.toggle(`has-${id}`, on);
+    button.setAttribute("aria-expanded", String(on));
+    if (focus) (on && NARROW.matches ? $(`hide-${id}`) : button).focus();
   };
-  $("show-panel").addEventListener("click", () => set(!panel.classList.contains("open")));
-  $("hide-panel").addEventListener("click", () => set(false));
-  panel.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || !panel.classList.contains("open")) return;
+  const choose = (on) => {
+    if (!NARROW.matches) localStorage.setItem(place, String(on));
+    set(on, true);
+  };
+  const arrange = () => set(!NARROW.matches && (localStorage.getItem(place) ?? String(open())) === "true");
+  setters.set(id, set);
+  button.addEventListener("click", () => choose(!side.classList.contains("open")));
+  $(`hide-${id}`).addEventListener("click", () => choose(false));
+  side.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !NARROW.matches) return;
     event.stopPropagation();
-    set(false);
+    set(false, true);
   });
+  NARROW.addEventListener("change", arrange);
+  arrange();
+}
+
+export function setUpPanels() {
+  setUpSide("panel", () => true);
+  setUpSide("past", () => WIDE.matches);
+  // On a small screen an opened conversation is to be seen.
+  $("past-list").addEventListener("click", ({ target }) => NARROW.matches && target.closest(".past-open") && setters.get("past")(false));
 }
 
 const THEMES = [

@@ -1,6 +1,9 @@
 // The parameters for a model's modalities. Empty fields are not sent: the service's defaults apply.
 
 import { $, el } from "./dom.js";
+import { openPanel } from "./panel.js";
+
+const ENTERED = "omnistage.params";
 
 const number = (name, label, hint, range) => ({ name, label, hint, type: "number", ...range });
 
@@ -23,13 +26,22 @@ const WHOLE = new Set(["max_tokens", "seed", "steps", "n"]);
 
 export class Params {
   constructor() {
-    this.entered = new Map(); // by name, so that they survive a change of model
-    $("params").addEventListener("input", ({ target }) => this.entered.set(target.name, target.value));
+    // By name, so that they survive a change of model; in this tab also a reload.
+    this.entered = new Map(JSON.parse(sessionStorage.getItem(ENTERED) ?? "[]"));
+    $("params").addEventListener("input", ({ target }) => {
+      this.entered.set(target.name, target.value);
+      this.keep();
+    });
     $("params").addEventListener("submit", (event) => event.preventDefault());
     $("reset-params").addEventListener("click", () => {
       this.entered.clear();
+      this.keep();
       if (this.model) this.show(this.model);
     });
+  }
+
+  keep() {
+    sessionStorage.setItem(ENTERED, JSON.stringify([...this.entered]));
   }
 
   /** Draw the fields for a model. */
@@ -40,8 +52,8 @@ export class Params {
     else fields.push(...SAMPLING);
     if (model.draws && model.chats) fields.push(...DRAWING.filter(({ name }) => !["seed", "n"].includes(name)));
     if (model.chats) fields.push(SYSTEM);
-    this.fields = fields;
-    $("params").replaceChildren(...fields.map((field) => this.field(field)));
+    this.fields = fields.filter(({ name }) => !model.unsupported.includes(name));
+    $("params").replaceChildren(...this.fields.map((field) => this.field(field)));
   }
 
   field({ name, label, hint, type, ...range }) {
@@ -65,9 +77,24 @@ export class Params {
     return name === "seed" ? "random" : name === "negative_prompt" || name === "system" ? "none" : "model’s default";
   }
 
-  /** Whether all fields are valid; the browser marks those that are not. */
+  /** Whether all fields are valid; those that are not are shown with the browser's reason, also where the panel was closed. */
   valid() {
-    return $("params").reportValidity();
+    if ($("params").checkValidity()) return true;
+    openPanel();
+    $("params").reportValidity();
+    return false;
+  }
+
+  /** Say at a field why the service refused it, until it is changed. */
+  mark(name, message) {
+    const field = $(`param-${name.split(".").pop()}`);
+    if (field === null) return;
+    field.setAttribute("aria-invalid", "true");
+    field.title = message;
+    field.addEventListener("input", () => {
+      field.removeAttribute("aria-invalid");
+      field.title = "";
+    }, { once: true });
   }
 
   /** The filled fields, numbers as numbers. */

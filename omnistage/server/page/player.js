@@ -1,18 +1,21 @@
 // Gapless speech: chunks are scheduled end to end on the audio clock, in whole frames, slightly ahead.
 
-import { toFloat, wavFile } from "./wav.js";
+import { levelOf, toFloat, wavFile } from "./wav.js";
 
 const LEAD = 0.15; // seconds of audio buffered at first, so that a late chunk leaves no gap
 const MAX_LEAD = 0.6;
 const USUAL_RATE = 24_000;
 
 let context = null;
+let meter = null; // measures what is played
 
 /** Called from a user gesture: browsers allow audio only from there. */
 export function unlockAudio(rate = USUAL_RATE) {
   if (context === null || context.state === "closed") {
     // At the model's rate chunks join sample by sample; at another each would be resampled separately.
     context = new AudioContext({ sampleRate: rate, latencyHint: "interactive" });
+    meter = new AnalyserNode(context, { fftSize: 1024 });
+    meter.connect(context.destination);
   }
   if (context.state === "suspended") context.resume().catch(() => {});
 }
@@ -60,7 +63,7 @@ export class Player {
     const buffer = context.createBuffer(1, samples.length, this.rate);
     buffer.copyToChannel(samples, 0);
     const source = new AudioBufferSourceNode(context, { buffer });
-    source.connect(context.destination);
+    source.connect(meter);
     source.start(this.frame / clock);
     this.frame += Math.round((samples.length * clock) / this.rate);
     this.scheduled += samples.length;
@@ -90,6 +93,20 @@ export class Player {
 
   get seconds() {
     return this.rate ? this.received / this.rate : 0;
+  }
+
+  /** How much of it has been heard, in seconds: the rest is scheduled and not yet played. */
+  get heard() {
+    if (context === null || this.scheduled === 0) return 0;
+    return Math.max(0, this.scheduled / this.rate - Math.max(0, this.frame / context.sampleRate - context.currentTime));
+  }
+
+  /** The level of what is playing, between 0 and 1. */
+  get level() {
+    if (!this.playing || meter === null) return 0;
+    const samples = new Float32Array(meter.fftSize);
+    meter.getFloatTimeDomainData(samples);
+    return levelOf(samples);
   }
 
   wav() {

@@ -7,7 +7,7 @@ const PARTIAL_IMAGES = 3;
 /** A user's message: plain text where there are no attachments, which reads best in snippets. */
 export function userMessage(text, attachments) {
   if (attachments.length === 0) return { role: "user", content: text };
-  const parts = attachments.map(partOf);
+  const parts = attachments.map(partOf).filter((part) => part !== null);
   if (text) parts.push({ type: "text", text });
   return { role: "user", content: parts };
 }
@@ -47,8 +47,8 @@ function videoRequest(model, draft, params) {
 
 const pictures = (draft) =>
   draft.attachments
-    .filter(({ kind }) => kind === "image")
-    .map(({ file, base64 }) => new FileData(file.name, file.type, base64, true));
+    .filter(({ kind, file }) => kind === "image" && file)
+    .map(({ name, file, base64 }) => new FileData(name, file.type, base64, true));
 
 function sides(size) {
   if (!size) return {};

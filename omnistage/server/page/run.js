@@ -76,7 +76,7 @@ async function* runVideo(request, signal, tag) {
   }
   if (job.status !== "completed") throw new ApiError(500, job.error?.message || "The video could not be generated.");
   const content = await call(`${place}/content`, { signal });
-  yield { type: "video", url: URL.createObjectURL(await content.blob()), name: `${job.id}.mp4` };
+  yield { type: "video", blob: await content.blob(), name: `${job.id}.mp4` };
   yield { type: "finish", reason: "stop" };
 }
 

@@ -15,6 +15,13 @@ export function toFloat(data) {
   return result;
 }
 
+/** How loud samples are, between 0 and 1. */
+export function levelOf(samples) {
+  let sum = 0;
+  for (const sample of samples) sum += sample * sample;
+  return Math.min(1, Math.sqrt(sum / samples.length) * 4);
+}
+
 /** A WAV file of one channel; `pieces` are byte arrays of 16-bit little-endian samples. */
 export function wavFile(pieces, rate) {
   const size = pieces.reduce((sum, piece) => sum + piece.byteLength, 0);
@@ -33,4 +40,35 @@ export function wavFile(pieces, rate) {
   text(36, "data");
   head.setUint32(40, size, true);
   return new Blob([head, ...pieces], { type: "audio/wav" });
+}
+
+/** Samples of one rate as those of a lower one, block by block: each is the mean of those that it stands for. */
+export class Resampler {
+  constructor(from, to) {
+    this.ratio = from / to;
+    this.rest = new Float32Array(0);
+    this.offset = 0; // of the next sample in `rest`, a fraction
+  }
+
+  push(block) {
+    const samples = new Float32Array(this.rest.length + block.length);
+    samples.set(this.rest);
+    samples.set(block, this.rest.length);
+    const count = Math.max(0, Math.floor((samples.length - this.offset) / this.ratio));
+    const result = new Float32Array(count);
+    for (let i = 0; i < count; i += 1) result[i] = mean(samples, this.offset + i * this.ratio, this.offset + (i + 1) * this.ratio);
+    const used = this.offset + count * this.ratio;
+    this.rest = samples.slice(Math.floor(used));
+    this.offset = used - Math.floor(used);
+    return result;
+  }
+}
+
+/** The mean between two positions, with the parts of samples at both ends. */
+function mean(samples, from, until) {
+  let sum = 0;
+  for (let at = Math.floor(from); at < until && at < samples.length; at += 1) {
+    sum += samples[at] * (Math.min(at + 1, until) - Math.max(at, from));
+  }
+  return sum / (until - from);
 }

@@ -7,7 +7,7 @@ the protocol's preview is converted first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
 
@@ -15,7 +15,6 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import AudioLimits
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
-from omnistage.core.validation import short_repr
 from omnistage.server.openai.audio import capabilities
 from omnistage.server.openai.base import Metadata
 from omnistage.server.openai.responses.tools import FlatTool
@@ -69,33 +68,44 @@ class ServerVad(ClientModel):
     interrupt_response: bool = True
     idle_timeout_ms: None = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _no_semantic_vad(cls, value: object) -> object:
-        if value == "semantic_vad":
-            raise ValueError("semantic_vad is not supported; use server_vad, or null and commit the audio yourself")
-        return value
+
+class SemanticVad(ClientModel):
+    """Turn detection by the same detector, whose silence is chosen by how eager it is to respond."""
+
+    type: Literal["semantic_vad"]
+    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
+    create_response: bool = True
+    interrupt_response: bool = True
+    threshold: ClassVar[float] = 0.5
+    prefix_padding_ms: ClassVar[int] = 300
+
+    @property
+    def silence_duration_ms(self) -> int:
+        return {"low": 1200, "medium": 700, "auto": 700, "high": 350}[self.eagerness]
+
+
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+
+class InputTranscription(ClientModel):
+    """The user's turns are also written down for the client."""
+
+    model: str | None = Field(default=None, max_length=200)
+    language: Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")] | None = None
+    prompt: str | None = Field(default=None, max_length=4000)
 
 
 class InputAudioConfig(ClientModel):
     format: AudioFormat = AudioFormat()
-    turn_detection: ServerVad | None = None
+    turn_detection: TurnDetection | None = None
     noise_reduction: Ignored = None
-    transcription: None = None
-
-    @field_validator("transcription", mode="before")
-    @classmethod
-    def _no_transcription(cls, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                "is not supported in a session; leave it out, and send the audio to /v1/audio/transcriptions"
-            )
+    transcription: InputTranscription | None = None
 
 
 class OutputAudioConfig(ClientModel):
     format: AudioFormat = AudioFormat()
     voice: str | None = None
-    speed: float | None = Field(default=None, ge=1.0, le=1.0, description="Must be 1.0.")
+    speed: float | None = Field(default=None, ge=0.25, le=1.5, allow_inf_nan=False)
 
     @field_validator("voice", mode="before")
     @classmethod
@@ -207,7 +217,7 @@ _NULL_IS_DEFAULT = ("instructions", "max_output_tokens", "tools", "tool_choice",
 
 def updated(config: SessionConfig, update: JsonObject, prefix: str) -> SessionConfig:
     """A session's settings with an update. Raises `InvalidRequestError`, its path starting with `prefix`."""
-    settings = from_preview(update)
+    settings = from_preview(update)  # which leaves the newer form as it is
     for name in _NULL_IS_DEFAULT:
         if settings.get(name, ...) is None:
             settings[name] = SessionConfig.model_fields[name].default
@@ -235,17 +245,13 @@ def default_config(model: ServedModel) -> SessionConfig:
 
 def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None:
     """Raise if this model does not support these settings."""
-    voices = model.omni.processor.voices()
-    voice = config.audio.output.voice
+
     if config.speaks and Modality.AUDIO not in model.omni.modalities:
         raise UnsupportedModalityError(
             'this model has no audio output; use ["text"]', param=f"{prefix}.output_modalities"
         )
-    if voice is not None and voice not in voices:
-        known = f"voices: {', '.join(voices)}" if voices else "this model has none; leave it out"
-        raise InvalidRequestError(
-            f"there is no voice {short_repr(voice)}; {known}", param=f"{prefix}.audio.output.voice"
-        )
+    if config.speaks or config.audio.output.voice is not None:
+        model.omni.voices.resolve(config.audio.output.voice, f"{prefix}.audio.output.voice")
     try:
         toolbox = config.tool_fields().toolbox
         if toolbox is not None:
@@ -253,10 +259,7 @@ def check_config(config: SessionConfig, model: ServedModel, prefix: str) -> None
     except InvalidRequestError as error:
         error.param = f"{prefix}.{error.param}"
         raise
-    if config.speaks and toolbox is not None:
-        raise InvalidRequestError(
-            'function calls would be spoken aloud; use output_modalities ["text"]', param=f"{prefix}.tools"
-        )
+
     if config.audio.input.turn_detection is not None:
         require_audio_input(model, f"{prefix}.audio.input.turn_detection")
         require_vad()

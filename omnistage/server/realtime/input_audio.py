@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omnistage.core.errors import LimitExceededError
 from omnistage.media.audio import StreamResampler
 from omnistage.server.realtime.audio import RATES, FormatName
-from omnistage.server.realtime.config import ServerVad
+from omnistage.server.realtime.config import TurnDetection
 from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 
 SAMPLE_BYTES = 2
@@ -33,7 +33,9 @@ class InputAudio:
     ends there and another starts. `append` computes and belongs in a worker thread; the other methods are cheap.
     """
 
-    def __init__(self, format: FormatName, detection: ServerVad | None, max_seconds: float, start_ms: int = 0) -> None:
+    def __init__(
+        self, format: FormatName, detection: TurnDetection | None, max_seconds: float, start_ms: int = 0
+    ) -> None:
         self.format = format
         self.rate = RATES[format]
         self._max_samples = int(max_seconds * self.rate)
@@ -46,10 +48,10 @@ class InputAudio:
         self._last_turn_end = 0
         """The next turn's padding does not reach before it."""
         self._vad: Silero | None = None
-        self.detection: ServerVad | None = None
+        self.detection: TurnDetection | None = None
         self.set_detection(detection)
 
-    def set_detection(self, detection: ServerVad | None) -> None:
+    def set_detection(self, detection: TurnDetection | None) -> None:
         """Detect turns in this way from here on, or no longer. The buffer's content stays."""
         if detection is None:
             self._vad = self._turn_start = None

@@ -56,13 +56,15 @@ class Audio:
 
     samples: NDArray[np.int16]
     rate: int
+    transcript: str | None = None
+    """What was said, once it has been transcribed."""
 
     @property
     def size(self) -> int:
         return self.samples.nbytes
 
     def to_json(self, _role: Role, with_audio: bool) -> JsonObject:
-        data: JsonObject = {"type": "input_audio", "transcript": None}
+        data: JsonObject = {"type": "input_audio", "transcript": self.transcript}
         if with_audio:
             data["audio"] = base64.b64encode(self.samples.astype("<i2").tobytes()).decode()
         return data

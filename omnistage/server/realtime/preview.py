@@ -110,7 +110,7 @@ def _session(session: JsonObject) -> JsonObject:
         "voice": audio_output.get("voice"),
         "input_audio_format": _PREVIEW_FORMATS[audio_input["format"]["type"]],
         "output_audio_format": _PREVIEW_FORMATS[audio_output["format"]["type"]],
-        "input_audio_transcription": None,
+        "input_audio_transcription": audio_input.get("transcription"),
         "turn_detection": audio_input["turn_detection"],
         "max_response_output_tokens": session["max_output_tokens"],
     }

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from omnistage.core.errors import OmniError
 from omnistage.core.types import Modality
 from omnistage.media.audio import StreamResampler
+from omnistage.media.tempo import TempoStretcher
 from omnistage.pipeline.outputs import Usage
 from omnistage.server.http.errors import body_of
-from omnistage.server.openai.tools import CallReader, Delta
+from omnistage.server.openai.tools import CallReader, Delta, ToolCall
 from omnistage.server.realtime.audio import RATES, encode
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import SessionConfig
@@ -55,6 +56,7 @@ class ResponseBuilder:
         self._rate = RATES[self._format]
         self._resampler: StreamResampler | None = None
         self._samples_sent = 0
+        self._tempo: TempoStretcher | None = None
 
     def owns(self, item_id: str) -> bool:
         """Whether an item belongs to this response."""
@@ -65,7 +67,7 @@ class ResponseBuilder:
         return self._take()
 
     def text(self, delta: str) -> list[JsonObject]:
-        if self._calls is None:
+        if self._calls is None or self.config.speaks:  # what is spoken has been parsed before
             self._add_text(delta)
         else:
             self._add_parsed(self._calls.push(delta))
@@ -75,7 +77,21 @@ class ResponseBuilder:
         message = self._message()
         if self._resampler is None:
             self._resampler = StreamResampler(rate, self._rate)
+            if (speed := self.config.audio.output.speed) not in (None, 1.0):
+                self._tempo = TempoStretcher(rate, speed or 1.0)
+        if self._tempo is not None:
+            samples = self._tempo.push(samples)
         self._add_audio(message, self._resampler.push(samples))
+        return self._take()
+
+    def calls(self, calls: Sequence[ToolCall]) -> list[JsonObject]:
+        """Whole calls, behind what was said before them."""
+        self._end_audio()
+        for call in calls:
+            function = call["function"]
+            self._begin(FunctionCall(function["name"], call["id"], function["arguments"], status="in_progress"))
+            delta = {"call_id": call["id"], "delta": function["arguments"]}
+            self._emit_of_item("response.function_call_arguments.delta", **delta)
         return self._take()
 
     def finish(
@@ -83,12 +99,12 @@ class ResponseBuilder:
     ) -> list[JsonObject]:
         """The last events. A response that failed or was cancelled before any output leaves no item."""
         reached_end = status in ("completed", "incomplete")
-        if self._calls is not None:
+        if self._calls is not None and not self.config.speaks:
             self._add_parsed(self._calls.end())
         if reached_end and not self._items:
             self._message()
-        if reached_end and self._resampler is not None and isinstance(self._open, Message):
-            self._add_audio(self._open, self._resampler.push(np.zeros(0, np.float32), last=True))
+        if reached_end:
+            self._end_audio()
         self._close(status)
         details: JsonObject = {"type": status}
         if reason is not None:
@@ -98,6 +114,15 @@ class ResponseBuilder:
             details["error"] = {key: body[key] for key in ("type", "code", "message")}
         self._emit("response.done", response=self._to_json(status, None if status == "completed" else details, usage))
         return self._take()
+
+    def _end_audio(self) -> None:
+        """Send what is left of the open message's audio, after which it has no more."""
+        if self._resampler is None or not isinstance(self._open, Message):
+            return
+        nothing = np.zeros(0, np.float32)
+        last = nothing if self._tempo is None else self._tempo.push(nothing, last=True)
+        self._add_audio(self._open, self._resampler.push(last, last=True))
+        self._resampler = self._tempo = None
 
     # ----------------------------------------------------------------------------------------------- content
 

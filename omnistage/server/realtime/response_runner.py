@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import numpy as np
 
 from omnistage.core.errors import InternalError, InvalidRequestError, LimitExceededError, OmniError, StageError
 from omnistage.core.failures import log_defect
+from omnistage.core.family import SpeechReader
+from omnistage.core.params import SamplingParams, StageParams, StructuredOutput
 from omnistage.core.types import FinishReason
-from omnistage.pipeline.intake import RequestOptions
+from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.errors import CLIENT_CLOSED
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, AuditRecord
+from omnistage.server.openai.running import text_stage
+from omnistage.server.openai.tools import Toolbox, read_whole
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.conversation import later_half, to_messages
 from omnistage.server.realtime.events import ClientGoneError
@@ -25,6 +32,8 @@ from omnistage.server.realtime.response_events import CancelReason, Reason, Resp
 from omnistage.server.service import ServedModel, Service
 
 ENDPOINT = "WS /v1/realtime response"
+_MAX_READ_CHARS = 4096
+"""Read aloud at once."""
 _INCOMPLETE: dict[FinishReason | None, Reason] = {
     FinishReason.LENGTH: "max_output_tokens",
     FinishReason.DEADLINE: "max_output_tokens",
@@ -124,23 +133,54 @@ class ResponseRunner:
         )
         messages = to_messages(items, config.instructions)
         params = config.params(self._model)
-        run = self._service.run_request(self._holder, self._model, messages, params, options, self._request_id)
         try:
-            async with run as stream:
+            if toolbox is not None and config.speaks:
+                return await self._call_or_speak(messages, params, options, toolbox)
+            async with self._run_request(messages, params, options) as stream:
                 return await self._read(stream)
         except InvalidRequestError as error:
             if error.param is not None and error.param.startswith(("messages", "prompt")):
                 error.param = "conversation"
             raise
 
-    async def _read(self, stream: OutputStream) -> OmniRequestOutput:
+    def _run_request(
+        self, messages: Prompt, params: Mapping[str, StageParams], options: RequestOptions
+    ) -> AbstractAsyncContextManager[OutputStream]:
+        return self._service.run_request(self._holder, self._model, messages, params, options, self._request_id)
+
+    async def _call_or_speak(
+        self, messages: list[JsonObject], params: dict[str, StageParams], options: RequestOptions, toolbox: Toolbox
+    ) -> OmniRequestOutput:
+        """Text with calls first; then what of it is no call is spoken as it stands. A call is never spoken."""
+        async with self._run_request(messages, params, replace(options, modalities=["text"], voice=None)) as stream:
+            final = await self._read(stream, silent=True)
+        content, calls = read_whole(final.text, toolbox)
+        if (content := (content or "").strip()) and self.cancel_reason is None:
+            processor = self._model.omni.processor
+            runs: list[tuple[Prompt, dict[str, StageParams], list[str]]]
+            if isinstance(processor, SpeechReader):
+                await self._emit(self.builder.text(content))
+                pieces = [content[at : at + _MAX_READ_CHARS] for at in range(0, len(content), _MAX_READ_CHARS)]
+                runs = [(processor.read_aloud(piece), {}, ["audio"]) for piece in pieces]
+            else:
+                said = SamplingParams(structured=StructuredOutput(grammar=f"root ::= {json.dumps(content)}"))
+                runs = [(messages, {**params, text_stage(self._model): said}, ["text", "audio"])]
+            for prompt, more, modalities in runs:
+                async with self._run_request(prompt, more, replace(options, modalities=modalities)) as stream:
+                    spoken = await self._read(stream)
+                final.usage.audio_seconds += spoken.usage.audio_seconds
+        if calls and self.cancel_reason is None:
+            await self._emit(self.builder.calls(calls))
+        return final
+
+    async def _read(self, stream: OutputStream, *, silent: bool = False) -> OmniRequestOutput:
         async for chunk in stream:
             if chunk.final is not None:
                 aborted = self.cancel_reason is not None or chunk.final.finish_reason is FinishReason.ABORT
                 if chunk.final.error is not None and not aborted:
                     raise chunk.final.error
                 return chunk.final
-            if self.cancel_reason is not None:
+            if self.cancel_reason is not None or silent:
                 continue
             if chunk.text:
                 await self._emit(self.builder.text(chunk.text))

@@ -38,13 +38,14 @@ from omnistage.server.realtime.config import (
     default_config,
     for_response,
     require_audio_input,
-    updated,
 )
 from omnistage.server.realtime.conversation import Conversation
 from omnistage.server.realtime.input_audio import SAMPLE_BYTES, InputAudio, Turn
 from omnistage.server.realtime.items import Audio, Image, Item, Message, new_id, parse_item
 from omnistage.server.realtime.response_events import ResponseBuilder
 from omnistage.server.realtime.response_runner import ResponseRunner
+from omnistage.server.realtime.settings_update import apply_update, check_session
+from omnistage.server.realtime.transcription import TurnTranscriber
 from omnistage.server.service import ServedModel, Service
 
 Send = Callable[[JsonObject], Awaitable[None]]
@@ -125,6 +126,7 @@ class Session:
         self._turn_item_id: str | None = None
         """The id of the current turn's message: it is announced when the turn starts."""
         self._response: ResponseRunner | None = None
+        self._transcriber = TurnTranscriber(service, holder, send, client)
         self.finished = asyncio.Event()
         """Set when the session should be closed: the service drains and no response runs."""
         self._draining = False
@@ -191,7 +193,8 @@ class Session:
         return self._response is not None and not self._response.task.done()
 
     async def close(self) -> None:
-        """End the current response silently."""
+        """End the current response silently, and the transcriptions."""
+        await self._transcriber.close()
         if self._response is not None:
             self._response.task.cancel()
             await asyncio.wait({self._response.task})
@@ -213,7 +216,8 @@ class Session:
         if isinstance(name, str) and model is None:
             model = model_for_session(self._service, self._holder, name, "session.model")
             config = default_config(model)
-        config, shown = await self._run(partial(self._updated, config, model, event.session), config, event.session)
+        work = partial(self._updated, config, model, event.session)
+        config, shown, refused = await self._run(work, config, event.session)
         first = self._model is None
         old, self.config, self._model = self.config.audio.input, config, model
         if first or old.format != config.audio.input.format:
@@ -221,18 +225,15 @@ class Session:
         elif old.turn_detection != config.audio.input.turn_detection:
             self._audio.set_detection(config.audio.input.turn_detection)
         await self._send("session.updated", session=shown)
+        for error in refused:
+            await self.send_error(error, event.event_id)
 
     def _updated(
         self, config: SessionConfig, model: ServedModel | None, update: JsonObject
-    ) -> tuple[SessionConfig, JsonObject]:
-        """The settings with an update, and what clients see of them. Raises what is wrong with it."""
-        config = updated(config, update, "session")
-        if model is None:
-            raise InvalidRequestError("is missing; choose a model first", param="session.model")
-        if config.model != model.name:
-            raise InvalidRequestError("cannot be changed; open a new connection", param="session.model")
-        check_config(config, model, "session")
-        return config, config.to_json(self.id)
+    ) -> tuple[SessionConfig, JsonObject, list[InvalidRequestError]]:
+        """The settings with an update, what clients see of them, and what of it is refused."""
+        config, refused = apply_update(config, update, partial(check_session, self._service, self._holder, model))
+        return config, config.to_json(self.id), refused
 
     async def _run(self, work: Callable[[], T], config: SessionConfig, update: JsonObject) -> T:
         """Merge and validate settings: in a thread where they have tools, which may be large."""
@@ -277,8 +278,7 @@ class Session:
             return
         item_id, end = self._take_turn_id(), self._audio.ms(turn.end)
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=end, item_id=item_id)
-        samples = self._audio.take(turn.start, turn.end)
-        await self._add_audio(Message("user", [Audio(samples, self._audio.rate)], id=item_id))
+        await self._add_audio(item_id, Audio(self._audio.take(turn.start, turn.end), self._audio.rate))
         if detection is not None and detection.create_response:
             await self._respond({})
 
@@ -294,14 +294,17 @@ class Session:
             )
         await self._make_room(Message("user", []).size + self._audio.nbytes)  # before the buffer is emptied
         item_id = self._take_turn_id()
-        await self._add_audio(Message("user", [Audio(self._audio.take_all(), self._audio.rate)], id=item_id))
+        await self._add_audio(item_id, Audio(self._audio.take_all(), self._audio.rate))
 
-    async def _add_audio(self, item: Message) -> None:
+    async def _add_audio(self, item_id: str, audio: Audio) -> None:
+        item = Message("user", [audio], id=item_id)
         await self._make_room(item.size)
         before = self.conversation.add(item)
         self._item_bytes += item.size
         await self._send("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
         await self._announce(item, before)
+        if (transcription := self.config.audio.input.transcription) is not None:
+            self._transcriber.start(item.id, audio, self.model, transcription)
 
     async def _clear(self, _event: events.ClientEvent) -> None:
         self._audio.clear()

@@ -71,10 +71,12 @@ def record_attention(
     vocab_size: int,
     inputs: Mapping[str, torch.Tensor] | None = None,
     decoder: PreTrainedModel | None = None,
+    *,
+    required: bool = True,
 ) -> list[AttentionCall]:
     """The attention calls of a forward of `model`, in order; those of its `decoder` alone, where one is given.
 
-    `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
+    `required`: a model without any is refused. `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
 
     Raises `UnsupportedModelError` for attention that a paged cache cannot serve. On the `meta` device it works as far
     as the model does not look at its data; what it raises there is left to the caller.
@@ -92,7 +94,7 @@ def record_attention(
             model(**inputs, use_cache=False)
     finally:
         _current.calls = None
-    if not calls:
+    if required and not calls:
         raise UnsupportedModelError(
             f"{name} computes attention in its own code instead of transformers' AttentionInterface, so it cannot use "
             "the paged cache"

@@ -6,10 +6,11 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Literal, NotRequired
+from typing import Literal, NotRequired
 
 import numpy as np
 from fastapi import Request, Response
+from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -22,6 +23,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import SpeechReader
 from omnistage.core.types import FinishReason, Modality
+from omnistage.media.tempo import MAX_SPEED, MIN_SPEED, TempoStretcher
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
 from omnistage.server.http.context import caller, service_of
@@ -29,9 +31,10 @@ from omnistage.server.http.errors import body_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
+from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.audio.encode import CONTENT_TYPES, AudioWriter, audio_writer
-from omnistage.server.openai.base import WireModel, only
-from omnistage.server.openai.request_models import Finite, Voice, voice_name
+from omnistage.server.openai.base import WireModel
+from omnistage.server.openai.request_models import Finite, Seed, Voice, voice_name
 from omnistage.server.openai.response_models import TokenCounts, speech_tokens
 from omnistage.server.openai.running import Running
 from omnistage.server.service import ServedModel
@@ -51,18 +54,17 @@ _NO_WORDS = (
 class SpeechRequest(WireModel):
     """`POST /v1/audio/speech`."""
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     input: str = Field(min_length=1, max_length=100_000)
     voice: Voice | None = None
     response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] = "mp3"
     stream_format: Literal["sse", "audio"] | None = Field(default=None, description="Events, or the file's bytes.")
-    instructions: str | None = None
-    # OpenAI's, of which only the value that changes nothing is accepted
-    speed: Annotated[Finite | None, only(1.0, why="`speed` must be 1.0; leave it out")] = Field(
-        default=None, json_schema_extra={"minimum": 1, "maximum": 1}
-    )
+    instructions: str | None = Field(default=None, description="How to speak; without effect for voices that read.")
+    speed: Finite | None = Field(default=None, ge=MIN_SPEED, le=MAX_SPEED, description="At the voice's own pitch.")
+    # vLLM-Omni's
+    stream: bool | None = Field(default=None, description="Without effect: speech is always streamed.")
     # Ours
-    seed: int | None = None
+    seed: Seed | None = None
     timeout: Finite | None = None
 
 
@@ -85,12 +87,13 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)
     params = model.with_seed(body.seed, {})
+    speed = 1.0 if body.speed is None else body.speed
     running = service.run_request(holder, model, messages, params, options, rename={"prompt": "input"})
     # A model that has nothing but speech to give generates tokens for it.
     reads = isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
     if body.stream_format == "sse":
-        return await stream_response(_events(running, body.response_format, reads=reads))
-    pieces = _file(running, body.response_format, reads=reads)
+        return await stream_response(_events(running, body.response_format, reads=reads, speed=speed))
+    pieces = _file(running, body.response_format, reads=reads, speed=speed)
     return await stream_response(pieces, CONTENT_TYPES[body.response_format])
 
 
@@ -98,9 +101,7 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     processor = model.omni.processor
     if isinstance(processor, SpeechReader):
         if body.instructions:
-            raise InvalidRequestError(
-                "`instructions` is not supported by this model; leave it out", param="instructions"
-            )
+            note_ignored("instructions")
         if len(body.input) > _MAX_READ_CHARS:
             raise LimitExceededError(
                 f"has {len(body.input)} characters, over the limit of {_MAX_READ_CHARS}; send it in parts",
@@ -111,15 +112,27 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     return [{"role": "user", "content": f"{content}{body.input}"}]
 
 
-async def _pieces(running: Running, format: str, *, reads: bool) -> AsyncGenerator[bytes | OmniRequestOutput]:
+async def _pieces(
+    running: Running, format: str, *, reads: bool, speed: float
+) -> AsyncGenerator[bytes | OmniRequestOutput]:
     """Pieces of the file as it grows, none of them empty, then the final output. Raises where it is incomplete."""
     writer: AudioWriter | None = None
+    tempo: TempoStretcher | None = None
+
+    def written(samples: NDArray[np.float32], *, last: bool = False) -> bytes:
+        if tempo is not None:
+            samples = tempo.push(samples, last=last)
+        data = writer.write(samples) if writer is not None and len(samples) else b""
+        return data + writer.finish() if writer is not None and last else data
+
     async with running as stream:
         async for item in stream:
             if item.audio is not None:
                 writer = writer or audio_writer(format, item.audio.sample_rate)
+                if speed != 1.0 and tempo is None:
+                    tempo = TempoStretcher(item.audio.sample_rate, speed)
                 samples = np.asarray(item.audio.samples, dtype=np.float32)
-                if data := await asyncio.to_thread(writer.write, samples):
+                if data := await asyncio.to_thread(written, samples):
                     yield data
             if item.final is None:
                 continue
@@ -131,22 +144,22 @@ async def _pieces(running: Running, format: str, *, reads: bool) -> AsyncGenerat
                 )
             if writer is None:
                 raise InvalidRequestError(_NO_WORDS if reads else _NO_SPEECH, param="input")
-            if data := await asyncio.to_thread(writer.finish):
+            if data := await asyncio.to_thread(written, np.zeros(0, np.float32), last=True):
                 yield data
             yield item.final
 
 
-async def _file(running: Running, format: str, *, reads: bool = False) -> AsyncGenerator[bytes]:
+async def _file(running: Running, format: str, *, reads: bool = False, speed: float = 1.0) -> AsyncGenerator[bytes]:
     """An error in the middle breaks the response off: a file has no place for it."""
-    async with aclosing(_pieces(running, format, reads=reads)) as pieces:
+    async with aclosing(_pieces(running, format, reads=reads, speed=speed)) as pieces:
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
 
 
-async def _events(running: Running, format: str, *, reads: bool = False) -> AsyncGenerator[bytes]:
+async def _events(running: Running, format: str, *, reads: bool = False, speed: float = 1.0) -> AsyncGenerator[bytes]:
     started = False
-    async with aclosing(_pieces(running, format, reads=reads)) as pieces:
+    async with aclosing(_pieces(running, format, reads=reads, speed=speed)) as pieces:
         try:
             async for piece in pieces:
                 data: SpeechEvent

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, NotRequired
 
 from fastapi import Form, Request, Response, UploadFile
@@ -13,42 +14,45 @@ from typing_extensions import TypedDict
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import (
-    CancelledRequestError,
-    DeadlineExceededError,
     InvalidRequestError,
-    LimitExceededError,
-    OmniError,
     StageError,
     UnsupportedModalityError,
 )
 from omnistage.core.family import SpeechRecognizer, Transcriber
 from omnistage.core.params import SamplingParams
 from omnistage.core.transcripts import Transcript, TranscriptionOptions
-from omnistage.core.types import FinishReason, SpeechPrompt
+from omnistage.core.types import SpeechPrompt
 from omnistage.media.audio import decode_audio
 from omnistage.media.context import decode_for
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
+from omnistage.server.http.errors import ContentFilterError
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router
-from omnistage.server.http.sse import event, stream_response
+from omnistage.server.http.sse import DONE, event, stream_response
+from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.audio.capabilities import require_audio_input
 from omnistage.server.openai.audio.subtitles import as_srt, as_vtt
-from omnistage.server.openai.audio.transcriber import TIMED_OUT, DirectTranscript, transcribe
+from omnistage.server.openai.audio.transcriber import DirectTranscript, transcribe
+from omnistage.server.openai.audio.transcript_events import (
+    TokensUsed,
+    TranscriptChunks,
+    TranscriptionEvent,
+    failure_of,
+    streamed,
+    tokens_used,
+)
 from omnistage.server.openai.base import WireModel, only
 from omnistage.server.openai.request_models import Finite
-from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import events_of, final_of, final_output, writes
+from omnistage.server.openai.running import final_of, final_output
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
 _INSTRUCTION = "Transcribe the audio. Write down exactly the words that are said, and nothing else."
 _MAX_TEXT = 4000
-_MAX_TOKENS = 1_000_000
+MAX_TRANSCRIPT_TOKENS = 1_000_000
 """The largest value: a transcription is as long as the speech, so that the model's context is its limit."""
 _TIMED = ("srt", "vtt")
 _ENGLISH = ("en", "english")
@@ -60,7 +64,7 @@ class TranscriptionForm(WireModel):
     """`POST /v1/audio/transcriptions`. OpenAI's clients write lists as fields with `[]` behind their names."""
 
     file: UploadFile = Field(description="An audio file, or a video with audio.")
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     language: Language | None = None
     languages: list[Language] = Field(default=[], alias="languages[]", max_length=32)
     prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
@@ -68,6 +72,9 @@ class TranscriptionForm(WireModel):
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: Finite = Field(default=0.0, ge=0, le=2)
     stream: bool = False
+    # vLLM's: with one of them a stream has its events
+    stream_include_usage: bool | None = None
+    stream_continuous_usage_stats: bool | None = None
     # OpenAI's, refused with a reason
     chunking_strategy: Annotated[str | None, only("", why="audio is not split into chunks; leave it out")] = None
     include: Annotated[list[str], only([], why="log probabilities are not supported; leave it out")] = Field(
@@ -99,18 +106,11 @@ class TranscriptionForm(WireModel):
             raise ValueError(f"has more than {_MAX_TEXT} characters in total; send fewer")
         return value
 
-    def instruction(self) -> str:
-        """What a chat model is asked to do with the audio."""
-        parts = [_INSTRUCTION]
-        if self.language:
-            parts.append(f"The language is {self.language}.")
-        if self.languages:
-            parts.append(f"The languages may be: {', '.join(self.languages)}.")
-        if self.keywords:
-            parts.append(f"Words that may be said: {', '.join(self.keywords)}.")
-        if self.prompt:
-            parts.append(f"Context that may help with names and spelling: {self.prompt}")
-        return " ".join(parts)
+    def chunks(self) -> TranscriptChunks | None:
+        """The writer of vLLM's events, where the request has a field of vLLM's."""
+        if self.stream_include_usage is None and self.stream_continuous_usage_stats is None:
+            return None
+        return TranscriptChunks(self.model or "", bool(self.stream_include_usage))
 
     def reject_timestamps(self) -> None:
         """Raise for options that only speech recognition with timestamps has."""
@@ -146,20 +146,18 @@ class TranscriptionForm(WireModel):
         return TranscriptionOptions(self.language, False, self.prompt or "", timed, words, self.stream)
 
     def reject_unsupported_options(self) -> None:
-        """Raise for options that only a chat model understands."""
+        """Raise for other languages; hints that only a chat model understands are left out."""
         languages = [language for language in (self.language, *self.languages) if language]
         if any(language.lower() not in _ENGLISH for language in languages):
             raise InvalidRequestError("this model transcribes English only", param="language")
-        for name in ("prompt", "keywords", "temperature"):
-            if getattr(self, name):
-                raise InvalidRequestError(f"`{name}` is not supported by this model; leave it out", param=name)
+        note_ignored(*(name for name in ("prompt", "keywords", "temperature") if getattr(self, name)))
 
 
 class TranslationForm(WireModel):
     """`POST /v1/audio/translations`."""
 
     file: UploadFile = Field(description="An audio file, or a video with audio.")
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     prompt: str | None = Field(default=None, max_length=_MAX_TEXT)
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: Annotated[Finite, only(0, why="`temperature` must be 0; leave it out")] = 0.0
@@ -167,13 +165,10 @@ class TranslationForm(WireModel):
     timeout: Finite | None = None
 
 
-class TokensUsed(TokenCounts):
-    type: Literal["tokens"]
-
-
 class SecondsUsed(TypedDict):
     type: Literal["duration"]
-    seconds: float
+    seconds: int
+    """Whole ones, of which the last has begun: some clients take nothing else."""
 
 
 class Segment(TypedDict):
@@ -205,13 +200,20 @@ class Transcription(TypedDict):
     words: NotRequired[list[Word]]
 
 
-class TranscriptionEvent(TypedDict):
-    """One event of a streamed transcription."""
-
-    type: Literal["transcript.text.delta", "transcript.text.done"]
-    delta: NotRequired[str]
-    text: NotRequired[str]
-    usage: NotRequired[TokensUsed]
+def instruction(
+    language: str | None, languages: Sequence[str] = (), keywords: Sequence[str] = (), prompt: str | None = None
+) -> str:
+    """What a chat model is asked to do with audio."""
+    parts = [_INSTRUCTION]
+    if language:
+        parts.append(f"The language is {language}.")
+    if languages:
+        parts.append(f"The languages may be: {', '.join(languages)}.")
+    if keywords:
+        parts.append(f"Words that may be said: {', '.join(keywords)}.")
+    if prompt:
+        parts.append(f"Context that may help with names and spelling: {prompt}")
+    return " ".join(parts)
 
 
 @router.post(
@@ -240,28 +242,31 @@ async def transcriptions(
     stage = served.stage_for_params(SamplingParams)
     if stage is None:
         raise UnsupportedModalityError("this model has no text output; use one that has", param="model")
-    content = [{"type": "audio", "audio": data}, {"type": "text", "text": form.instruction()}]
+    content = [
+        {"type": "audio", "audio": data},
+        {"type": "text", "text": instruction(form.language, form.languages, form.keywords, form.prompt)},
+    ]
     running = service.run_request(
         holder,
         served,
         [{"role": "user", "content": content}],
-        {stage: SamplingParams(temperature=form.temperature, max_tokens=_MAX_TOKENS)},
+        {stage: SamplingParams(temperature=form.temperature, max_tokens=MAX_TRANSCRIPT_TOKENS)},
         RequestOptions(["text"], None, 0, form.timeout),
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
-        return await stream_response(events_of(running, lambda _: writes(TranscriptEvents().write)))
+        return await stream_response(streamed(running, form.chunks()))
     seconds = 0.0
     async with running as stream:
         final = await final_of(stream)
-        if (failure := _failure(final)) is not None:
+        if (failure := failure_of(final)) is not None:
             raise failure
         if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
             with cancellation_scope(Cancellation()) as cancellation, decode_for(service.owner_of(holder)):
                 clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, Lane.MEDIA)
             seconds = clip.seconds
     # The language is what the client said: it is not recognised.
-    return _whole(form, final.text.strip(), _usage(final.usage), form.language or "", seconds)
+    return _whole(form, final.text.strip(), tokens_used(final.usage), form.language or "", seconds)
 
 
 @router.post(
@@ -307,9 +312,10 @@ async def recognized(
         rename={"audio": "file"},
     )
     if options.stream:
-        return await stream_response(events_of(running, lambda _: writes(TranscriptEvents().write)))
+        chunks = form.chunks() if isinstance(form, TranscriptionForm) else None
+        return await stream_response(streamed(running, chunks))
     final = await final_output(running)
-    if (failure := _failure(final)) is not None:
+    if (failure := failure_of(final)) is not None:
         raise failure
     transcript, text = final.transcript, final.text.strip()
     if transcript is None:
@@ -318,7 +324,7 @@ async def recognized(
         if form.response_format in _TIMED:
             raise ContentFilterError("the content filter changed this transcription; ask for json or text")
         transcript = replace(transcript, whole=text, segments=(), words=())
-    return _written(form, transcript, _usage(final.usage), translated=options.translate)
+    return _written(form, transcript, tokens_used(final.usage), translated=options.translate)
 
 
 def _written(
@@ -355,10 +361,13 @@ def _written(
 async def _transcribed(form: TranscriptionForm, transcript: DirectTranscript) -> Response:
     """The text comes at once, and is counted in seconds, for which OpenAI's events have no field."""
     if not form.stream:
-        usage: SecondsUsed = {"type": "duration", "seconds": transcript.seconds}
+        usage: SecondsUsed = {"type": "duration", "seconds": math.ceil(transcript.seconds)}
         return _whole(form, transcript.text, usage, "english", transcript.seconds)
 
     async def events() -> AsyncGenerator[bytes]:
+        if (chunks := form.chunks()) is not None:
+            yield b"".join(map(event, chunks.whole(transcript.text))) + DONE
+            return
         if transcript.text:
             yield event({"type": "transcript.text.delta", "delta": transcript.text})
         yield event({"type": "transcript.text.done", "text": transcript.text})
@@ -375,53 +384,3 @@ def _whole(
     if form.response_format == "verbose_json":
         transcription |= {"task": "transcribe", "language": language, "duration": seconds, "segments": []}
     return JSONResponse(transcription)
-
-
-def _failure(final: OmniRequestOutput) -> OmniError | None:
-    """Why a transcription is incomplete: an error is the only way to say so."""
-    if final.error is not None or final.finish_reason is FinishReason.STOP:
-        return final.error
-    if final.finish_reason is FinishReason.CONTENT_FILTER:
-        return ContentFilterError("the content filter ended this transcription")
-    if final.finish_reason is FinishReason.DEADLINE:
-        return DeadlineExceededError(TIMED_OUT, param="timeout")
-    if final.finish_reason is FinishReason.LENGTH:
-        return LimitExceededError(
-            f"the model's context ended after {final.usage.completion_tokens} tokens of the transcription; send "
-            "shorter audio",
-            param="file",
-        )
-    return CancelledRequestError("the request was cancelled")
-
-
-def _usage(usage: Usage) -> TokensUsed:
-    return {
-        "type": "tokens",
-        "input_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
-@dataclass(slots=True)
-class TranscriptEvents:
-    """The events of one streamed transcription, whose deltas make up the text of the last one."""
-
-    _begun: bool = False
-    _space: str = ""
-    """At the end of what has come, which is no part of the text if nothing follows."""
-
-    def write(self, item: OutputChunk) -> list[TranscriptionEvent | ErrorBody]:
-        if item.final is None:
-            delta = self._stripped(item.text)
-            return [{"type": "transcript.text.delta", "delta": delta}] if delta else []
-        if (failure := _failure(item.final)) is not None:
-            return [body_of(failure)]
-        return [{"type": "transcript.text.done", "text": item.final.text.strip(), "usage": _usage(item.final.usage)}]
-
-    def _stripped(self, text: str) -> str:
-        """What is ready of the text without white space around it: models begin with a space."""
-        text = self._space + text if self._begun else text.lstrip()
-        ready = text.rstrip()
-        self._space, self._begun = text[len(ready) :], self._begun or bool(ready)
-        return ready

@@ -7,7 +7,7 @@ change the result is never ignored in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,13 +18,12 @@ from omnistage.server.openai.base import (
     MAX_MODALITIES,
     IgnoredOptions,
     Metadata,
-    TemplateOptions,
     WireModel,
     max_items,
     only,
-    thinking_of,
 )
 from omnistage.server.openai.chat.messages import UncheckedMessages
+from omnistage.server.openai.extensions import STRUCTURED_PATHS, TemplateFields
 from omnistage.server.openai.request_models import AudioOptions, SamplingFields
 from omnistage.server.openai.tools import ExactSchema, JsonSchema, ToolFields
 
@@ -69,8 +68,10 @@ class ResponseFormat(WireModel):
         return self
 
 
-class ChatRequest(SamplingFields, ToolFields):
+class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     """`messages` are checked where their media are decoded."""
+
+    ignored: ClassVar[Mapping[str, object]] = {**SamplingFields.ignored, "verbosity": "medium"}
 
     messages: UncheckedMessages
     modalities: Modalities | None = None
@@ -90,15 +91,18 @@ class ChatRequest(SamplingFields, ToolFields):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     # OpenAI's, of which only the value that changes nothing is accepted
     store: Annotated[Literal[False] | None, only(False, why="responses are not stored; leave it out")] = None
-    reasoning_effort: Annotated[Literal["none", "medium"] | None, only("none", "medium", why=_NOT_SUPPORTED)] = None
-    verbosity: Annotated[Literal["medium"] | None, only("medium", why=_NOT_SUPPORTED)] = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Without effect.")
     # OpenAI's, refused with a reason
     functions: Annotated[object, only(why="is the older form of tools; send tools")] = None
     function_call: Annotated[object, only(why="is the older form of tool_choice; send tool_choice")] = None
     moderation: Annotated[object, only(why="moderation is not supported; leave it out")] = None
     web_search_options: Annotated[object, only(why="web search is not supported; leave it out")] = None
     # vLLM's and ours
-    chat_template_kwargs: TemplateOptions | None = None
+    documents: Annotated[None, only(why=f"{_NOT_SUPPORTED}, and send them as messages")] = None
+    chat_template: Annotated[None, only(why="is the model's own; leave it out")] = None
+    echo: Annotated[Literal[False] | None, only(False, why=_NOT_SUPPORTED)] = None
+    include_reasoning: Annotated[Literal[True] | None, only(True, why=_NOT_SUPPORTED)] = None
+    thinking_token_budget: Annotated[None, only(why=_NOT_SUPPORTED)] = None
     use_audio_in_video: bool = False
     drawing: _Drawing | None = Field(default=None, description="For models that draw.")
 
@@ -113,11 +117,9 @@ class ChatRequest(SamplingFields, ToolFields):
     def speaks(self) -> bool:
         return "audio" in (self.modalities or ())
 
-    @property
-    def thinking(self) -> bool | None:
-        return thinking_of(self.reasoning_effort, self.chat_template_kwargs)
-
     def _structured_text(self) -> StructuredOutput | None:
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structured()
         return self.response_format.structured() if self.response_format is not None else None
 
     def exact_schemas(self) -> list[ExactSchema]:
@@ -139,6 +141,7 @@ class ChatRequest(SamplingFields, ToolFields):
     def check(self) -> None:
         """Raise `InvalidRequestError` where fields do not fit together."""
         toolbox = self.toolbox
+        self.note_ignored()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("needs logprobs: true", param="top_logprobs")
         if self.audio is not None and not self.speaks:
@@ -147,6 +150,11 @@ class ChatRequest(SamplingFields, ToolFields):
         explicit = self.audio is not None and "format" in self.audio.model_fields_set
         if self.stream and explicit and self.audio is not None and self.audio.format != "pcm16":
             raise InvalidRequestError("a stream carries pcm16; ask for that", param="audio.format")
+        if self.structured_outputs is not None:
+            if self.response_format is not None and self.response_format.type != "text":
+                raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+            if toolbox is not None:
+                raise InvalidRequestError("goes without tools; leave one out", param="structured_outputs")
         if toolbox is None:
             return
         if self.speaks:
@@ -158,4 +166,7 @@ class ChatRequest(SamplingFields, ToolFields):
         """Fields as the engines name them, and where the client sent them."""
         drawing = self.drawing.model_fields_set if self.drawing is not None else set()
         # Some names are the request's own too: where both are sent, it is unknown which one is meant.
-        return {**_ERROR_PATHS, **{name: f"drawing.{name}" for name in drawing - self.model_fields_set}}
+        paths = {**_ERROR_PATHS, **{name: f"drawing.{name}" for name in drawing - self.model_fields_set}}
+        if self.structured_outputs is not None:
+            paths |= STRUCTURED_PATHS
+        return paths

@@ -15,11 +15,13 @@ from omnistage import __version__
 from omnistage.core.types import TokenLogprob, TokenLogprobs
 from omnistage.media.image_output import ImageOutput
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import ErrorBody, body_of, rename_param
 from omnistage.server.http.sse import event
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
 from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.response_models import Finish, Padded, TokenUsage, finish_of, pad, usage_of
+from omnistage.server.openai.running import RunningUsage
 from omnistage.server.openai.tools import CallReader, Delta, ToolCall, ToolCallDelta, read_whole
 
 _FINGERPRINT = f"omnistage_{__version__}"
@@ -96,6 +98,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: Logprobs | None
     finish_reason: Finish | None
+    stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
 
 
@@ -126,6 +129,8 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: Logprobs | None
     finish_reason: Finish | None
+    stop_reason: NotRequired[int | str | None]
+    """With the finish reason."""
     token_ids: NotRequired[list[int]]
 
 
@@ -149,11 +154,12 @@ def _logprob(token: TokenLogprob) -> Logprob:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}
 
 
+def token_choices(entries: Sequence[TokenLogprobs]) -> list[TokenChoice]:
+    return [{**_logprob(entry.chosen), "top_logprobs": [_logprob(token) for token in entry.top]} for entry in entries]
+
+
 def _logprobs(entries: Sequence[TokenLogprobs]) -> Logprobs:
-    content: list[TokenChoice] = [
-        {**_logprob(entry.chosen), "top_logprobs": [_logprob(token) for token in entry.top]} for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": token_choices(entries), "refusal": None}
 
 
 def _image(image: ImageOutput) -> ImageContent:
@@ -169,7 +175,7 @@ def completion(request_id: str, body: ChatRequest, final: OmniRequestOutput, kee
         "id": f"chatcmpl-{request_id.removeprefix('req-')}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": body.model,
+        "model": body.model or "",
         "system_fingerprint": _FINGERPRINT,
         "choices": [_choice(output, request_id, body, final, keep) for output in outputs],
         "usage": usage_of(final.usage),
@@ -207,7 +213,13 @@ def _choice(
         message["reasoning_content"] = output.reasoning
         message["content"] = message["content"] or None
     logprobs = _logprobs(output.logprobs) if body.logprobs else None
-    choice: ChatChoice = {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    choice: ChatChoice = {
+        "index": output.index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish,
+        "stop_reason": output.stop_reason,
+    }
     if body.return_token_ids:
         choice["token_ids"] = output.token_ids
     return choice
@@ -223,14 +235,24 @@ def _parsed(delta: Delta) -> ChatDelta:
 class StreamWriter:
     """The events of one streamed chat. Every choice begins with its role and ends with its finish reason."""
 
+    @classmethod
+    def of(cls, stream: OutputStream, body: ChatRequest, keep: Keep) -> StreamWriter:
+        """For a request that runs."""
+        self = cls(stream.request_id, body, keep)
+        if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+            self._so_far, self._plain = RunningUsage([stream]), False
+        return self
+
     def __init__(self, request_id: str, body: ChatRequest, keep: Keep) -> None:
         self._body = body
+        self._so_far: RunningUsage | None = None
+        """Where every event has the usage so far."""
         self._audio_id = f"audio-{request_id.removeprefix('req-')}"
         self._head: ChatChunk = {
             "id": f"chatcmpl-{request_id.removeprefix('req-')}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": body.model,
+            "model": body.model or "",
             "system_fingerprint": _FINGERPRINT,
             "choices": [],
         }
@@ -269,10 +291,14 @@ class StreamWriter:
         deltas = self._deltas(item)
         if not deltas and (logprobs is not None or ids is not None):
             deltas = [{}]  # text that is held back: part of a character, of a stop string, of a call
+        usage = None if self._so_far is None else self._so_far.add(len(item.token_ids))
         chunks = [] if not deltas or item.index in self._started else [self._first(item.index)]
         for delta in deltas:
             chunks.append(self._chunk(item.index, delta, logprobs, ids))
             logprobs = ids = None
+        if usage is not None:
+            for chunk in chunks:
+                chunk["usage"] = usage
         return chunks
 
     def _deltas(self, item: OutputChunk) -> list[ChatDelta]:
@@ -318,7 +344,11 @@ class StreamWriter:
             if final.audio is not None:
                 expires = self._keep(self._audio_id, output.text)
                 chunks.append(self._chunk(output.index, {"audio": {"id": self._audio_id, "expires_at": expires}}))
-            chunks.append(self._chunk(output.index, {}, finish=finish))
+            end = self._chunk(output.index, {}, finish=finish)
+            end["choices"][0]["stop_reason"] = output.stop_reason
+            chunks.append(end)
+        if self._so_far is not None:
+            chunks[-1]["usage"] = usage_of(final.usage)
         if self._with_usage:
             chunks.append({**self._head, "usage": usage_of(final.usage)})
         return chunks

@@ -17,7 +17,7 @@ from omnistage.server.http.sse import DONE, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import events_of, final_output, require_enforceable
+from omnistage.server.openai.running import events_of, final_output, named, require_enforceable
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -28,6 +28,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
+    body = named(body, model)
     body.check()
     toolbox = body.toolbox
     options = RequestOptions(
@@ -38,6 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.use_audio_in_video,
         toolbox.specs() if toolbox is not None else (),
         body.thinking,
+        body.template(model),
     )
     await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     messages = service.spoken.recalled(holder.name, body.messages)
@@ -51,7 +53,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             lambda: completion(final.request_id, body, final, keep), small=small, owner=service.owner_of(holder)
         )
 
-    return await stream_response(events_of(running, lambda name: StreamWriter(name, body, keep).write, last=DONE))
+    return await stream_response(
+        events_of(running, lambda stream: StreamWriter.of(stream, body, keep).write, last=DONE)
+    )
 
 
 def _modalities(body: ChatRequest, model: ServedModel) -> list[str] | None:

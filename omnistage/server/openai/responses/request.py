@@ -6,18 +6,21 @@ As in a chat, every field of OpenAI's is honoured, or accepted where it changes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NotRequired, Self
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 from typing_extensions import TypedDict
 
+from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.core.validation import field_error
 from omnistage.server.http.openapi import bounds_of
+from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
-from omnistage.server.openai.request_models import AudioOptions, Finite, SamplesText
+from omnistage.server.openai.extensions import STRUCTURED_PATHS, Effort, StructuredOutputs
+from omnistage.server.openai.request_models import MAX_STOP, AudioOptions, Finite, LoraField, SamplesText, Seed
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
 from omnistage.server.openai.tools import ExactSchema, JsonSchema
 
@@ -47,15 +50,17 @@ class TextFormat(WireModel):
 
 class TextOptions(WireModel):
     format: TextFormat = TextFormat()
-    verbosity: Annotated[Literal["medium"] | None, only("medium", why=_NOT_SUPPORTED)] = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Without effect.")
 
 
 class ReasoningOptions(WireModel):
-    """Only values that change nothing are accepted, and `none`: no thinking."""
+    """How much the model thinks, where its template can say so; `none`: not at all."""
 
-    effort: Annotated[Literal["none", "medium"] | None, only("none", "medium", why=_NOT_SUPPORTED)] = None
-    summary: Annotated[Literal["auto"] | None, only("auto", why=_NOT_SUPPORTED)] = None
-    generate_summary: Annotated[Literal["auto"] | None, only("auto", why=_NOT_SUPPORTED)] = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Without effect: the reasoning itself is returned."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="As summary.")
     context: Literal["auto", "current_turn", "all_turns"] | None = None
     mode: Annotated[Literal["standard"] | None, only("standard", why=_NOT_SUPPORTED)] = None
 
@@ -71,8 +76,9 @@ class ResponseStreamOptions(WireModel):
 
 
 _MAX_INCLUDE = 32
-_LOGPROBS = "message.output_text.logprobs"
+LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
+    "message.output_text.logprobs",
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -81,7 +87,7 @@ Includable = Literal[
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
 ]
-"""Parts of items that no response has here; so they change nothing."""
+"""All but the first are parts of items that no response has here; so they change nothing."""
 
 
 class Echo(TypedDict):
@@ -97,55 +103,49 @@ class Echo(TypedDict):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, str | None]
     safety_identifier: str | None
-    store: Literal[False]
+    store: bool
     temperature: float | None
     text: dict[str, JsonValue]
-    top_logprobs: Literal[0]
+    top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]
     user: str | None
 
 
-_NO_LOGPROBS = "logprobs are returned by /v1/chat/completions; leave it out"
-_NOT_KEPT = "are not stored here; send the conversation so far in input"
+_NOT_KEPT = "are not stored here; send previous_response_id, or the conversation so far in input"
 
 
 class ResponsesRequest(SamplesText, ResponseToolFields):
     """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
 
     model_config = ConfigDict(json_schema_extra=bounds_of(SamplingParams, max_output_tokens="max_tokens"))
-    derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "structured"})
+    derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "structured", "logprobs"})
     not_exposed: ClassVar[frozenset[str]] = SamplesText.not_exposed | {
         "n",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
         "logit_bias",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
         "min_tokens",
-        "ignore_eos",
         "stop_token_ids",
-        "logprobs",
+        "allowed_token_ids",
+        "skip_special_tokens",
     }
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     input: Annotated[str | UncheckedMessages, max_items(MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: Finite | None = None
     top_p: Finite | None = None
+    lora: LoraField = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = TextOptions()
     # OpenAI's, without effect on the result
     metadata: Metadata | None = None
-    store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
+    store: bool | None = Field(default=None, description="Whether later requests may continue it; by default they may.")
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -158,35 +158,54 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     background: Annotated[
         Literal[False] | None, only(False, why="background responses are not supported; leave it out")
     ] = None
-    top_logprobs: Annotated[Literal[0] | None, only(0, why=_NO_LOGPROBS)] = None
     truncation: Annotated[
         Literal["disabled"] | None, only("disabled", why="a conversation is never truncated; leave it out")
     ] = None
     reasoning: ReasoningOptions | None = None
     image: ImageOptions | None = None
     # OpenAI's, refused with a reason
-    previous_response_id: Annotated[object, only([], {}, why=f"responses {_NOT_KEPT}")] = None
     conversation: Annotated[object, only([], {}, why=f"conversations {_NOT_KEPT}")] = None
     prompt: Annotated[object, only([], {}, why="prompts are not stored here; send it in instructions or input")] = None
     moderation: Annotated[object, only([], {}, why="moderation is not supported; leave it out")] = None
     access_programs: Annotated[object, only([], {}, why="access programs are not supported; leave it out")] = None
     context_management: Annotated[object, only([], {}, why="a conversation is never truncated; leave it out")] = None
+    previous_response_id: str | None = Field(default=None, max_length=256)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    # vLLM's
+    top_k: int | None = None
+    min_p: Finite | None = None
+    presence_penalty: Finite | None = None
+    frequency_penalty: Finite | None = None
+    repetition_penalty: Finite | None = None
+    stop: Annotated[str | tuple[str, ...], max_items(MAX_STOP)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Ours
     modalities: Annotated[tuple[Literal["text", "audio"], ...], max_items(MAX_MODALITIES)] | None = None
     audio: AudioOptions | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     priority: int = 0
     timeout: Finite | None = None
 
-    @field_validator("include", mode="before")
-    @classmethod
-    def _without_logprobs(cls, value: object) -> object:
-        if isinstance(value, list | tuple) and _LOGPROBS in value:
-            raise ValueError(_NO_LOGPROBS)
-        return value
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def note_ignored(self) -> None:
+        """Name the fields that were sent and have no effect in a header of the response."""
+        reasoning = self.reasoning or ReasoningOptions()
+        effects = {
+            "text.verbosity": self.text.verbosity not in (None, "medium"),
+            "reasoning.summary": reasoning.summary not in (None, "auto"),
+            "reasoning.generate_summary": reasoning.generate_summary not in (None, "auto"),
+        }
+        note_ignored(*(name for name, ignored in effects.items() if ignored))
 
     @model_validator(mode="after")
     def _audio_fits(self) -> Self:
+        if self.structured_outputs is not None and (self.text.format.type != "text" or self.tools):
+            raise field_error("structured_outputs", "goes without text.format and tools; leave one out")
         if self.audio is not None and "audio" not in (self.modalities or ()):
             raise field_error("audio", "is for speech; add audio to modalities")
         if self.stream and self.audio is not None and self.audio.format not in ("pcm16", "wav"):
@@ -212,15 +231,15 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
-            "model": self.model,
-            "previous_response_id": None,
+            "model": self.model or "",
+            "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": None, "summary": None, **reasoning},
             "safety_identifier": self.safety_identifier,
-            "store": False,
+            "store": self.store is not False,
             "temperature": self.temperature,
             "text": text,
-            "top_logprobs": 0,
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
             "user": self.user,
@@ -229,16 +248,24 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
             echo["service_tier"] = "default"
         return echo
 
-    def messages(self) -> list[Mapping[str, object]]:
-        items: list[Mapping[str, object]] = (
-            [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
-        )
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *as_messages(items)[0]]
+    def items(self) -> list[Mapping[str, object]]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
 
-    def path(self, path: str) -> str:
-        """A path into `messages()`, or one of the engines, as one into this request."""
+    def messages(self, history: Sequence[Mapping[str, object]] = ()) -> list[Mapping[str, object]]:
+        """The conversation: the items of `history`, then the input."""
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        try:
+            return [*first, *as_messages([*history, *self.items()])[0]]
+        except InvalidRequestError as error:
+            error.param = self._input_path(error.param or "", len(history))
+            raise
+
+    def path(self, path: str, history: Sequence[Mapping[str, object]] = ()) -> str:
+        """A path into `messages(history)`, or one of the engines, as one into this request."""
         if path.startswith("structured"):
+            if self.structured_outputs is not None:
+                return STRUCTURED_PATHS.get(path, "structured_outputs")
             return "tools" if path == "structured.structural_tag" else "text.format"
         if path in (renamed := {"voice": "audio.voice", "prompt": "input", "thinking": "reasoning.effort"}):
             return renamed[path]
@@ -248,9 +275,19 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         index = int(match[1] or 0) - bool(self.instructions)
         if index < 0:
             return "instructions"
-        if isinstance(self.input, str) or match[1] is None:
+        if match[1] is None:
             return "input"
-        return f"input[{as_messages(self.input)[1][index]}]{match[2]}"
+        item = as_messages([*history, *self.items()])[1][index]
+        return self._input_path(f"input[{item}]{match[2]}", len(history))
+
+    def _input_path(self, path: str, before: int) -> str:
+        """A path into items of which so many came before the input, as one into this request."""
+        match = re.fullmatch(r"input\[(\d+)\](.*)", path)
+        if match is None:
+            return path
+        if (index := int(match[1]) - before) < 0:
+            return "previous_response_id"
+        return "input" if isinstance(self.input, str) else f"input[{index}]{match[2]}"
 
     def exact_schemas(self) -> list[ExactSchema]:
         """Schemas beside tools that must be met; a schema without tools is checked by the engine."""
@@ -260,4 +297,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         structured, toolbox = self.text.format.structured(), self.toolbox
         if toolbox is not None:
             structured = toolbox.structured(structured)
-        return self.sampling_params("max_output_tokens", structured=structured)
+        if self.structured_outputs is not None:
+            structured = self.structured_outputs.structured()
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        return self.sampling_params("max_output_tokens", structured=structured, logprobs=logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.server.http.errors import body_of, rename_param
 from omnistage.server.openai.audio.encode import encode_audio, pcm16
+from omnistage.server.openai.chat.response import TokenChoice, token_choices
 from omnistage.server.openai.response_models import Padded, TokenCounts, pad, speech_tokens
 from omnistage.server.openai.responses.request import Echo, ResponsesRequest
 from omnistage.server.openai.tools import CallReader, Delta
@@ -32,7 +34,7 @@ class OutputText(TypedDict):
     type: Literal["output_text"]
     text: str
     annotations: list[object]
-    logprobs: list[object]
+    logprobs: list[TokenChoice]
 
 
 class OutputAudio(TypedDict):
@@ -117,7 +119,7 @@ class PartFields(TypedDict, total=False):
     part: OutputText | OutputAudio | ReasoningText
     delta: str
     text: str
-    logprobs: list[object]
+    logprobs: list[TokenChoice]
 
 
 class ItemFields(PartFields, total=False):
@@ -167,7 +169,13 @@ def _usage(usage: Usage) -> ResponseUsage:
 class ResponseWriter:
     """The typed events of one response, numbered in their order. One item is open at a time."""
 
-    def __init__(self, request_id: str, body: ResponsesRequest) -> None:
+    def __init__(
+        self, request_id: str, body: ResponsesRequest, keep: Callable[[ResponseObject], None] | None = None
+    ) -> None:
+        """`keep` is called with the response where it is complete, or was cut off."""
+        self._keep = keep
+        self._logprobs: list[TokenChoice] = []
+        """Of tokens whose text has not been sent."""
         self._suffix = request_id.removeprefix("req-")
         self._body = body
         self._created = int(time.time())
@@ -192,6 +200,8 @@ class ResponseWriter:
         if item.final is not None:
             return events + self._end(item.final)
         events += self._reasoning(item.reasoning)
+        if self._body.wants_logprobs and item.logprobs and not (item.reasoning and not item.text):
+            self._logprobs += token_choices(item.logprobs)
         if item.text:
             return events + self._text(item.text)
         if item.audio is not None:
@@ -228,9 +238,12 @@ class ResponseWriter:
         if "content" in delta:
             if self._open is None or self._open["type"] != "message":
                 events += self._close("completed") + self._open_message()
-            events.append(self._part_event("response.output_text.delta", delta=delta["content"], logprobs=[]))
+            logprobs, self._logprobs = self._logprobs, []
+            events.append(self._part_event("response.output_text.delta", delta=delta["content"], logprobs=logprobs))
             self._part["text"] += delta["content"]
+            self._part["logprobs"] += logprobs
         for call in delta.get("tool_calls", ()):
+            self._logprobs = []
             if "id" in call:
                 events += self._close("completed") + self._open_call(call["id"], call["function"]["name"])
             piece = call["function"]["arguments"]
@@ -255,6 +268,8 @@ class ResponseWriter:
         response["incomplete_details"] = None if reason is None else {"reason": reason}
         response["output"] = self._items
         response["usage"] = _usage(final.usage)
+        if self._keep is not None:
+            self._keep(response)
         return [*events, self._event(f"response.{status}", response=response)]
 
     def _audio(self, final: OmniRequestOutput) -> OutputAudio | None:
@@ -337,7 +352,7 @@ class ResponseWriter:
             ]
         else:
             events = [
-                self._part_event("response.output_text.done", text=self._part["text"], logprobs=[]),
+                self._part_event("response.output_text.done", text=self._part["text"], logprobs=self._part["logprobs"]),
                 self._part_event("response.content_part.done", part=self._part),
             ]
             if audio is not None:

@@ -34,7 +34,7 @@ from omnistage.server.http.openapi import Json, response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.openai.base import WireModel
-from omnistage.server.openai.request_models import Finite, Size, diffusion_params
+from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
 from omnistage.server.openai.videos.jobs import Job, Status, new_job
 from omnistage.server.service import ServedModel
 
@@ -66,6 +66,7 @@ class VideoRequest(WireModel):
     true_cfg: Finite | None = None
     negative_prompt: str | None = None
     seed: int | None = None
+    lora: LoraField = None
     scheduler: str | None = None
     num_frames: int | None = Field(default=None, description="Instead of seconds.")
     fps: Finite | None = None

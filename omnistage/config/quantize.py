@@ -1,0 +1,51 @@
+"""The settings of a stage's quantised weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from omnistage.config.scalars import ConfigModel
+from omnistage.core.validation import short_repr
+
+Scheme = Literal["int8", "int4", "int8_dynamic", "float8"]
+SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "int8_dynamic", "float8")
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{short_repr(pattern)} is not a regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_pattern)]
+
+
+class QuantizeConfig(ConfigModel):
+    """Which weights of a stage are quantised, and how. A scheme alone (`quantize: int8`) takes the defaults."""
+
+    scheme: Scheme = Field(
+        description="int8 and int4: weights only; int8_dynamic: weights and activations, on the CPU; float8: weights "
+        "and activations by row, on GPUs of compute capability 8.9 and higher."
+    )
+    exclude: tuple[Pattern, ...] = Field(
+        default=(), max_length=1000, description="Modules that stay in full precision: regular expressions of names."
+    )
+    include: tuple[Pattern, ...] = Field(
+        default=(), max_length=1000, description="Linear layers to quantise although the defaults leave them out."
+    )
+    group_size: Literal[32, 64, 128, 256] = Field(default=128, description="int4: weights that share a scale.")
+    required: bool = Field(
+        default=True, description="Refuse a stage that has nothing to quantise; `--quantize` leaves such stages alone."
+    )
+
+
+def _from_scheme(value: Any) -> Any:
+    return {"scheme": value} if isinstance(value, str) else value
+
+
+Quantize = Annotated[QuantizeConfig, BeforeValidator(_from_scheme)]

@@ -1,0 +1,89 @@
+"""Runs a model's own forward over the paged cache: sequences with one token as one padded batch, each chunk by itself.
+
+For models that do not run in a flattened batch. Everything else of a stage is as for any: chunks of prompts, blocks,
+prefix reuse, preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from omnistage.engines.ar.graphs import StepTensors
+from omnistage.engines.ar.rows import UNREAD
+from omnistage.engines.ar.runner import Runner
+from omnistage.engines.ar.scheduler import ScheduledSequence
+from omnistage.engines.streams import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """B sequences with as many new tokens each, as transformers' `generate` has a batch: padding stands first."""
+
+    count: int
+    """New tokens of each."""
+    lengths: tuple[int, ...]
+    """Of the sequences, new tokens included."""
+    slots: torch.Tensor
+    """int64 `[B, longest]`: of all their tokens; padding repeats one of the same sequence."""
+
+    @classmethod
+    def of(cls, count: int, lengths: Sequence[int], slots: Sequence[np.ndarray], device: torch.device) -> Group:
+        longest = max(lengths)
+        padded = np.empty((len(lengths), longest), dtype=np.int64)
+        for row, length, own in zip(padded, lengths, slots, strict=True):
+            row[: longest - length] = own[0]
+            row[longest - length :] = own[:length]
+        return cls(count, tuple(lengths), upload(padded, device))
+
+    @property
+    def longest(self) -> int:
+        return self.slots.shape[1]
+
+    def new_slots(self) -> torch.Tensor:
+        """int64 `[B * count]`"""
+        return self.slots[:, -self.count :].reshape(-1)
+
+    def mask(self) -> torch.Tensor:
+        """int64 `[B, longest]`: zeros for padding."""
+        places = torch.arange(self.longest, device=self.slots.device)
+        starts = upload(np.array([self.longest - length for length in self.lengths]), self.slots.device)
+        return (places >= starts[:, None]).long()
+
+    def positions(self) -> torch.Tensor:
+        """int64 `[B, count]`"""
+        starts = upload(np.array([length - self.count for length in self.lengths]), self.slots.device)
+        return starts[:, None] + torch.arange(self.count, device=self.slots.device)
+
+
+class GroupRunner(Runner):
+    """Gives the component groups instead of a flattened batch."""
+
+    def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
+        groups: dict[int, list[int]] = {}
+        for number, item in enumerate(batch):
+            end = item.start + item.count
+            together = item.count == 1 and item.start > 0
+            kind = (0 if self.component.spec.padded_groups else end) if together else -1 - number
+            groups.setdefault(kind, []).append(number)
+        logits: dict[int, torch.Tensor] = {}
+        for numbers in groups.values():
+            got = self._forward_group([batch[number] for number in numbers])
+            logits.update(zip(numbers, got, strict=True))
+        sampled = [logits[number] for number, item in enumerate(batch) if item.sample]
+        return StepTensors(torch.stack(sampled) if sampled else None, None, None)
+
+    def _forward_group(self, items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        rows = [self._rows[item.key] for item in items]
+        device, count = self.component.device, items[0].count
+        known = np.stack([r.tokens[item.start : item.start + count] for r, item in zip(rows, items, strict=True)])
+        unread = np.flatnonzero(known[:, -1] == UNREAD)
+        ids = upload(known, device)
+        if len(unread):
+            sampled = upload(np.array([rows[place].sampled_row for place in unread]), device)
+            ids[upload(unread, device), -1] = self.last_ids[sampled].clamp(min=0)
+        lengths = [item.start + item.count for item in items]
+        return self.component.forward_group(ids, Group.of(count, lengths, [r.slots for r in rows], device))

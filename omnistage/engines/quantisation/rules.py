@@ -1,0 +1,64 @@
+"""Which linear layers of a network are quantised: the safe ones of its kind, and what the configuration says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from omnistage.config.quantize import QuantizeConfig
+from omnistage.core.errors import UnsupportedModelError
+
+_BLOCK = re.compile(r"(?:^|.*?\.)(\w+)\.(\d+)\.")
+"""A layer inside one of many equal blocks; embeddings, heads and projections around them are not."""
+_KEPT_IN_DECODERS = re.compile(
+    r"(^|\.)(visual|vision\w*|image\w*|audio\w*|code_predictor|depth_decoder|router|gate|shared_expert_gate)(\.|$)"
+)
+"""Media encoders, small decoders inside one step, and what chooses experts."""
+_KEPT_IN_DITS = re.compile(r"(^|[._])(norm\w*|mod|modulation|adaln\w*)([._]|$)", re.IGNORECASE)
+"""What scales and shifts whole blocks: errors there are seen in every pixel."""
+
+
+def layers_to_quantise(
+    network: nn.Module, config: QuantizeConfig, *, dit: bool, kept: Sequence[str] = ()
+) -> dict[str, nn.Linear]:
+    """The layers by name. `kept` are patterns of the family; the first and the last block of a DiT stay, too.
+
+    Raises for experts in one tensor, which no scheme quantises: most of the weights would silently stay.
+    """
+    linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    chosen = _defaults(linears, kept, dit=dit)
+    include, exclude = _joined(config.include), _joined(config.exclude)
+    chosen |= {name: layer for name, layer in linears.items() if include is not None and include.search(name)}
+    if exclude is not None:
+        chosen = {name: layer for name, layer in chosen.items() if not exclude.search(name)}
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 3 and "expert" in name and not (exclude is not None and exclude.search(name)):
+            raise UnsupportedModelError(
+                f"{type(network).__name__} has its experts in one tensor a layer ({name}), which is not quantised yet; "
+                "leave quantize out, or add 'experts' to its exclude to quantise the other layers only"
+            )
+    return chosen
+
+
+def _defaults(linears: Mapping[str, nn.Linear], kept: Sequence[str], *, dit: bool) -> dict[str, nn.Linear]:
+    own = _joined(kept)
+    blocks = {name: found for name in linears if (found := _BLOCK.match(name))}
+    lists = list(dict.fromkeys(found.group(1) for found in blocks.values()))
+    edges: set[tuple[str, int]] = set()
+    if dit and lists:
+        last = max(int(found.group(2)) for found in blocks.values() if found.group(1) == lists[-1])
+        edges = {(lists[0], 0), (lists[-1], last)}
+    rule = _KEPT_IN_DITS if dit else _KEPT_IN_DECODERS
+    return {
+        name: linears[name]
+        for name, found in blocks.items()
+        if not rule.search(name)
+        and (own is None or not own.search(name))
+        and (found.group(1), int(found.group(2))) not in edges
+    }
+
+
+def _joined(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None

@@ -1,0 +1,213 @@
+"""Quantise a loaded model from outside: its linear layers change in place, one by one, on the device that runs them.
+
+For a GPU a `Quantiser` is open while a stage is loaded. Whatever loads a model then leaves it in host memory, and
+`on_device` hands it over: the GPU holds quantised weights and one layer at full size, never all of them. On the CPU the
+component is complete before, so that it was compared with the reference in full precision.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnistage.config.quantize import QuantizeConfig
+from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
+from omnistage.engines.ar.merged import MergedLinear, merge_linears
+from omnistage.engines.quantisation.packed import has_packed_int8, int8_rows, pack_linear
+from omnistage.engines.quantisation.rules import layers_to_quantise
+
+_MIN_CAPABILITY = {"int8": (7, 0), "int4": (8, 0), "float8": (8, 9)}
+_FLOAT8_MULTIPLE = 16
+"""Of both sizes of a weight, for the products of GPUs."""
+_current: ContextVar[Quantiser | None] = ContextVar("quantiser", default=None)
+
+
+def check_scheme(config: QuantizeConfig, device: torch.device, dtype: torch.dtype, stage: str) -> None:
+    """Refuse a scheme that the device cannot run, before anything is loaded."""
+    scheme, param = config.scheme, f"{stage}.quantize"
+    if scheme == "int8_dynamic":
+        if device.type != "cpu":
+            raise ConfigError(f"int8_dynamic is for the CPU, not for {device}; use int8 or float8", param=param)
+        if not has_packed_int8():
+            raise ConfigError("int8_dynamic needs the int8 kernels of x86, which this torch lacks", param=param)
+        return
+    if scheme != "int8" or device.type != "cpu":
+        if device.type != "cuda":
+            raise ConfigError(f"{scheme} runs on CUDA only, not on {device}; use int8_dynamic there", param=param)
+        found = torch.cuda.get_device_capability(device)
+        if found < _MIN_CAPABILITY[scheme]:
+            needed = ".".join(map(str, _MIN_CAPABILITY[scheme]))
+            raise ConfigError(
+                f"{scheme} needs a GPU of compute capability {needed}, {device} has {found[0]}.{found[1]}; use int8",
+                param=param,
+            )
+        if scheme != "int8" and dtype != torch.bfloat16:
+            raise ConfigError(f"{scheme} computes in bfloat16 only, the stage's dtype is {dtype}", param=param)
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingDependencyError(f"{scheme} needs torchao: pip install 'omnistage[quantize]'")
+
+
+@dataclass(slots=True)
+class Quantiser:
+    """Quantises the models of one stage while they are loaded."""
+
+    config: QuantizeConfig
+    diffusion: bool
+    """The stage's engine is the diffusion engine: DiTs are quantised, and text encoders where the stage is named."""
+    kept: Sequence[str] = ()
+    """Patterns of the family."""
+    merge: bool = True
+    layers: list[str] = field(default_factory=list)
+    """Names of what was quantised."""
+
+    def choose(self, network: nn.Module) -> dict[str, nn.Linear]:
+        """The layers of a network that the scheme takes."""
+        text = hasattr(type(network), "get_input_embeddings")  # of transformers
+        if self.diffusion and not text and "Transformer" not in type(network).__name__:
+            return {}  # a VAE
+        if self.diffusion and text and not self.config.required:
+            return {}
+        chosen = layers_to_quantise(network, self.config, dit=self.diffusion and not text, kept=self.kept)
+        return {name: layer for name, layer in chosen.items() if _fits(layer, self.config)}
+
+    def apply(self, network: nn.Module, device: torch.device) -> None:
+        """Exchange the layers, for `device`, where they are put; the rest of the network stays where it is."""
+        chosen = self.choose(network)
+        self.layers += chosen
+        if self.merge and (device.type == "cuda" or self.config.scheme == "int8_dynamic"):
+            merge_linears(network, set(chosen))
+        for name in chosen:
+            module = network.get_submodule(name)
+            layer = module.group.joint if isinstance(module, MergedLinear) else module
+            if not isinstance(module, MergedLinear) or module.index == 0:
+                self._quantise(layer, device)
+
+    def apply_to(self, component: object, device: torch.device) -> None:
+        """Exchange the layers of a component that is complete; on the meta device for ones of the same size."""
+        from omnistage.engines.ar.component import ARComponent
+        from omnistage.engines.diffusion.component import Denoiser, PromptEncoder
+
+        networks = component.modules if isinstance(component, ARComponent | PromptEncoder) else ()
+        for network in component.transformers if isinstance(component, Denoiser) else networks:
+            if device.type == "meta":
+                self.plan(network)
+            else:
+                self.apply(network, device)
+
+    def plan(self, network: nn.Module) -> None:
+        """Exchange the layers of a network on the meta device for ones of the size that they will have."""
+        for name, layer in self.choose(network).items():
+            self.layers.append(name)
+            network.set_submodule(name, _PlannedLinear(layer, self.config))
+
+    def check(self, stage: str) -> None:
+        """Refuse a stage in which nothing was quantised."""
+        if self.config.required and not self.layers:
+            raise ConfigError(
+                f"{self.config.scheme} would quantise nothing in this stage: it has no linear layer that the scheme and "
+                "its exclusions allow; leave quantize out, or name layers with include",
+                param=f"{stage}.quantize",
+            )
+
+    def _quantise(self, layer: nn.Module, device: torch.device) -> None:
+        if not isinstance(layer, nn.Linear):
+            raise InternalError(f"{type(layer).__name__} is not a linear layer")
+        if self.config.scheme == "int8_dynamic":
+            pack_linear(layer)
+            return
+        layer.__class__ = nn.Linear  # others read the numbers of their weights
+        layer.to(device)
+        kept = layer.weight
+        layer.weight = nn.Parameter(_torchao_weight(kept.detach(), self.config), requires_grad=False)
+        if type(layer.weight) is type(kept):
+            raise InternalError(f"torchao left a layer of {list(kept.shape)} as it was")
+
+
+def _torchao_weight(weight: torch.Tensor, config: QuantizeConfig) -> torch.Tensor:
+    if config.scheme == "int8":
+        from torchao.quantization import Int8Tensor, PerRow
+
+        # Our scales, so that weights that were quantised before come out the same.
+        scale = int8_rows(weight)[1][:, None]
+        quantised: torch.Tensor = Int8Tensor.from_hp(weight.contiguous(), PerRow(), scale=scale)
+        return quantised
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int4WeightOnlyConfig,
+        PerRow,
+        quantize_,
+    )
+
+    recipe: Any
+    if config.scheme == "int4":
+        recipe = Int4WeightOnlyConfig(
+            group_size=config.group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
+    else:
+        recipe = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    holder = nn.Linear(1, 1, bias=False, device="meta")
+    holder.in_features, holder.out_features = weight.shape[1], weight.shape[0]
+    holder.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(holder, recipe)
+    return holder.weight.data
+
+
+def _fits(layer: nn.Linear, config: QuantizeConfig) -> bool:
+    """Whether the scheme has products for weights of this size."""
+    if config.scheme == "int4":
+        return layer.in_features % config.group_size == 0
+    if config.scheme == "float8":
+        return layer.in_features % _FLOAT8_MULTIPLE == 0 and layer.out_features % _FLOAT8_MULTIPLE == 0
+    return True
+
+
+class _PlannedLinear(nn.Module):
+    """A quantised layer without numbers."""
+
+    def __init__(self, layer: nn.Linear, config: QuantizeConfig) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        size = quantised_bytes(layer.in_features, layer.out_features, config)
+        self.register_buffer("packed", torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return torch.empty(self.out_features, self.in_features, device="meta")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input.new_empty(*input.shape[:-1], self.out_features)
+
+
+_INT4_WIDTH, _INT4_HEIGHT = 1024, 8
+"""Weights in int4 are padded to multiples of these."""
+
+
+def quantised_bytes(inputs: int, outputs: int, config: QuantizeConfig) -> int:
+    """Bytes of a weight with its scales."""
+    if config.scheme != "int4":
+        return inputs * outputs + 4 * outputs
+    inputs, outputs = (-(-n // size) * size for n, size in ((inputs, _INT4_WIDTH), (outputs, _INT4_HEIGHT)))
+    return inputs * outputs // 2 + 4 * outputs * (inputs // config.group_size)
+
+
+@contextmanager
+def quantising(quantiser: Quantiser | None) -> Iterator[None]:
+    """Models that are loaded within, in this thread, are quantised."""
+    token = _current.set(quantiser)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_quantiser() -> Quantiser | None:
+    """That of the stage which this thread loads."""
+    return _current.get()

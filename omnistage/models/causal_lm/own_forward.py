@@ -1,0 +1,296 @@
+"""A causal LM by its own forward, with transformers' cache replaced by one whose keys and values are in the engine's pool.
+
+For models that do not run in a flattened batch: attention in their own code, masks and positions of their own. The
+tokens that several sequences generate are one padded batch, as `generate` has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModelError
+from omnistage.core.types import ARInput, RequestInfo
+from omnistage.engines.ar.attention import KVCache, PagedContext, bind_caches
+from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.engines.ar.grouped import Group
+from omnistage.hf import transformers
+from omnistage.models.causal_lm.probe import in_float32
+from omnistage.models.loading import end_token_ids, freeze, max_sequence_length, positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_PROMPTS, _CUT, _NEW_TOKENS = (13, 6, 6), 4, 3
+"""Lengths of prompts, two alike, for models whose groups must be; where each is cut; tokens that are generated."""
+_LONGEST_WINDOW = 8192
+"""Whose edge is looked at when a model is loaded."""
+_TOLERANCE, _ROUNDED_TOLERANCE = 1e-4, 0.05
+"""Of the logits' range, in float32 and in narrower dtypes: prompts are cut where `generate` computes them whole."""
+_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
+"""What a model's own code may raise."""
+
+logger = logging.getLogger(__name__)
+
+
+class _PooledLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
+    """transformers' cache of one layer, for the sequences of one group."""
+
+    def __init__(self, cache: KVCache, group: Group, window: int | None) -> None:
+        super().__init__()
+        self._pool, self._group, self._window = [part.view(-1, *part.shape[2:]) for part in cache], group, window
+        self.is_sliding = window is not None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
+        """`[B, heads, count, d]` in, `[B, heads, kept, d]` out."""
+        group = self._group
+        slots = group.slots[:, group.longest - self._kept() :]
+        both = []
+        for pool, new in zip(self._pool, (key_states, value_states), strict=True):
+            pool.index_copy_(0, group.new_slots(), new.transpose(1, 2).reshape(-1, *pool.shape[1:]))
+            kept = pool.index_select(0, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
+            both.append(kept.transpose(1, 2).contiguous())
+        self.keys, self.values = both
+        self.is_initialized = True
+        return self.keys, self.values
+
+    def _kept(self) -> int:
+        """Of the longest sequence: all, or what transformers' own cache keeps with a window."""
+        group = self._group
+        return group.longest if self._window is None else min(group.longest, self._window - 1 + group.count)
+
+    def get_seq_length(self) -> int:
+        return self._group.longest - self._group.count
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        del query_length
+        return self._kept(), self._group.longest - self._kept()
+
+
+class OwnForwardLM(ARComponent):
+    """Adapter around `AutoModelForCausalLM`, whose forward gets token ids, positions, a mask and a cache."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None, *, reason: str = ""
+    ) -> None:
+        """`reason`: why it does not run in a flattened batch."""
+        name, config = type(model).__name__, model.config.get_text_config()
+        if not model.can_generate():
+            raise UnsupportedModelError(f"transformers cannot generate text with {name}; it is no language model")
+        self.model, self.decoder = freeze(model), model.base_model
+        self.device, self.dtype, self.tokenizer = model.device, model.dtype, tokenizer
+        self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
+        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's.
+        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
+        self._takes = inspect.signature(model.forward).parameters
+        vocab_size = positive(config, "vocab_size")
+        try:
+            self._layers, width = self._cache_layers(vocab_size)
+            self._holders = [nn.Module() for layer in self._layers if layer is not None]
+            shapes = tuple((heads, key, value) for heads, key, value, _window in filter(None, self._layers))
+            self.spec = ARSpec(
+                num_layers=len(self._layers),
+                num_kv_heads=shapes[0][0],
+                head_dim=shapes[0][1],
+                vocab_size=width,
+                prompt_vocab_size=vocab_size,
+                embed_size=positive(config, "hidden_size"),
+                max_length=max_sequence_length(config),
+                layer_shapes=shapes,
+                grouped=True,
+            )
+            if model.device.type != "meta":
+                padded = self._check(vocab_size) and not _counts_in_cache(model)
+                self.spec = replace(self.spec, padded_groups=padded)
+        except torch.OutOfMemoryError:
+            raise
+        except _ERRORS as error:
+            raise UnsupportedModelError(
+                f"{name} does not run with a cache in the engine's pool ({type(error).__name__} in its forward)"
+            ) from error
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
+
+    @property
+    def attention_modules(self) -> Sequence[nn.Module]:
+        """Nothing but holders of the caches: the model's modules get these with its own cache."""
+        return self._holders
+
+    @property
+    def decoders(self) -> tuple[nn.Module, ...]:
+        return ()
+
+    def check(self, info: RequestInfo, payload: ARInput) -> None:
+        del info
+        if payload.embeds is not None:
+            raise InvalidRequestError("this model takes token ids, not embeddings", param="prompt_embeds")
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        raise StageError("this model takes token ids")
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+        raise StageError("this model runs in groups")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise StageError("this model gives logits itself")
+
+    def forward_group(self, token_ids: torch.Tensor, group: Group) -> torch.Tensor:
+        inputs: dict[str, Any] = {"attention_mask": group.mask(), "use_cache": True}
+        if "position_ids" in self._takes:
+            inputs["position_ids"] = group.positions()
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        caches = iter(holder.kv_cache for holder in self._holders)
+        cache = transformers.DynamicCache()
+        cache.layers = [
+            transformers.cache_utils.DynamicLayer() if layer is None else _PooledLayer(next(caches), group, layer[3])
+            for layer in self._layers
+        ]
+        if self._two_caches:
+            cache = transformers.EncoderDecoderCache(cache, transformers.DynamicCache())
+        return self.model(input_ids=token_ids, past_key_values=cache, **inputs).logits[:, -1]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _cache_layers(self, vocab_size: int) -> tuple[list[tuple[int, int, int, int | None] | None], int]:
+        """Heads, widths of a key and a value, and window of each layer of transformers' cache; the width of logits."""
+        ids = torch.arange(1, 5, device=self.device)[None] % vocab_size
+        out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+        cache, found = out.past_key_values, []
+        self._two_caches = isinstance(cache, transformers.EncoderDecoderCache)
+        if self._two_caches:  # as decoders that may attend to an encoder have it
+            cache = cache.self_attention_cache
+        if type(cache) is not transformers.DynamicCache:
+            raise UnsupportedModelError(f"{type(self.model).__name__} has a cache of its own: {type(cache).__name__}")
+        for layer in cache.layers:
+            if getattr(layer, "keys", None) is None and not _has_state(layer):
+                found.append(None)  # one that uses the keys of another
+                continue
+            if type(layer) not in (transformers.cache_utils.DynamicLayer, _sliding_layer()):
+                raise UnsupportedModelError(f"{type(self.model).__name__} caches more than keys and values")
+            window = layer.sliding_window if layer.is_sliding else None
+            found.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
+        return found, out.logits.shape[-1]
+
+    def _check(self, vocab_size: int) -> bool:
+        """Compare what will be served with `generate`; whether groups may be padded."""
+        if self.dtype != torch.float32 and getattr(self.model.config, "quantization_config", None) is None:
+            try:
+                with in_float32(self.model):
+                    return self._check_as(vocab_size, torch.float32, _TOLERANCE)
+            except (RuntimeError, TypeError) as error:  # kernels for one dtype, or no memory for weights in float32
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+        return self._check_as(vocab_size, self.dtype, _TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE)
+
+    @torch.inference_mode()
+    def _check_as(self, vocab_size: int, dtype: torch.dtype, tolerance: float) -> bool:
+        name = type(self.model).__name__
+        self._check_windows(vocab_size, dtype, tolerance)
+        prompts = [torch.arange(n * n, n * n + n, device=self.device) % vocab_size for n in _PROMPTS]
+        prompts[-1] = prompts[-1].flip(0)
+        expected = [_generated(self.model, ids) for ids in prompts]
+        for padded in (True, False):
+            if _difference(self._run(prompts, [tokens for tokens, _ in expected], padded, dtype), expected) < tolerance:
+                return padded
+        raise UnsupportedModelError(
+            f"{name} gives other logits with a cache in the engine's pool, or where a prompt is cut"
+        )
+
+    def _check_windows(self, vocab_size: int, dtype: torch.dtype, tolerance: float) -> None:
+        """Refuse masks that show more than a window leaves in the cache: what is seen would depend on the cut."""
+        windows = {layer[3] for layer in self._layers if layer is not None} - {None}
+        for window in windows:
+            if window > _LONGEST_WINDOW:
+                raise UnsupportedModelError(
+                    f"a window of {window} tokens is too long to be looked at when it is loaded"
+                )
+            ids = torch.arange(window + 9, device=self.device) % vocab_size
+            whole = self.model(input_ids=ids[None], use_cache=False).logits[0, -1:]
+            got = self._run([ids], [ids[:1]], True, dtype)
+            if not _gap(got[0][0], whole[0]) < tolerance:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} keeps {window} tokens in transformers' cache, but its mask shows others"
+                )
+
+    def _run(
+        self, prompts: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], padded: bool, dtype: torch.dtype
+    ) -> list[list[torch.Tensor]]:
+        """Logits `[V]` of the tokens that follow each prompt, the prompts in two chunks."""
+        size = max(map(len, prompts)) + len(tokens[0])
+        bind_caches(
+            self._holders,
+            self.spec.empty_caches(
+                len(prompts), size, lambda shape: torch.zeros(shape, device=self.device, dtype=dtype)
+            ),
+        )
+        slots = [np.arange(size) + number * size for number in range(len(prompts))]
+        got: list[list[torch.Tensor]] = []
+        for ids, own in zip(prompts, slots, strict=True):
+            for part, end in ((ids[:-_CUT], len(ids) - _CUT), (ids[-_CUT:], len(ids))):
+                logits = self.forward_group(part[None], Group.of(len(part), [end], [own], self.device))
+            got.append([logits[0]])
+        alike = (
+            [range(len(prompts))] if padded else [[i for i, p in enumerate(prompts) if len(p) == n] for n in _PROMPTS]
+        )
+        for step in range(len(tokens[0]) - 1):
+            for group in alike:
+                ids = torch.stack([tokens[i][step] for i in group])[:, None]
+                lengths = [len(prompts[i]) + step + 1 for i in group]
+                logits = self.forward_group(ids, Group.of(1, lengths, [slots[i] for i in group], self.device))
+                for i, row in zip(group, logits, strict=True):
+                    if len(got[i]) < step + 2:
+                        got[i].append(row)
+        return got
+
+
+def _generated(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Greedy tokens of `generate` and the logits `[V]` of each."""
+    out = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids[None]),
+        max_new_tokens=_NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(ids) :], [logits[0] for logits in out.logits]
+
+
+def _difference(
+    got: Sequence[Sequence[torch.Tensor]], expected: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+) -> float:
+    pairs = [pair for mine, (_, theirs) in zip(got, expected, strict=True) for pair in zip(mine, theirs, strict=True)]
+    return max(_gap(mine, theirs) for mine, theirs in pairs)
+
+
+def _gap(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the range of `expected`; infinite for what is no number."""
+    gap = float((got.float() - expected.float()).abs().max()) / (float(expected.abs().max()) or 1.0)
+    return gap if gap == gap else float("inf")
+
+
+def _counts_in_cache(model: PreTrainedModel) -> bool:
+    """Whether a layer counts tokens in the cache, as Llama 4's do from position 8,192 on: padding would count."""
+    for kind in {type(module) for module in model.modules() if not isinstance(module, transformers.PreTrainedModel)}:
+        try:
+            if "get_seq_length" in inspect.getsource(kind.forward):
+                return True
+        except (OSError, TypeError):  # a module without its source
+            continue
+    return False
+
+
+def _has_state(layer: object) -> bool:
+    return isinstance(layer, transformers.cache_utils.LinearAttentionCacheLayerMixin)
+
+
+def _sliding_layer() -> type:
+    return transformers.cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]

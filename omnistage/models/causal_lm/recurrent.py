@@ -1,0 +1,149 @@
+"""Recurrent layers of a `transformers` model, found by what they do with its cache, and made ready for the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.engines.ar.component import StateShape
+from omnistage.engines.ar.recurrent import LayerStates
+from omnistage.hf import transformers
+from omnistage.models.causal_lm.probe import CACHES, in_float32
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TOKENS, _CUT = 11, 7
+_TOLERANCE = 2e-5
+"""Of a layer's output in float32, relative to its range."""
+_SCALES = (1.0, 4.0)
+"""Of the rows of which it is asked: a bound on time steps shows for some only."""
+_MAX_STATES = 16
+"""More than any layer has of one kind."""
+_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
+"""What a model's own code may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    module: nn.Module
+    arguments: dict[str, Any]
+
+
+class _WatchedCache(transformers.DynamicCache):  # type: ignore[misc]
+    """transformers' cache, that says when a recurrent state is written."""
+
+    written: Callable[[int], None]
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
+        self.written(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **options)  # type: ignore[no-any-return]
+
+    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
+        self.written(layer_idx)
+        return super().update_recurrent_state(states, layer_idx, *args, **options)  # type: ignore[no-any-return]
+
+
+def find_recurrent(model: PreTrainedModel, vocab_size: int) -> list[tuple[nn.Module, LayerStates]]:
+    """The model's recurrent modules and their states; none of a model that has none.
+
+    Raises `UnsupportedModelError` for layers that cannot be taken apart by sequence.
+    """
+    try:
+        cache = _WatchedCache(config=model.config)
+    except _ERRORS:  # another kind of cache; whether the model needs it shows in its logits
+        return []
+    if not any(isinstance(layer, _linear_layer()) for layer in cache.layers):
+        return []
+    name = type(model).__name__
+    try:
+        with torch.inference_mode():
+            calls = _recurrent_calls(model, cache, vocab_size)
+            return [(call.module, _states_of(call, layer)) for layer, call in calls]
+    except _ERRORS as error:
+        raise UnsupportedModelError(
+            f"{name} has recurrent layers that do not run by themselves ({type(error).__name__} in their forward)"
+        ) from error
+
+
+def _linear_layer() -> type:
+    return transformers.cache_utils.LinearAttentionCacheLayerMixin  # type: ignore[no-any-return]
+
+
+def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: int) -> list[tuple[int, _Call]]:
+    """The modules that write states, in order, each with its layer: those that were running when they were written."""
+    running: list[_Call] = []
+    found: dict[nn.Module, tuple[int, _Call]] = {}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        running.append(_Call(module, {**dict(zip(names, args, strict=False)), **options}))
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        del module, args, output
+        running.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    cache.written = lambda layer: found.setdefault(running[-1].module, (layer, running[-1]))  # type: ignore[assignment]
+    taken = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
+    ids = torch.arange(_TOKENS, device=model.device)[None] % vocab_size
+    try:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **{taken: cache})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())
+
+
+def _states_of(call: _Call, layer: int) -> LayerStates:
+    """The states that one call of a module leaves, and whether it goes on from them."""
+    module, name = call.module, type(call.module).__name__
+    argument = next((key for key, item in call.arguments.items() if isinstance(item, transformers.Cache)), None)
+    inputs = [i for key, i in call.arguments.items() if isinstance(i, torch.Tensor) and not key.endswith("mask")]
+    if argument is None or len(inputs) != 1 or inputs[0] is not next(iter(call.arguments.values())):
+        raise UnsupportedModelError(
+            f"{name} takes more than hidden states and a cache, which its sequences would share"
+        )
+    rows = inputs[0]
+
+    def run(*parts: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        cache = transformers.DynamicCache()
+        cache.layers = [transformers.cache_utils.LinearAttentionLayer(number_of_states=_MAX_STATES)] * (layer + 1)
+        outputs = [module(part, **{argument: cache}) for part in parts]
+        if not all(isinstance(out, torch.Tensor) and out.shape == part.shape for out, part in zip(outputs, parts)):
+            raise UnsupportedModelError(f"{name} gives more than hidden states, so its sequences cannot be taken apart")
+        return torch.cat(outputs, dim=1), cache.layers[layer]
+
+    _out, kept = run(rows)
+    shapes = tuple(
+        StateShape(kind, index, tuple(state.shape[1:]), state.dtype)  # type: ignore[arg-type]
+        for kind in ("conv_states", "recurrent_states")
+        for index, state in getattr(kept, kind).items()
+        if state is not None
+    )
+    if rows.device.type == "meta":
+        return LayerStates(shapes, argument, layer, stepwise=False, uneven=False)
+    stepwise = uneven = False
+    with in_float32(module):
+        for scale in _SCALES:
+            asked = rows.float() * scale
+            whole, head, tail = run(asked)[0], asked[:, :_CUT], asked[:, _CUT:]
+            stepwise = stepwise or _differ(run(head, tail)[0], whole)
+            uneven = uneven or _differ(run(head, *tail.split(1, dim=1))[0], whole)
+    if stepwise and uneven:
+        raise UnsupportedModelError(f"{name} goes on from a state neither by several tokens nor by single ones")
+    return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
+
+
+def _differ(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """By more than rounding."""
+    return not float((got - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)

@@ -1,0 +1,75 @@
+"""Stages whose weights are quantised while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from omnistage.config import ARStageConfig, DeploymentConfig, DiffusionStageConfig, OmniModelConfig, StageConfig
+from omnistage.core.errors import ConfigError
+from omnistage.core.family import ComponentFactory, LoadContext
+from omnistage.core.registry import Registry
+from omnistage.core.stage import Stage
+from omnistage.placement.devices import place
+
+if TYPE_CHECKING:
+    from omnistage.engines.quantisation.transform import Quantiser
+
+
+def make_quantiser(
+    model: OmniModelConfig, name: str, stage_cfg: StageConfig, deployment: DeploymentConfig, registry: Registry
+) -> Quantiser | None:
+    """What quantises a stage while it is loaded; raises where its device cannot run the scheme."""
+    if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
+        return None
+    from omnistage.engines.quantisation.transform import check_scheme
+
+    check_scheme(stage_cfg.quantize, *place(name, stage_cfg, deployment), name)
+    return _quantiser(model, stage_cfg, registry)
+
+
+def load_quantised(
+    context: LoadContext, factory: ComponentFactory, registry: Registry, quantiser: Quantiser | None
+) -> object:
+    """A stage's component, with quantised weights where its configuration says so."""
+    stage_cfg = context.stage
+    if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
+        return factory(context)
+    from omnistage.engines.quantisation.transform import check_scheme, quantising
+
+    if quantiser is None:
+        check_scheme(stage_cfg.quantize, context.device, context.dtype, context.stage_name)
+        quantiser = _quantiser(context.model, stage_cfg, registry)
+    quantiser.layers.clear()
+    if context.device.type == "cpu":
+        component = factory(context)
+        quantiser.apply_to(component, context.device)
+    else:
+        with quantising(quantiser):
+            component = factory(context)
+    quantiser.check(context.stage_name)
+    return component
+
+
+def check_quantised(quantisers: Sequence[Quantiser], stages: Mapping[str, Stage]) -> None:
+    """Close the stages and raise where nothing was quantised in any."""
+    if any(quantiser.layers for quantiser in quantisers):
+        return
+    for stage in stages.values():
+        stage.close()
+    raise ConfigError(
+        f"{quantisers[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
+    )
+
+
+def _quantiser(
+    model: OmniModelConfig, stage_cfg: ARStageConfig | DiffusionStageConfig, registry: Registry
+) -> Quantiser:
+    from omnistage.engines.quantisation.transform import Quantiser
+
+    if stage_cfg.quantize is None:
+        raise ConfigError("this stage is not quantised", param="quantize")
+    kept = registry.family(model.family).full_precision
+    diffusion = isinstance(stage_cfg, DiffusionStageConfig)
+    merge = diffusion or stage_cfg.budget.merge_linears is not False
+    return Quantiser(stage_cfg.quantize, diffusion, kept, merge)

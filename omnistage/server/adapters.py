@@ -1,0 +1,48 @@
+"""Adapters of served models: which a request uses by its model's name, and whether its key may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from omnistage.core.errors import InternalError, InvalidRequestError
+from omnistage.core.params import AdapterWeight, DiffusionParams, SamplingParams, StageParams
+from omnistage.pipeline.intake import ParamsLike
+from omnistage.server.access.keys import Holder
+from omnistage.server.http.errors import PermissionDeniedError
+
+if TYPE_CHECKING:
+    from omnistage.server.service import ServedModel
+
+
+def plan_adapters(model: ServedModel, holder: Holder, params: ParamsLike) -> ParamsLike:
+    """The parameters with the adapter that the request's `model` names. Raises where the key may not use one."""
+    if isinstance(params, StageParams):
+        params = {model.omni.orchestrator.graph.lead: params}
+    if model.adapter is not None:
+        params = _with_adapter(model, model.adapter, dict(params or {}))
+    for each in (params or {}).values():
+        for adapter in each.lora if isinstance(each, SamplingParams | DiffusionParams) else ():
+            if holder.models is not None and adapter.name not in holder.models:
+                raise PermissionDeniedError(f"this key may not use {adapter.name!r}", param="lora")
+    return params
+
+
+def _with_adapter(model: ServedModel, name: str, params: dict[str, StageParams | Mapping[str, object]]) -> ParamsLike:
+    known = model.omni.adapters.names().get(name)
+    if known is None:  # unloaded a moment ago
+        raise InvalidRequestError("this adapter has just been unloaded", param="model")
+    stage = known[0]
+    kind = model.omni.orchestrator.stages[stage].params_type
+    if kind.shared:  # one set for all stages, under the name of the first
+        stage = model.stage_for_params(kind) or stage
+    given = params.get(stage)
+    if isinstance(given, SamplingParams | DiffusionParams):
+        if given.lora:
+            raise InvalidRequestError("`model` names an adapter already; name the base in model", param="lora")
+        params[stage] = given.model_copy(update={"lora": (AdapterWeight(name=name),)})
+    elif given is None:
+        params[stage] = kind.parse({"lora": name})
+    else:
+        raise InternalError(f"parameters of stage {stage!r} are not parsed")
+    return params

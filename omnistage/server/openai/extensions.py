@@ -1,0 +1,176 @@
+"""Fields that vLLM's and other servers' clients send beside OpenAI's: those with an effect, and those without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from omnistage.core.messages import PLAIN_TEMPLATE, TemplateOptions
+from omnistage.core.params import StructuredOutput
+from omnistage.core.validation import field_error
+from omnistage.server.observe.audit import note_ignored
+from omnistage.server.openai.base import IgnoredOptions, WireModel, max_items, only
+from omnistage.server.service import ServedModel
+
+MAX_CHOICES = 1024
+MAX_ALLOWED_IDS = 2**18
+_MAX_VARIABLES = 64
+_MAX_VARIABLE_CHARS = 4096
+_GUIDED = "is the older form of structured_outputs; send that"
+_LEAVE_OUT = "is not supported; leave it out"
+_PROMPT_LOGPROBS = "log probabilities of the prompt are not computed; leave it out"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateVariables = Annotated[dict[str, str | int | float | bool | None], max_items(_MAX_VARIABLES)]
+
+
+STRUCTURED_PATHS = {
+    "structured": "structured_outputs",
+    "structured.json_schema": "structured_outputs.json",
+    "structured.structural_tag": "structured_outputs.structural_tag",
+    "structured.regex": "structured_outputs.regex",
+    "structured.grammar": "structured_outputs.grammar",
+}
+
+
+class StructuredOutputs(WireModel):
+    """vLLM's `structured_outputs`: exactly one constraint."""
+
+    choice: Annotated[tuple[str, ...], max_items(MAX_CHOICES)] | None = Field(default=None, min_length=1)
+    regex: str | None = None
+    json_: dict[str, JsonValue] | str | None = Field(default=None, alias="json")
+    grammar: str | None = Field(default=None, description="In xgrammar's EBNF.")
+    json_object: bool | None = None
+    structural_tag: str | None = Field(default=None, description="JSON of a format of xgrammar's structural tags.")
+    disable_any_whitespace: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    disable_additional_properties: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    whitespace_pattern: Annotated[None, only(why=_LEAVE_OUT)] = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        kinds = (self.choice, self.regex, self.json_, self.grammar, self.json_object or None, self.structural_tag)
+        if sum(kind is not None for kind in kinds) != 1:
+            raise ValueError("needs exactly one of choice, regex, json, grammar, json_object, structural_tag")
+        self.structured()
+        return self
+
+    def structured(self) -> StructuredOutput:
+        if self.choice is not None:
+            return StructuredOutput(grammar="root ::= " + " | ".join(map(json.dumps, self.choice)))
+        if self.json_ is not None:
+            return StructuredOutput(json_schema=self.json_)  # type: ignore[arg-type]  # of JSON's values
+        if self.structural_tag is not None:
+            try:
+                tag = json.loads(self.structural_tag)
+            except (ValueError, RecursionError):
+                tag = None
+            if not isinstance(tag, dict):
+                raise field_error("structural_tag", "must be JSON of an object")
+            return StructuredOutput(structural_tag=tag.get("format", tag))
+        return StructuredOutput(regex=self.regex, grammar=self.grammar, json_object=bool(self.json_object))
+
+
+class ExtensionFields(WireModel):
+    """Of chats and completions."""
+
+    ignored: ClassVar[Mapping[str, object]] = {"spaces_between_special_tokens": True, "request_id": None}
+    """Fields without effect, with the value that asks for nothing."""
+
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Annotated[tuple[int, ...], max_items(MAX_ALLOWED_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
+    request_id: str | None = Field(
+        default=None, max_length=256, description="Without effect; send the header X-Request-Id."
+    )
+    # Of which only the value that changes nothing is accepted
+    add_special_tokens: Annotated[bool | None, only(False, why="is the model's own choice; leave it out")] = None
+    use_beam_search: Annotated[Literal[False] | None, only(False, why="beam search is not supported")] = None
+    length_penalty: Annotated[float | None, only(1, why="is for beam search, which is not supported")] = None
+    early_stopping: Annotated[bool | None, only(False, why="is for beam search, which is not supported")] = None
+    prompt_logprobs: Annotated[None, only(why=_PROMPT_LOGPROBS)] = None
+    truncate_prompt_tokens: Annotated[None, only(why="a prompt is never cut; shorten it")] = None
+    bad_words: Annotated[tuple[str, ...] | None, only([], why=f"{_LEAVE_OUT}, or send logit_bias")] = None
+    logits_processors: Annotated[tuple[str, ...] | None, only([], why=_LEAVE_OUT)] = None
+    mm_processor_kwargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    media_io_kwargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    return_tokens_as_token_ids: Annotated[
+        Literal[False] | None, only(False, why="is not supported; send return_token_ids")
+    ] = None
+    cache_salt: Annotated[None, only(why="prefixes are shared by all requests; leave it out")] = None
+    kv_transfer_params: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    vllm_xargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    guided_json: Annotated[None, only(why=_GUIDED)] = None
+    guided_regex: Annotated[None, only(why=_GUIDED)] = None
+    guided_choice: Annotated[None, only(why=_GUIDED)] = None
+    guided_grammar: Annotated[None, only(why=_GUIDED)] = None
+
+    def note_ignored(self) -> None:
+        """Name the fields that were sent and have no effect in a header of the response."""
+        for name in self.model_fields_set & self.ignored.keys():
+            if getattr(self, name) not in (None, self.ignored[name]):
+                note_ignored(name)
+
+
+class TemplateFields(WireModel):
+    """What a chat says about its template."""
+
+    reasoning_effort: Effort | None = Field(
+        default=None, description="none turns thinking off; others are for templates that know them."
+    )
+    chat_template_kwargs: TemplateVariables | None = Field(
+        default=None, description="Variables of the model's chat template, like enable_thinking."
+    )
+    continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's.")
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if isinstance(value, str) and len(value) > _MAX_VARIABLE_CHARS:
+                raise field_error(f"chat_template_kwargs.{name[:40]}", f"is over {_MAX_VARIABLE_CHARS} characters")
+        if not isinstance((self.chat_template_kwargs or {}).get("enable_thinking"), bool | None):
+            raise field_error("chat_template_kwargs.enable_thinking", "must be true or false")
+        explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and explicit:
+            raise field_error("add_generation_prompt", "must be false where continue_final_message is true")
+        if not self.add_generation_prompt and not self.continue_final_message:
+            raise field_error("add_generation_prompt", "must be true without continue_final_message")
+        return self
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the request asks for thinking; None: the model's default."""
+        return thinking_of(self.reasoning_effort, self.chat_template_kwargs)
+
+    def template(self, model: ServedModel) -> TemplateOptions:
+        """What else the template is told."""
+        values = template_variables(model, self.reasoning_effort, self.chat_template_kwargs)
+        if not values and not self.continue_final_message:
+            return PLAIN_TEMPLATE
+        return TemplateOptions(values, self.continue_final_message)
+
+
+def thinking_of(effort: Effort | None, sent: TemplateVariables | None = None) -> bool | None:
+    """Whether a request asks for thinking; None: the model's default."""
+    enabled = (sent or {}).get("enable_thinking")
+    if isinstance(enabled, bool):
+        return enabled
+    return False if effort == "none" else None
+
+
+def template_variables(
+    model: ServedModel, effort: Effort | None, sent: TemplateVariables | None = None, param: str = "reasoning_effort"
+) -> dict[str, str | int | float | bool]:
+    """What the model's template is told beside `enable_thinking`; the effort where it knows it, else it is noted."""
+    values = {name: value for name, value in (sent or {}).items() if value is not None and name != "enable_thinking"}
+    if effort is None or effort == "none" or "reasoning_effort" in values:
+        return values
+    if model.thinking is not None and model.thinking.has_variable("reasoning_effort"):
+        return {**values, "reasoning_effort": effort}
+    if effort != "medium":
+        note_ignored(param)
+    return values
