@@ -147,10 +147,12 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
         "checkpoints with the type's own processor, six chats at once with up to two items of each kind of media,",
         "greedy, prefill in chunks, prefix cache. Tokens and log probabilities are compared with those of `generate`,",
         "one chat at a time.",
+        "`fallback` is as exact, one sequence at a time with transformers' own forward and cache.",
         "`unbuilt` says nothing of a published checkpoint: no small one could be made here. How it works:",
         "[multimodal models](multimodal_models.md).",
-        "Fun-ASR and Granite Speech were judged with the Python part of `torchaudio` 2.11, "
-        "Gemma 3n with `timm` 1.0.31.",
+        "Fun-ASR and Granite Speech were judged with the Python part of `torchaudio` 2.11, models with a timm tower "
+        "with `timm` 1.0.31,",
+        "SmolVLM with `num2words` 0.5.14, Inkling with `scipy` 1.17.1.",
         "",
         f"transformers {transformers.__version__}, float32.",
     ]

@@ -20,9 +20,10 @@ from omnistage.models import _tiny_common as common
 from omnistage.models.multimodal_lm.processor import auto_model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from multimodal_types import (  # noqa: E402  (a module beside this one, however this one is loaded)
+from multimodal_types import (
     CONFIGS,
     EXTRA_TOKENS,
+    MARKS,
     MELS,
     NO_TEMPLATE,
     OPTIONS,
@@ -30,6 +31,7 @@ from multimodal_types import (  # noqa: E402  (a module beside this one, however
     PROCESSORS,
     TOKEN_IDS,
     TOKENS,
+    WITH_VISION,
 )
 
 TEXT_VOCAB = 1280
@@ -89,6 +91,9 @@ _TOKEN = re.compile(r"""["'](<[^<>"'\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 def small_config(model_type: str, overrides: dict[str, Any] | None = None) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     settings = _settings(kind())
+    if model_type in WITH_VISION:
+        vision = kind.sub_configs["vision_config"]()
+        settings["vision_config"] = {"model_type": vision.model_type, **_settings(vision)}
     return kind(**_merged(settings, overrides or {}))
 
 
@@ -186,7 +191,7 @@ def build_processor(model_type: str, config: Any, folder: Path) -> Any:
         tokenizer = _tokenizer(folder, [*tokens, *extra.values()], extra)
         try:
             processor = cls(**_arguments(model_type, cls, config, tokenizer))
-            return processor if model_type in NO_TEMPLATE else _with_template(processor)
+            return processor if model_type in NO_TEMPLATE else _with_template(model_type, processor)
         except (AttributeError, ValueError) as error:
             missing = _MISSING.search(str(error))
             if missing is None or missing.group(1) in extra:
@@ -265,8 +270,10 @@ def _small_part(part: Any) -> dict[str, Any]:
     return settings
 
 
-def _with_template(processor: Any) -> Any:
+def _with_template(model_type: str, processor: Any) -> Any:
     template = CHAT_TEMPLATE
+    if model_type in MARKS:
+        template = template.replace("IMAGE", MARKS[model_type])
     for kind in ("image", "video", "audio"):
         token = getattr(processor, f"{kind}_token", None)
         token = getattr(token, "content", token) or f"<{kind}>"

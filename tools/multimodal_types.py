@@ -42,11 +42,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "vision_output_dim": 64,
         }
     },
+    "hunyuan_vl": {
+        "text_config": {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "alpha": 1.0,
+                "mrope_section": [2, 3, 3],
+            },
+        }
+    },
+    "fuyu": {"patch_size": 30, "image_size": 60},
+    "florence2": {"vision_config": {"patch_size": [7, 3, 3, 3]}},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
-    "muse_spark": {"audio_config": {"num_hidden_layers": 4}, "vision_config": {"layer_types": None}},
+    "muse_spark": {
+        "out_hidden_size": 256,
+        "audio_config": {"num_hidden_layers": 4},
+        "vision_config": {"layer_types": None},
+    },
     "aria": {"vision_config": {"patch_size": 14, "image_size": 490}},
     "got_ocr2": {"vision_config": {"image_size": 512}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -67,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "emu3": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "vocabulary_map": {f"<|visual token {n:06d}|>": 1000 + n for n in range(64)},
-        "vq_config": {"codebook_size": 64, "base_channels": 32},
+        "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 128},
     },
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
     "qwen2_5_omni_thinker": {
@@ -100,6 +117,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "paligemma": {"text_config": {"num_image_tokens": 16}},
 }
 """Settings of types whose default config cannot be made small by names alone."""
+WITH_VISION = ("gemma4", "gemma4_unified")
+"""Types whose default config has no vision tower, unlike published ones."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "vibevoice_asr": {"feature_extractor": {"feature_size": 1}},
     "llava": {"processor": {"num_additional_image_tokens": 1}},
@@ -113,6 +132,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llava_onevision": {"processor": {"num_image_tokens": 16}, "image_processor": {"image_grid_pinpoints": _PINPOINTS}},
     "lfm2_vl": {"image_processor": {"encoder_patch_size": 8}},
+    "llama4": {"processor": {"patch_size": 8, "pixel_shuffle_ratio": 0.5}},
+    "chameleon": {"processor": {"image_seq_length": 4}},
+    "fuyu": {
+        "image_processor": {
+            "size": {"height": 60, "width": 60},
+            "patch_size": {"height": 30, "width": 30},
+        }
+    },
+    "emu3": {"image_processor": {"min_pixels": 1024, "max_pixels": 4096}},
     "gemma3n": {
         "image_processor": {"size": {"height": 768, "width": 768}},
         "feature_extractor": {"feature_size": 128},
@@ -121,7 +149,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "t5gemma2": {"processor": {"image_seq_length": 4}},
     "minimax_m3_vl": {"image_processor": {"patch_size": 14}, "video_processor": {"patch_size": 14}},
     "paligemma": {"image_processor": {"image_seq_length": 16}},
-    "florence2": {"image_processor": {"image_seq_length": 17}},
+    "florence2": {"image_processor": {"image_seq_length": 2}},
     "gemma3": {"processor": {"image_seq_length": 4}},
     "aya_vision": {
         "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
@@ -152,6 +180,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 _OMNI_IDS = {"vision_start_token_id": "<vision_bos_token>", "audio_start_token_id": "<audio_bos_token>"}
 TOKEN_IDS: dict[str, dict[str, Any]] = {
     "molmo2": {"image_patch_id": "<im_patch>"},
+    "llama4": {"image_token_id": "<|patch|>", "image_token_index": "<|patch|>"},
     "qwen2_5_omni_thinker": _OMNI_IDS,
     "qwen3_omni_moe_thinker": _OMNI_IDS,
     "aya_vision": {"image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
@@ -171,10 +200,14 @@ TOKENS: dict[str, tuple[str, ...]] = {
 EXTRA_TOKENS = {
     **{t: {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"} for t in ("gemma4", "gemma4_unified")},
     "kosmos-2": {"unk_token": "<unk>"},
+    "emu3": {"image_token": "<image>"},
 }
-"""Names of special tokens that a type's tokenizer has, where its processor does not ask for them one after the other."""
+"""Names of special tokens that a tokenizer has, where its processor does not ask for them one after the other."""
+MARKS = {"hunyuan_vl": "<image_start_token><image_token><image_end_token>"}
+"""What stands for a picture in a chat, where it is more than its token."""
 PART_TYPES = {
     "fast_vlm": "llava",
+    "mistral4": "mistral_large4",
     "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "glm4v_moe": "glm4v",
@@ -201,6 +234,6 @@ PROCESSORS = {
 """Of types that transformers' own table leaves out."""
 NO_TEMPLATE = (
     *("blip", "blip-2", "florence2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5"),
-    *("pix2struct", "pp_formulanet", "udop"),
+    *("fuyu", "pix2struct", "pp_formulanet", "udop"),
 )
 """Types without a chat template, whose processors find a place for media themselves."""

@@ -57,7 +57,8 @@ class _Frame:
         head = _HEADER.pack(len(text), len(buffers), inline_bytes, file_bytes)
         self.views = deque([memoryview(head + text)])
         for buffer in inline:
-            self.views.append(buffer)
+            if len(buffer):  # an empty one is never sent: nothing would count it
+                self.views.append(buffer)
             if pad := _padded(len(buffer)) - len(buffer):
                 self.views.append(memoryview(bytes(pad)))
 

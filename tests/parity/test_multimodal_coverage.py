@@ -32,11 +32,15 @@ EXACT = {
     "mistral3": "image",
     "glmasr": "audio",  # one clip in a chat
 }
-REFUSED = {
-    "gemma3": "mask of its own",  # pictures attend both ways
-    "blip": "does not run on text without media",
-    "qwen3_5": "linear_attention",
+FALLBACK = {
+    "paligemma": "image",  # pictures and the prompt attend both ways
+    "qwen3_5": "image, video",  # recurrent layers; each sequence has offsets of positions that the model keeps
+    "mllama": "image",  # attends to pictures beside the text
+    "idefics2": "image",  # several pictures are cut otherwise than one
+    "blip-2": "image, never text alone",  # no chat template, another model inside generates
+    "t5gemma2": "image",  # a decoder behind an encoder
 }
+REFUSED = {"pi0": "vocab_size=None"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,6 +59,13 @@ def test_a_placeholder_that_is_sampled_is_embedded_as_by_the_model() -> None:
     """With this seed it is that of a video, which the small checkpoint does not take."""
     outcome = tool.cover("muse_glimmer", seed=1)
     assert outcome.state == "exact", outcome
+
+
+@pytest.mark.parametrize("model_type", FALLBACK)
+def test_a_type_is_served_exactly_one_by_one(model_type: str) -> None:
+    outcome = tool.cover(model_type)
+    assert outcome.state == "fallback", outcome
+    assert outcome.reason == FALLBACK[model_type]
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -246,6 +246,13 @@ def test_messages_come_in_order_whatever_their_size(ends: tuple[End, End]) -> No
     assert_equal(right.wait(len(sent)), sent)
 
 
+def test_a_frame_may_end_with_an_empty_tensor(ends: tuple[End, End]) -> None:
+    left, right = ends
+    sent = [feed(0, torch.rand(4)), feed(1, torch.rand(0))]
+    threading.Thread(target=left.channel.send, args=sent, daemon=True).start()
+    assert_equal(right.wait(2), sent)
+
+
 def test_a_sender_never_waits_for_a_receiver(ends: tuple[End, End]) -> None:
     left, right = ends
     with right.changed:  # its thread is stuck: the socket fills

@@ -163,7 +163,7 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
         # Where sequences run one by one, a prompt is computed whole.
         activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
         graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
-        caches=(budget.encoder_cache if media else 0)
+        caches=(budget.encoder_cache if media and own is None else 0)
         + component.spec.state_bytes * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
@@ -190,7 +190,8 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     try:
         with _few_layers(component.decoder):
             peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it looks at its data, like a router of experts
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
+        # It looks at its data, like a router of experts, or will turn out to need transformers' own cache.
         peak = tokens * spec.embed_size * _ESTIMATED_WIDTH * component.dtype.itemsize
     return max(peak, rows * spec.vocab_size * (component.dtype.itemsize + _SAMPLING_BYTES))
 

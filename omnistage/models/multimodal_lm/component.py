@@ -175,6 +175,8 @@ def load(context: LoadContext) -> ARComponent:
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
     """The component on the paged engine, compared with transformers on prompts with media."""
     component = load_causal_lm(context, MultimodalLM, auto)
+    if len(component.attention_modules) != len(component.spec.kv_shapes):  # on the meta device nothing else shows it
+        raise UnsupportedModelError(f"{type(component.model).__name__} computes attention in its own code")
     if processor is not None:
         from omnistage.models.multimodal_lm.probe import check_media
 

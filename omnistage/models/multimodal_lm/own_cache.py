@@ -14,7 +14,13 @@ import torch
 from PIL import Image, ImageOps
 
 from omnistage.core.clips import AudioClip, VideoClip
-from omnistage.core.errors import InvalidRequestError, OmniError, UnsupportedModalityError, UnsupportedModelError
+from omnistage.core.errors import (
+    InternalError,
+    InvalidRequestError,
+    OmniError,
+    UnsupportedModalityError,
+    UnsupportedModelError,
+)
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.component import OwnSequence
@@ -54,6 +60,8 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         for span in payload.media:
             if span.kind in self.unsupported:
                 raise UnsupportedModalityError(self.unsupported[span.kind], param="messages")
+        if any(len(span.positions) for span in payload.media):
+            raise InternalError("this model takes whole prompts, and the processor gave media items apart")
         if not payload.media and not self.takes_text_alone:
             raise InvalidRequestError(
                 "this model does not answer text without media; add an image, video or audio", param="messages"

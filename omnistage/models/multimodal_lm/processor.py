@@ -39,8 +39,9 @@ _MIN_SECONDS = 0.03
 _COPIES = 8
 """Bytes reserved for each byte of decoded media: the processor's float32 copy, and another while it is made."""
 _PLAIN_TEMPLATE = (
-    "{%- for message in messages -%}{%- if not loop.first -%}{{- '\n' -}}{%- endif -%}{%- for part in message.content -%}"
-    "{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endfor -%}"
+    "{%- for message in messages -%}{%- if not loop.first -%}{{- '\n' -}}{%- endif -%}"
+    "{%- for part in message.content -%}{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}"
+    "{%- endfor -%}"
 )
 """The texts of a chat, for models that come without a template of their own."""
 _SENTINEL = re.compile("[\ue0f0\ue0f1]")

@@ -127,8 +127,11 @@ def reference_answers(
             inputs = processor.items.call(rendered, media)[1]
         else:
             inputs = {"input_ids": torch.tensor([processor.chat(chat).token_ids])}
+        accepted = accepted_inputs(model, inputs)
+        tensors = {name: value for name, value in accepted.items() if isinstance(value, torch.Tensor)}
+        floats = {name: value.float() for name, value in tensors.items() if value.is_floating_point()}
         out = model.generate(
-            **accepted_inputs(model, inputs),
+            **{**accepted, **floats},  # some processors give bfloat16
             do_sample=False,
             max_new_tokens=new_tokens,
             output_logits=True,
