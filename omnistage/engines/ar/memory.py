@@ -27,6 +27,7 @@ from omnistage.engines.ar.attention import (
 )
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
+from omnistage.engines.ar.group import Group
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
@@ -70,7 +71,9 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     """
     own = component.spec.own_state
     if own is None:
-        return budget.model_copy(update=_NOT_SHARED) if component.spec.states else budget
+        if component.spec.states:
+            return budget.model_copy(update=_NOT_SHARED)
+        return budget.model_copy(update={"cuda_graphs": False}) if component.spec.grouped else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
     return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
 
@@ -163,7 +166,8 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
         # Where sequences run one by one, a prompt is computed whole.
         activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
         graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
-        caches=(budget.encoder_cache if media else 0) + component.spec.state_bytes * budget.max_running
+        caches=(budget.encoder_cache if media else 0)
+        + component.spec.state_bytes * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
     fixed = None if fixed is None else min(fixed, useful)
@@ -188,10 +192,21 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     bind_caches(component.attention_modules, spec.empty_caches(1, 1, lambda shape: zeros(shape, META, component.dtype)))
     try:
         with _few_layers(component.decoder):
-            peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it looks at its data, like a router of experts
+            if spec.grouped:
+                peak = _group_bytes(component, tokens)
+            else:
+                peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError):
+        # It looks at its data, like a router of experts, or a layer needs one that was left out.
         peak = tokens * spec.embed_size * _ESTIMATED_WIDTH * component.dtype.itemsize
     return max(peak, rows * spec.vocab_size * (component.dtype.itemsize + _SAMPLING_BYTES))
+
+
+def _group_bytes(component: ARComponent, tokens: int) -> int:
+    """Peak of a chunk of a prompt, and no less than of its scores at the end of the longest usual sequence."""
+    longest = max(tokens, component.spec.usual_length)
+    group = Group.of(tokens, [longest], [np.zeros(longest, dtype=np.int64)], META)
+    return peak_bytes(lambda: component.forward_group(torch.empty(1, tokens, dtype=torch.int64, device=META), group))
 
 
 def _prompt_bytes(component: ARComponent, tokens: int) -> int:

@@ -111,7 +111,9 @@ class StatePool:
 class LayerStates:
     """One recurrent module's part of the pool, and how its forward is given a state."""
 
-    def __init__(self, shapes: tuple[StateShape, ...], argument: str, layer: int, *, stepwise: bool, uneven: bool) -> None:
+    def __init__(
+        self, shapes: tuple[StateShape, ...], argument: str, layer: int, *, stepwise: bool, uneven: bool
+    ) -> None:
         """`argument`: of the module's forward that takes a cache; `layer`: where it looks in that.
 
         `stepwise`: from a state it goes on by single tokens only, and gives other numbers for several. `uneven`: for
