@@ -62,6 +62,8 @@ SAMPLE = (
     "doge",  # a mask of its own
     *("mamba", "mamba2", "rwkv"),  # recurrent
     *("qwen3_next", "lfm2", "falcon_h1", "jamba", "bamba", "nemotron_h", "granitemoehybrid"),  # hybrid
+    *("qwen3_5", "kimi_linear", "zamba2"),
+    "rembert",  # a cache for two kinds of attention
     "recurrent_gemma",  # its state is in its modules
     "llama4_text",  # attention in chunks
     "gemma3n_text",  # token ids in every layer
