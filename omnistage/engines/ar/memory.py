@@ -28,6 +28,7 @@ from omnistage.engines.ar.attention import (
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
+from omnistage.engines.ar.scheduler import LEAST_UNCUT
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
@@ -72,7 +73,9 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     own = component.spec.own_state
     if own is None:
         if component.spec.states:
-            return budget.model_copy(update=_NOT_SHARED)
+            tokens = max(budget.max_batch_tokens, LEAST_UNCUT)
+            chunk = None if budget.prefill_chunk is None else max(budget.prefill_chunk, LEAST_UNCUT)
+            return budget.model_copy(update={"max_batch_tokens": tokens, "prefill_chunk": chunk, **_NOT_SHARED})
         return budget.model_copy(update={"cuda_graphs": False}) if component.spec.grouped else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
     return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
