@@ -5,7 +5,8 @@ with transformers' own `generate`, one prompt at a time: six prompts at once, gr
 prefill in chunks, too few blocks for all of them so that some are preempted, and the same prompts again from the prefix
 cache. Tokens must be equal and log probabilities within the tolerance of the dtype.
 
-    exact      the same tokens and log probabilities, on the paged engine
+    exact      the same tokens and log probabilities, on the paged engine; some types run there in groups, by their own
+               forward over the engine's cache, instead of in flattened batches
     fallback   the same, one sequence at a time with transformers' own cache
     family     another family's: the type has a processor for media (see docs/multimodal_models.md)
     refused    not loaded, with the reason
@@ -61,6 +62,8 @@ SAMPLE = (
     "doge",  # a mask of its own
     *("mamba", "mamba2", "rwkv"),  # recurrent
     *("qwen3_next", "lfm2", "falcon_h1", "jamba", "bamba", "nemotron_h", "granitemoehybrid"),  # hybrid
+    *("qwen3_5", "kimi_linear", "zamba2"),
+    "rembert",  # a cache for two kinds of attention
     "recurrent_gemma",  # its state is in its modules
     "llama4_text",  # attention in chunks
     "gemma3n_text",  # token ids in every layer
@@ -141,6 +144,10 @@ class Outcome:
     logprob: float = 0.0
     preemptions: int = 0
     prefix_hits: int = 0
+    in_groups: bool = False
+    """By the model's own forward over the paged cache, not in flattened batches."""
+    recurrent: bool = False
+    """With states beside the paged cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,8 @@ class Served:
 
     answers: list[Answer]
     one_by_one: bool
+    in_groups: bool
+    recurrent: bool
     preemptions: int
     prefix_hits: int
 
@@ -280,7 +289,9 @@ def served(folder: Path, dtype: str, asked: Sequence[tuple[int, ...]]) -> Served
                 logprobs = output.outputs[0].logprobs or []
                 answers.append(Answer(output.token_ids, [item.chosen.logprob for item in logprobs]))
         stats = omni.stats().stages["thinker"]
-    return Served(answers, bool(stats.extra["one_by_one"]), stats.preemptions, int(stats.extra["prefix_hits"]))
+    extra = stats.extra
+    one_by_one, in_groups, recurrent = (bool(extra[name]) for name in ("one_by_one", "in_groups", "recurrent"))
+    return Served(answers, one_by_one, in_groups, recurrent, stats.preemptions, int(extra["prefix_hits"]))
 
 
 def judge(
@@ -340,7 +351,14 @@ def cover(model_type: str, *, dtype: str = "float32", seed: int = 0) -> Outcome:
             return Outcome(model_type, "crashed", _message(error))
     outcome = judge(model_type, expected, got.answers, dtype, rounding)
     state = "fallback" if outcome.state == "exact" and got.one_by_one else outcome.state
-    return replace(outcome, state=state, preemptions=got.preemptions, prefix_hits=got.prefix_hits)
+    return replace(
+        outcome,
+        state=state,
+        preemptions=got.preemptions,
+        prefix_hits=got.prefix_hits,
+        in_groups=got.in_groups,
+        recurrent=got.recurrent,
+    )
 
 
 def cover_seeds(model_type: str, *, dtype: str, seeds: int) -> Outcome:
@@ -364,8 +382,9 @@ def _message(error: Exception) -> str:
 def as_markdown(outcomes: Sequence[Outcome], dtype: str) -> str:
     """The page of the documentation: counts, what is served, and why the rest is not."""
 
-    def names(state: str) -> str:
-        return ", ".join(f"`{outcome.model_type}`" for outcome in outcomes if outcome.state == state)
+    def names(state: str, *, in_groups: bool = False, recurrent: bool = False) -> str:
+        chosen = (o for o in outcomes if (o.state, o.in_groups, o.recurrent) == (state, in_groups, recurrent))
+        return ", ".join(f"`{outcome.model_type}`" for outcome in chosen)
 
     rest = [
         f"| {o.model_type} | {o.state} | {o.reason.replace('|', chr(92) + '|').replace('<', '&lt;')} |"
@@ -380,8 +399,10 @@ def as_markdown(outcomes: Sequence[Outcome], dtype: str) -> str:
             command="python tools/coverage.py --all --seeds 2 --write",
             version=transformers.__version__,
             dtype=dtype,
-            summary=summary(Counter(outcome.state for outcome in outcomes)),
+            summary=summary(outcomes),
             exact=names("exact"),
+            recurrent=names("exact", recurrent=True),
+            groups=names("exact", in_groups=True),
             fallback=names("fallback"),
             rest="\n".join(rest),
         )
@@ -395,8 +416,11 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
     return f'{{\n "transformers": "{transformers.__version__}",\n "types": {{\n{rows}\n }}\n}}\n'
 
 
-def summary(counts: Counter[str]) -> str:
-    return ", ".join(f"{counts[state]} {state}" for state in STATES)
+def summary(outcomes: Sequence[Outcome]) -> str:
+    counts = Counter(outcome.state for outcome in outcomes)
+    groups = sum(outcome.in_groups for outcome in outcomes if outcome.state == "exact")
+    notes = {"exact": f" ({groups} of them in groups)"} if groups else {}
+    return ", ".join(f"{counts[state]} {state}{notes.get(state, '')}" for state in STATES)
 
 
 def quiet() -> None:
@@ -415,22 +439,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCES))
     parser.add_argument("--seeds", type=int, default=1, help="checkpoints of each type")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", type=Path, nargs="+", default=[], help="results of --json, instead of running")
     parser.add_argument("--write", action="store_true", help="write docs/models.md and the table of `omnistage models`")
     args = parser.parse_args(argv)
     types = args.types or (all_types() if args.all else list(SAMPLE) if args.sample else [])
+    if args.parts:
+        types = []
     unknown = sorted(set(types) - set(all_types()))
-    if unknown or not types:
+    if unknown or not (types or args.parts):
         parser.error(f"unknown types: {', '.join(unknown)}" if unknown else "name types, or give --sample or --all")
     part, parts = (int(number) for number in args.part.split("/"))
     prepare_torchvision(required=False)
     quiet()
-    outcomes = []
+    rows = [row for path in args.parts for row in json.loads(path.read_text())["types"]]
+    outcomes = sorted((Outcome(**row) for row in rows), key=lambda outcome: outcome.model_type)
     for model_type in types[part - 1 :: parts]:
         start = time.monotonic()
         outcome = cover_seeds(model_type, dtype=args.dtype, seeds=args.seeds)
         outcomes.append(outcome)
         print(f"{model_type:28} {outcome.state:8} {time.monotonic() - start:5.1f} s  {outcome.reason}", flush=True)
-    print(summary(Counter(outcome.state for outcome in outcomes)))
+    print(summary(outcomes))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(outcome) for outcome in outcomes]

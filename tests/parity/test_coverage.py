@@ -22,11 +22,12 @@ def load_tool() -> ModuleType:
 
 
 tool = load_tool()
-FALLBACK = {
-    *("gptj", "falcon", "xglm", "bloom", "mpt", "doge", "llama4_text", "gemma3n_text", "moshi", "deepseek_v32", "bart"),
-    *("mamba", "mamba2", "rwkv", "qwen3_next", "lfm2", "falcon_h1", "jamba", "bamba", "nemotron_h", "granitemoehybrid"),
-    "recurrent_gemma",
+GROUPED = {"gptj", "falcon", "xglm", "bloom", "mpt", "doge", "llama4_text", "gemma3n_text", "bart", "rembert"}
+RECURRENT = {
+    *("mamba", "mamba2", "qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "jamba", "bamba", "nemotron_h", "zamba2"),
+    *("granitemoehybrid", "kimi_linear"),
 }
+FALLBACK = {"moshi", "deepseek_v32", "rwkv", "recurrent_gemma"}
 OTHERS = {"xlnet": ("refused", "only causal models"), "emu3": ("unbuilt", "Unrecognized configuration class")}
 
 
@@ -38,14 +39,16 @@ def test_a_type_is_served_exactly_or_refused_with_its_reason(model_type: str) ->
     assert reason in outcome.reason
     if state in ("exact", "fallback"):
         assert outcome.preemptions > 0 or model_type == "recurrent_gemma"  # which runs one request after the other
-        assert (outcome.prefix_hits > 0) is (state == "exact")
+        assert (outcome.prefix_hits > 0) is (state == "exact" and not outcome.recurrent)
+        assert outcome.in_groups is (model_type in GROUPED)
+        assert outcome.recurrent is (model_type in RECURRENT)
 
 
 def test_the_sample_is_large_enough() -> None:
     assert len(set(tool.SAMPLE)) >= 40
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "doge", "phimoe", "mamba2"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "doge", "phimoe", "mamba2", "qwen3_5"])
 def test_outside_float32_too(model_type: str) -> None:
     outcome = tool.cover(model_type, dtype="float16")
     assert outcome.state == ("fallback" if model_type in FALLBACK else "exact"), outcome

@@ -248,8 +248,8 @@ def test_prompt_embeddings_are_refused_before_anything_runs() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """GPT-J, whose attention is in its own code, with a tokenizer."""
-    model = gptj(vocab_size=1024)
+    """RWKV, whose state is in no cache of transformers, with a tokenizer."""
+    model = make_model("RwkvConfig", vocab_size=1024, attention_hidden_size=32, context_length=512)
     common.write_tokenizer(tmp_path, tiny.special_ids(), common.tokenizer_settings("PreTrainedTokenizerFast", 512))
     model.save_pretrained(tmp_path)
     return tmp_path
@@ -265,7 +265,7 @@ def test_a_folder_whose_model_cannot_use_the_paged_cache_is_loaded_and_said_to_b
     with caplog.at_level(logging.WARNING):
         assert isinstance(load_any(context), OwnCacheLM)
     assert "one sequence at a time" in caplog.text
-    assert "attention in its own code" in caplog.text
+    assert "names no attention heads" in caplog.text
     planned = load_any(LoadContext(context.model, "thinker", context.stage, torch.device("meta"), torch.float32))
     assert isinstance(planned, OwnCacheLM)
 

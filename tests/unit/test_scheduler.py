@@ -238,6 +238,23 @@ def test_a_prefill_chunk_leaves_budget_for_others() -> None:
     assert batch(sim.step()) == [("a", 0, 3, False), ("b", 0, 3, False)]
 
 
+@pytest.mark.parametrize("length", range(1, 14))
+@pytest.mark.parametrize(("budget", "chunk"), [(3, None), (16, 3), (16, 4), (5, 4)])
+def test_where_pairs_stay_together_no_prompt_is_cut_before_its_last_token_or_after_one(
+    length: int, budget: int, chunk: int | None
+) -> None:
+    pool = BlockPool(16, 2, prefix_caching=False)
+    scheduler = Scheduler(pool, max_batch_tokens=budget, max_running=2, prefill_chunk=chunk, cut_pairs=False)
+    scheduler.add(SequenceState("a", 0.0, [0] * length, length))
+    counts: list[int] = []
+    while sum(counts) < length:
+        output = scheduler.schedule()
+        scheduler.commit(output)
+        counts.append(output.batch[0].count)
+    assert sum(counts) == length
+    assert 1 not in counts[1:]
+
+
 def test_prompts_and_generated_tokens_share_a_batch() -> None:
     sim = Simulator()
     sim.add("a", [0, 1])

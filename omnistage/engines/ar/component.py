@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from omnistage.engines.ar.attention import KVCache, PagedContext
-    from omnistage.engines.ar.grouped import Group
+    from omnistage.engines.ar.group import Group
     from omnistage.engines.ar.sharding import RankGroup
 
 
@@ -115,8 +115,8 @@ class ARSpec:
     states: tuple[tuple[StateShape, ...], ...] = ()
     """Of each of `recurrent_modules`."""
     uneven_states: bool = False
-    """These compute single tokens otherwise than several, not only by rounding. So prompts are not cut into single ones,
-    and generated tokens remain single ones when they are computed again."""
+    """These compute single tokens otherwise than several, and not only by rounding: prompts are not cut into single
+    ones, and generated tokens remain single ones when they are computed again."""
     grouped: bool = False
     """The component takes groups of sequences (`forward_group`) instead of a flattened batch."""
     padded_groups: bool = False

@@ -27,6 +27,8 @@ from omnistage.engines.ar.attention import (
 )
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
+from omnistage.engines.ar.group import Group
+from omnistage.engines.ar.scheduler import LEAST_UNCUT
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
@@ -70,7 +72,11 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     """
     own = component.spec.own_state
     if own is None:
-        return budget.model_copy(update=_NOT_SHARED) if component.spec.states else budget
+        if component.spec.states:
+            tokens = max(budget.max_batch_tokens, LEAST_UNCUT)
+            chunk = None if budget.prefill_chunk is None else max(budget.prefill_chunk, LEAST_UNCUT)
+            return budget.model_copy(update={"max_batch_tokens": tokens, "prefill_chunk": chunk, **_NOT_SHARED})
+        return budget.model_copy(update={"cuda_graphs": False}) if component.spec.grouped else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
     return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
 
@@ -189,11 +195,22 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     bind_caches(component.attention_modules, spec.empty_caches(1, 1, lambda shape: zeros(shape, META, component.dtype)))
     try:
         with _few_layers(component.decoder):
-            peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
+            if spec.grouped:
+                peak = _group_bytes(component, tokens)
+            else:
+                peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
-        # It looks at its data, like a router of experts, or will turn out to need transformers' own cache.
+        # It looks at its data, like a router of experts, a layer needs one that was left out, or the model will turn
+        # out to need transformers' own cache.
         peak = tokens * spec.embed_size * _ESTIMATED_WIDTH * component.dtype.itemsize
     return max(peak, rows * spec.vocab_size * (component.dtype.itemsize + _SAMPLING_BYTES))
+
+
+def _group_bytes(component: ARComponent, tokens: int) -> int:
+    """Peak of a chunk of a prompt, and no less than of its scores at the end of the longest usual sequence."""
+    longest = max(tokens, component.spec.usual_length)
+    group = Group.of(tokens, [longest], [np.zeros(longest, dtype=np.int64)], META)
+    return peak_bytes(lambda: component.forward_group(torch.empty(1, tokens, dtype=torch.int64, device=META), group))
 
 
 def _prompt_bytes(component: ARComponent, tokens: int) -> int:

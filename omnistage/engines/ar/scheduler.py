@@ -22,6 +22,9 @@ from omnistage.core.record import record
 from omnistage.engines.ageing import arrival_rank
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 
+LEAST_UNCUT = 3
+"""Tokens of a step with which a prompt can always go on without a single one being cut off."""
+
 
 @dataclass(slots=True, eq=False)
 class SequenceState:

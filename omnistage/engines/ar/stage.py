@@ -33,14 +33,12 @@ from omnistage.engines.ar.adapters import open_adapters
 from omnistage.engines.ar.answer import Answer
 from omnistage.engines.ar.attention import make_backend
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.grouped import GroupRunner
+from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
 from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
-from omnistage.engines.ar.own_state import OwnStateRunner
 from omnistage.engines.ar.prepared_layers import prepare_layers
-from omnistage.engines.ar.recurrent_runner import RecurrentRunner
-from omnistage.engines.ar.runner import LaunchedStep, Runner, RunnerOutput
+from omnistage.engines.ar.runner import LaunchedStep, RunnerOutput
+from omnistage.engines.ar.runners import runner_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream, stop_reason
@@ -51,14 +49,6 @@ MAX_LOGPROBS = 2**19
 """Log probabilities of one request, over all tokens of all answers: 25,000 tokens with the 20 most likely ones each."""
 _HELD_WAIT_SECONDS = 0.002
 """Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
-
-
-def runner_of(spec: ARSpec) -> type[Runner]:
-    if spec.own_state is not None:
-        return OwnStateRunner
-    if spec.grouped:
-        return GroupRunner
-    return RecurrentRunner if spec.states else Runner
 
 
 class ARStage(BatchedStage[ARInput, SamplingParams]):
@@ -422,6 +412,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             capacity=self._budget.max_running,
             extra={
                 "one_by_one": float(self.component.spec.own_state is not None),
+                "in_groups": float(self.component.spec.grouped),
+                "recurrent": float(bool(self.component.spec.states)),
                 "blocks": pool.num_blocks,
                 "blocks_free": pool.free_blocks,
                 "prefix_lookups": pool.lookups,

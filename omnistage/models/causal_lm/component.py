@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 _MAX_REASON_CHARS = 200
 
+logger = logging.getLogger(__name__)
+
 
 class CausalLM(DecoderComponent):
     """Adapter around `AutoModelForCausalLM`'s decoder and head."""
@@ -88,6 +91,11 @@ class CausalLM(DecoderComponent):
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         if expected is not None:
             self._check_same(expected)
+        if recurrent:
+            logger.info(
+                "%s has recurrent layers, whose state holds all tokens at once: prompts reuse no prefixes of others",
+                type(model).__name__,
+            )
 
     @property
     def attention_modules(self) -> Sequence[nn.Module]:
@@ -102,8 +110,8 @@ class CausalLM(DecoderComponent):
 
         if not self.spec.plain_attention or self.spec.states:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has soft caps, sinks, values narrower than keys or recurrent layers, which "
-                "are not divided among ranks yet; set tensor_parallel: 1 for its stage"
+                f"{type(self.model).__name__} has soft caps, sinks, values narrower than keys or recurrent layers, all "
+                "of which are not divided among ranks yet: set tensor_parallel: 1 for its stage"
             )
         shard_model(self.model, group, [heads for heads, _key, _value in self.spec.layer_shapes])
         self.model.to(device)

@@ -58,7 +58,7 @@ def _first_rows(decoder: PreTrainedModel, **inputs: torch.Tensor) -> torch.Tenso
         del module
         raise _FirstLayer(args[0] if args else options.get("hidden_states"))
 
-    handle = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)  # type: ignore[union-attr,operator]
+    handle = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         decoder(**inputs, use_cache=False)
     except _FirstLayer as reached:

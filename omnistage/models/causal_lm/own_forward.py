@@ -1,4 +1,4 @@
-"""A causal LM by its own forward, with transformers' cache replaced by one whose keys and values are in the engine's pool.
+"""A causal LM by its own forward, with a cache of transformers' kind whose keys and values are in the engine's pool.
 
 For models that do not run in a flattened batch: attention in their own code, masks and positions of their own. The
 tokens that several sequences generate are one padded batch, as `generate` has it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedMo
 from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import KVCache, PagedContext, bind_caches
 from omnistage.engines.ar.component import ARComponent, ARSpec
-from omnistage.engines.ar.grouped import Group
+from omnistage.engines.ar.group import Group
 from omnistage.hf import transformers
+from omnistage.models.causal_lm.own_cache import USUAL_LENGTH
 from omnistage.models.causal_lm.probe import in_float32
 from omnistage.models.loading import end_token_ids, freeze, max_sequence_length, positive
 
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 
 _PROMPTS, _CUT, _NEW_TOKENS = (13, 6, 6), 4, 3
 """Lengths of prompts, two alike, for models whose groups must be; where each is cut; tokens that are generated."""
-_LONGEST_WINDOW = 8192
-"""Whose edge is looked at when a model is loaded."""
+_LONGEST_WINDOW = 2048
+"""Whose edge is looked at when a model is loaded; scores of attention grow with its square."""
 _TOLERANCE, _ROUNDED_TOLERANCE = 1e-4, 0.05
 """Of the logits' range, in float32 and in narrower dtypes: prompts are cut where `generate` computes them whole."""
 _ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 """What a model's own code may raise."""
+
+_Layer = tuple[int, int, int, int | None]
+"""Of transformers' cache: heads, widths of a key and of a value, window."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,25 +94,20 @@ class OwnForwardLM(ARComponent):
         # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's.
         model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
         self._takes = inspect.signature(model.forward).parameters
-        vocab_size = positive(config, "vocab_size")
+        self._layers: list[_Layer | None] = []
+        self._holders: list[nn.Module] = []
+        self._two_caches = False
         try:
-            self._layers, width = self._cache_layers(vocab_size)
-            self._holders = [nn.Module() for layer in self._layers if layer is not None]
-            shapes = tuple((heads, key, value) for heads, key, value, _window in filter(None, self._layers))
-            self.spec = ARSpec(
-                num_layers=len(self._layers),
-                num_kv_heads=shapes[0][0],
-                head_dim=shapes[0][1],
-                vocab_size=width,
-                prompt_vocab_size=vocab_size,
-                embed_size=positive(config, "hidden_size"),
-                max_length=max_sequence_length(config),
-                layer_shapes=shapes,
-                grouped=True,
-            )
+            self.spec = self._plan(positive(config, "vocab_size"))
             if model.device.type != "meta":
-                padded = self._check(vocab_size) and not _counts_in_cache(model)
+                padded = self._check(positive(config, "vocab_size")) and not _counts_in_cache(model)
                 self.spec = replace(self.spec, padded_groups=padded)
+                logger.warning(
+                    "%s is served by its own forward, %s at a time, which is slower than in a flattened batch%s",
+                    name,
+                    "tokens of all sequences" if padded else "tokens of sequences of one length",
+                    reason and f": {reason}",
+                )
         except torch.OutOfMemoryError:
             raise
         except _ERRORS as error:
@@ -149,7 +148,7 @@ class OwnForwardLM(ARComponent):
             inputs["position_ids"] = group.positions()
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = 1
-        caches = iter(holder.kv_cache for holder in self._holders)
+        caches: Iterator[Any] = iter([holder.kv_cache for holder in self._holders])
         cache = transformers.DynamicCache()
         cache.layers = [
             transformers.cache_utils.DynamicLayer() if layer is None else _PooledLayer(next(caches), group, layer[3])
@@ -160,25 +159,40 @@ class OwnForwardLM(ARComponent):
         return self.model(input_ids=token_ids, past_key_values=cache, **inputs).logits[:, -1]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _cache_layers(self, vocab_size: int) -> tuple[list[tuple[int, int, int, int | None] | None], int]:
-        """Heads, widths of a key and a value, and window of each layer of transformers' cache; the width of logits."""
+    def _plan(self, vocab_size: int) -> ARSpec:
+        """Shapes, from a run with the cache that transformers makes."""
+        config, name = self.model.config.get_text_config(), type(self.model).__name__
         ids = torch.arange(1, 5, device=self.device)[None] % vocab_size
         out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-        cache, found = out.past_key_values, []
+        cache = out.past_key_values
         self._two_caches = isinstance(cache, transformers.EncoderDecoderCache)
-        if self._two_caches:  # as decoders that may attend to an encoder have it
+        if self._two_caches:  # as decoders have it that may attend to an encoder
             cache = cache.self_attention_cache
         if type(cache) is not transformers.DynamicCache:
-            raise UnsupportedModelError(f"{type(self.model).__name__} has a cache of its own: {type(cache).__name__}")
+            raise UnsupportedModelError(f"{name} has a cache of its own: {type(cache).__name__}")
+        kinds = transformers.cache_utils
         for layer in cache.layers:
-            if getattr(layer, "keys", None) is None and not _has_state(layer):
-                found.append(None)  # one that uses the keys of another
-                continue
-            if type(layer) not in (transformers.cache_utils.DynamicLayer, _sliding_layer()):
-                raise UnsupportedModelError(f"{type(self.model).__name__} caches more than keys and values")
-            window = layer.sliding_window if layer.is_sliding else None
-            found.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
-        return found, out.logits.shape[-1]
+            if isinstance(layer, kinds.DummyLayer) or not getattr(layer, "is_initialized", True):
+                self._layers.append(None)  # it uses the keys of another
+            elif type(layer) in (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer):
+                window = layer.sliding_window if layer.is_sliding else None
+                self._layers.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
+            else:
+                raise UnsupportedModelError(f"{name} caches more than keys and values")
+        shapes = tuple(layer[:3] for layer in self._layers if layer is not None)
+        self._holders = [nn.Module() for _ in shapes]
+        return ARSpec(
+            num_layers=len(shapes),
+            num_kv_heads=shapes[0][0],
+            head_dim=shapes[0][1],
+            vocab_size=out.logits.shape[-1],
+            prompt_vocab_size=vocab_size,
+            embed_size=positive(config, "hidden_size"),
+            max_length=max_sequence_length(config),
+            usual_length=USUAL_LENGTH,
+            layer_shapes=shapes,
+            grouped=True,
+        )
 
     def _check(self, vocab_size: int) -> bool:
         """Compare what will be served with `generate`; whether groups may be padded."""
@@ -207,18 +221,17 @@ class OwnForwardLM(ARComponent):
 
     def _check_windows(self, vocab_size: int, dtype: torch.dtype, tolerance: float) -> None:
         """Refuse masks that show more than a window leaves in the cache: what is seen would depend on the cut."""
-        windows = {layer[3] for layer in self._layers if layer is not None} - {None}
-        for window in windows:
+        for window in {layer[3] for layer in self._layers if layer is not None and layer[3] is not None}:
             if window > _LONGEST_WINDOW:
                 raise UnsupportedModelError(
-                    f"a window of {window} tokens is too long to be looked at when it is loaded"
+                    f"{type(self.model).__name__} has a window of {window} tokens, too long to be looked at"
                 )
             ids = torch.arange(window + 9, device=self.device) % vocab_size
             whole = self.model(input_ids=ids[None], use_cache=False).logits[0, -1:]
             got = self._run([ids], [ids[:1]], True, dtype)
             if not _gap(got[0][0], whole[0]) < tolerance:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} keeps {window} tokens in transformers' cache, but its mask shows others"
+                    f"{type(self.model).__name__} keeps {window} tokens in its cache, but its mask shows others"
                 )
 
     def _run(
@@ -286,11 +299,3 @@ def _counts_in_cache(model: PreTrainedModel) -> bool:
         except (OSError, TypeError):  # a module without its source
             continue
     return False
-
-
-def _has_state(layer: object) -> bool:
-    return isinstance(layer, transformers.cache_utils.LinearAttentionCacheLayerMixin)
-
-
-def _sliding_layer() -> type:
-    return transformers.cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]

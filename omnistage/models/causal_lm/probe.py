@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -89,14 +89,19 @@ def attention_calls(
     if planned:
         model.to(torch.bfloat16)  # without data, experts are multiplied in no other
     try:
-        calls = record_attention(model, vocab_size, required=not recurrent)
+        inputs: dict[str, Any] | None = None
+        if recurrent:  # with a cache: masks for these layers look at one that is given, which `meta` cannot do
+            name = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
+            inputs = {"input_ids": torch.arange(4, device=model.device)[None] % vocab_size}
+            inputs[name] = transformers.DynamicCache(config=model.config)
+        calls = record_attention(model, vocab_size, inputs, required=not recurrent)
         _check_positions(calls)
         _check_cached_windows(model, calls)
         return calls
     except torch.OutOfMemoryError:
         raise
     except (NotImplementedError, *_FORWARD_ERRORS) as error:
-        if planned:
+        if planned and not recurrent:
             return []
         raise _refusal(type(model).__name__, error) from error
     finally:

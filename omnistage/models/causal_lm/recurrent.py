@@ -61,15 +61,22 @@ def find_recurrent(model: PreTrainedModel, vocab_size: int) -> list[tuple[nn.Mod
         return []
     if not any(isinstance(layer, _linear_layer()) for layer in cache.layers):
         return []
-    name = type(model).__name__
+    name, planned, dtype = type(model).__name__, model.device.type == "meta", model.dtype
+    if planned:
+        # Without data, experts are multiplied in no other, and only these masks are made.
+        model.to(torch.bfloat16)
+        model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
             calls = _recurrent_calls(model, cache, vocab_size)
-            return [(call.module, _states_of(call, layer)) for layer, call in calls]
+            return [(call.module, _states_of(call, layer, dtype)) for layer, call in calls]
     except _ERRORS as error:
         raise UnsupportedModelError(
             f"{name} has recurrent layers that do not run by themselves ({type(error).__name__} in their forward)"
         ) from error
+    finally:
+        if planned:
+            model.to(dtype)
 
 
 def _linear_layer() -> type:
@@ -97,14 +104,14 @@ def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: i
     taken = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
     ids = torch.arange(_TOKENS, device=model.device)[None] % vocab_size
     try:
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **{taken: cache})
+        model(input_ids=ids, use_cache=True, **{taken: cache})
     finally:
         for handle in handles:
             handle.remove()
     return list(found.values())
 
 
-def _states_of(call: _Call, layer: int) -> LayerStates:
+def _states_of(call: _Call, layer: int, dtype: torch.dtype) -> LayerStates:
     """The states that one call of a module leaves, and whether it goes on from them."""
     module, name = call.module, type(call.module).__name__
     argument = next((key for key, item in call.arguments.items() if isinstance(item, transformers.Cache)), None)
@@ -119,13 +126,13 @@ def _states_of(call: _Call, layer: int) -> LayerStates:
         cache = transformers.DynamicCache()
         cache.layers = [transformers.cache_utils.LinearAttentionLayer(number_of_states=_MAX_STATES)] * (layer + 1)
         outputs = [module(part, **{argument: cache}) for part in parts]
-        if not all(isinstance(out, torch.Tensor) and out.shape == part.shape for out, part in zip(outputs, parts)):
+        if [getattr(out, "shape", None) for out in outputs] != [part.shape for part in parts]:
             raise UnsupportedModelError(f"{name} gives more than hidden states, so its sequences cannot be taken apart")
         return torch.cat(outputs, dim=1), cache.layers[layer]
 
     _out, kept = run(rows)
     shapes = tuple(
-        StateShape(kind, index, tuple(state.shape[1:]), state.dtype)  # type: ignore[arg-type]
+        StateShape(kind, index, tuple(state.shape[1:]), dtype if state.dtype == rows.dtype else state.dtype)
         for kind in ("conv_states", "recurrent_states")
         for index, state in getattr(kept, kind).items()
         if state is not None

@@ -19,6 +19,7 @@ from omnistage.core.types import ARInput, MediaSpan, RequestInfo, StageInput, To
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, OwnSequence
+from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 
@@ -104,6 +105,12 @@ class _Tap(ARComponent):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._inner.logits(hidden)
         self.steps.append(logits.float().cpu())
+        return logits
+
+    def forward_group(self, token_ids: torch.Tensor, group: Group) -> torch.Tensor:
+        logits = self._inner.forward_group(token_ids, group)
+        if group.lengths == (group.count,):  # a prompt
+            self.firsts.append(logits[0].float().cpu())
         return logits
 
     def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:

@@ -69,14 +69,16 @@ class AttentionCall:
 def record_attention(
     model: PreTrainedModel,
     vocab_size: int,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     decoder: PreTrainedModel | None = None,
     *,
     required: bool = True,
 ) -> list[AttentionCall]:
     """The attention calls of a forward of `model`, in order; those of its `decoder` alone, where one is given.
 
-    `required`: a model without any is refused. `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
+    `required`: a model without any is refused.
+
+    `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
 
     Raises `UnsupportedModelError` for attention that a paged cache cannot serve. On the `meta` device it works as far
     as the model does not look at its data; what it raises there is left to the caller.

@@ -1,0 +1,17 @@
+"""Which runner computes a component's sequences."""
+
+from __future__ import annotations
+
+from omnistage.engines.ar.component import ARSpec
+from omnistage.engines.ar.group_runner import GroupRunner
+from omnistage.engines.ar.own_state import OwnStateRunner
+from omnistage.engines.ar.recurrent_runner import RecurrentRunner
+from omnistage.engines.ar.runner import Runner
+
+
+def runner_of(spec: ARSpec) -> type[Runner]:
+    if spec.own_state is not None:
+        return OwnStateRunner
+    if spec.grouped:
+        return GroupRunner
+    return RecurrentRunner if spec.states else Runner
