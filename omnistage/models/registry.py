@@ -18,6 +18,7 @@ BUILTIN = (
     "qwen_image",
     "z_image",
     "wan",
+    "ltx",
     "glm_image",
     "diffusers_pipeline",
     "text_encoder",
