@@ -19,6 +19,7 @@ BUILTIN = (
     "z_image",
     "wan",
     "ltx",
+    "hunyuan_video",
     "glm_image",
     "diffusers_pipeline",
     "text_encoder",

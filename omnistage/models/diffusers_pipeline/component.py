@@ -28,8 +28,8 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.whole import OnStep, WholePipeline
-from omnistage.models._diffusers.base import other_scheduler
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
+from omnistage.models._diffusers.schedules import other_scheduler
 from omnistage.models.diffusers_pipeline.inspection import (
     ARGUMENTS,
     INPUT_ARGUMENTS,

@@ -30,6 +30,7 @@ from omnistage.models._diffusers.base import (
     sample,
     set_timesteps,
 )
+from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
 _STEPS, _GUIDANCE, _FRAMES, _FPS = 50, 3.0, 161, 25.0
@@ -50,12 +51,7 @@ class Encoder(DiffusersEncoder):
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
         frames, factor = self.num_frames(params), self.pipe.vae_temporal_compression_ratio
-        if (frames - 1) % factor:
-            low = (frames - 1) // factor * factor + 1
-            raise InvalidRequestError(
-                f"must be one more than a multiple of {factor}, got {frames}; use {low} or {low + factor}",
-                param="num_frames",
-            )
+        check_frames(frames, factor)
         if payload.images and frames == 1:
             raise InvalidRequestError(f"must be at least {factor + 1} after a picture", param="num_frames")
 

@@ -76,7 +76,7 @@ def write(
         "LTXPipeline",
         {
             "text_encoder": TinyModel(parts.t5(scale), parts.t5_init),
-            "transformer": TinyModel(transformer(scale, channels), _transformer_init),
+            "transformer": TinyModel(transformer(scale, channels), sharp_init),
             "vae": TinyModel(vae, parts.vae_init, fixed=statistics),
         },
         {
@@ -91,8 +91,8 @@ def write(
     )
 
 
-def _transformer_init(name: str, shape: Sequence[int]) -> Init:
-    # Attention must be sharp for single words to have an effect.
-    if ".attn2.norm_" in name:
+def sharp_init(name: str, shape: Sequence[int]) -> Init:
+    """A transformer whose attention is sharp, for single words to have an effect."""
+    if ".attn2.norm_" in name or ".attn.norm_" in name:
         return Init(0.1, mean=2.0)
     return parts.transformer_init(name, shape)
