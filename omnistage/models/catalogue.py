@@ -57,9 +57,9 @@ def judged_release() -> str:
 
 
 def pipelines(registry: Registry) -> Iterator[Entry]:
-    """Every pipeline of the installed diffusers. Those without a family are judged by what they must be called with."""
+    """Every pipeline of the installed diffusers. Those without a family are judged by what they take and give."""
     from omnistage.models._diffusers.loading import diffusers
-    from omnistage.models.diffusers_pipeline.component import check_pipeline
+    from omnistage.models.diffusers_pipeline.inspection import check_pipeline
 
     package = diffusers()
     owners = {name: family.name for family in registry.families().values() for name in family.architectures}

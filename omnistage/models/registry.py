@@ -18,6 +18,8 @@ BUILTIN = (
     "qwen_image",
     "z_image",
     "wan",
+    "ltx",
+    "hunyuan_video",
     "glm_image",
     "diffusers_pipeline",
     "text_encoder",

@@ -29,7 +29,7 @@ from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component, resolve
 from tests.graph_harness import FakeCapture, HostTensors
 
-CAPTURABLE = ("stable_diffusion", "stable_diffusion_3", "flux", "flux2")
+CAPTURABLE = ("stable_diffusion", "stable_diffusion_3", "flux", "flux2", "hunyuan_video")
 PROMPTS = ("a cat", "a red house on a hill by the sea", "snow", "a boat")
 
 

@@ -38,6 +38,8 @@ PIPELINES = {
     ("qwen_image", "edit"): "QwenImageEditPipeline",
     ("qwen_image", "edit_plus"): "QwenImageEditPlusPipeline",
     ("wan", None): "WanPipeline",
+    ("ltx", "v0_9"): "LTXPipeline",
+    ("hunyuan_video", None): "HunyuanVideoPipeline",
 }
 FAMILIES = sorted({family for family, _ in PIPELINES} | {"glm_image"})
 LARGEST = {"glm_image": 12_000_000}
@@ -103,6 +105,8 @@ def test_variants_that_do_not_exist_are_refused_with_those_that_do(tmp_path: Pat
         ("stable_diffusion", "xl_controlnet", 2),
         ("stable_diffusion_3", None, 2),
         ("wan", "ti2v", 2),
+        ("ltx", "v0_9_1", 2),
+        ("hunyuan_video", None, 2),
         ("z_image", None, 4),
     ],
 )

@@ -46,6 +46,8 @@ MODELS = [
     ("flux2", "dev"),
     ("qwen_image", "image"),
     ("wan", "i2v_clip"),
+    ("ltx", "v0_9_1"),
+    ("hunyuan_video", None),
 ]
 
 
@@ -79,7 +81,7 @@ def networks(component: object) -> Sequence[nn.Module]:
 def test_planned_weights_are_those_that_are_loaded(
     family: str, variant: str | None, checkpoint_of: Callable[..., Path]
 ) -> None:
-    overrides = ("decode.tiling_pixels=4000",) if family == "wan" else ()
+    overrides = ("decode.tiling_pixels=4000",) if family in ("wan", "ltx", "hunyuan_video") else ()
     args = OmniEngineArgs(model=str(checkpoint_of(family, variant)), device="cpu", overrides=overrides)
     resolved = resolve(args, registry=REGISTRY)
     plan = plan_memory(resolved)

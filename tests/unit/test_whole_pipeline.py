@@ -46,6 +46,7 @@ from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models.diffusers_pipeline import FAMILY
 from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
+from omnistage.models.diffusers_pipeline.inspection import check_pipeline, output_fields
 from omnistage.pipeline.build import build_stage, load_component
 from omnistage.placement.devices import resolve_device
 
@@ -418,6 +419,71 @@ def test_what_a_pipeline_needs_must_be_given() -> None:
     component.check(start, DiffusionParams(num_frames=3, fps=4))
     with pytest.raises(InvalidRequestError, match="known: none"):
         component.check(start, DiffusionParams(num_frames=3, scheduler="DDIMScheduler"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("StableAudioPipeline", "gives audios; only pipelines that give images or frames"),
+        ("FluxPriorReduxPipeline", "gives pooled_prompt_embeds, prompt_embeds; only"),
+        ("MarigoldDepthPipeline", "gives latent, prediction, uncertainty; only"),
+        ("LTX2Pipeline", "gives audio with its frames, which would be lost"),
+        ("KandinskyPipeline", "cannot be called without image_embeds"),
+        ("KandinskyCombinedPipeline", "fetches other checkpoints"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused_by_its_class(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_pipeline(getattr(diffusers(), name))
+
+
+@pytest.mark.parametrize(
+    "name", ["PixArtAlphaPipeline", "AuraFlowPipeline", "AllegroPipeline", "Kandinsky5T2IPipeline"]
+)
+def test_what_can_be_driven_is_accepted(name: str) -> None:
+    cls = getattr(diffusers(), name)
+    assert output_fields(cls) & {"images", "frames", "image"}
+    check_pipeline(cls)
+
+
+def test_the_older_callback_gives_progress_and_ends(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    unet = diffusers().UNet2DModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    pipe = diffusers().ConsistencyModelPipeline(unet=unet, scheduler=diffusers().CMStochasticIterativeScheduler())
+    pipe.save_pretrained(tmp_path)
+    stage = staged(loaded(tmp_path))
+    put(stage, "a", DiffusionInput("1"), seed=4, steps=3)
+    put(stage, "b", DiffusionInput("1"), seed=5, steps=3)
+    chunks = stage.drain()
+    assert progress(chunks, "a") == [(1, 3), (2, 3), (3, 3)]
+    wanted = pipe(num_inference_steps=3, generator=torch.Generator().manual_seed(4)).images[0]
+    assert np.array_equal(pictures(chunks, "a")[0].pixels, np.asarray(wanted))
+    put(stage, "a", DiffusionInput("1"), steps=50)
+    stage.step()
+    stage.abort("a")
+    assert not stage.has_work()
+
+
+class Broken:
+    """Fails inside, as a pipeline does whose parts do not fit."""
+
+    def __call__(self, prompt: str, callback_on_step_end: Any = None) -> None:
+        callback_on_step_end(self, 0, 0, {})
+        raise TypeError("forward() got an unexpected keyword argument 'mask'")
+
+
+def test_a_pipeline_that_fails_says_where_and_why() -> None:
+    with pytest.raises(
+        StageError, match=r"Broken failed after step 1, at .*\.py:\d+ in __call__ .*keyword argument 'mask'"
+    ):
+        Pipeline(Broken()).draw(DiffusionInput(PROMPT), DiffusionParams(), 0, lambda done, steps: None)
 
 
 # ------------------------------------------------------------------------------------- the stage, by itself

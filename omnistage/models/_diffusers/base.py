@@ -17,17 +17,17 @@ from omnistage.core.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
-    SizeError,
     UnsupportedModalityError,
 )
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
-from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.component import Denoiser, EncodeJob, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.convergence import check_early_stop
 from omnistage.engines.peak_memory import META, peak_bytes
+from omnistage.models._diffusers.checks import check_sides
 from omnistage.models._diffusers.loading import Parts
+from omnistage.models._diffusers.schedules import other_scheduler
 
 if TYPE_CHECKING:
     from diffusers import ConfigMixin, DiffusionPipeline, SchedulerMixin
@@ -254,25 +254,6 @@ class DiffusersDenoiser(Denoiser):
         return scaled
 
 
-def other_scheduler(stock: SchedulerMixin | None, name: str | None) -> SchedulerMixin | None:
-    """The scheduler called `name`, which can take the place of `stock`; None where that is `stock` itself."""
-    if name is None or type(stock).__name__ == name:
-        return None
-    known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
-    if stock is None or name not in known:
-        names = sorted({type(stock).__name__, *known}) if stock is not None else ["none"]
-        raise InvalidRequestError(
-            f"there is no scheduler {short_repr(name)} for this model; known: {', '.join(names)}", param="scheduler"
-        )
-    try:
-        return known[name].from_config(stock.config)
-    except (ImportError, TypeError, ValueError) as error:  # it needs a package, or settings that these do not have
-        reason = " ".join(str(error).split())[:200]
-        raise InvalidRequestError(
-            f"{name} cannot be used with this checkpoint ({reason}); use another", param="scheduler"
-        ) from error
-
-
 def latent_statistics(config: ConfigMixin, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation of a VAE's latents by channel, for a batch of latents like these."""
     shape = (1, -1, *(1 for _ in like.shape[2:]))
@@ -302,18 +283,6 @@ def text_bytes(encoder: Any, rows: int, tokens: int) -> int:
     length = min(tokens, getattr(config, "max_position_embeddings", tokens))
     ids = torch.empty(rows, length, dtype=torch.int64, device=META)
     return peak_bytes(lambda: encoder(input_ids=ids, output_hidden_states=True))
-
-
-def check_sides(params: DiffusionParams, multiple: int) -> None:
-    """Refuse a width or a height that is no multiple of this."""
-    for name, value in (("width", params.width), ("height", params.height)):
-        if value is not None and value % multiple:
-            low = max(value // multiple, 1) * multiple
-            raise SizeError(
-                f"must be a multiple of {multiple}, got {value}; use {low} or {low + multiple}",
-                side=name,
-                nearest=low + multiple if value - low > multiple / 2 else low,
-            )
 
 
 def with_references(rows: Sequence[Row]) -> Tensor:

@@ -5,8 +5,8 @@ Only classes that diffusers exports are used, only safetensors are loaded, code 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import logging
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,39 +22,34 @@ from omnistage.core.errors import (
     UnsupportedModalityError,
     UnsupportedModelError,
 )
+from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
 from omnistage.engines.diffusion.whole import OnStep, WholePipeline
-from omnistage.models._diffusers import private_api
-from omnistage.models._diffusers.base import other_scheduler
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
+from omnistage.models._diffusers.schedules import other_scheduler
+from omnistage.models.diffusers_pipeline.inspection import (
+    ARGUMENTS,
+    INPUT_ARGUMENTS,
+    PIXEL_FIELDS,
+    STEP_CALLBACKS,
+    check_pipeline,
+    signature,
+)
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+logger = logging.getLogger(__name__)
+
 _Tensors = dict[str, torch.Tensor]
-_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "width": ("width",),
-    "height": ("height",),
-    "steps": ("num_inference_steps",),
-    "guidance": ("guidance_scale",),
-    "true_cfg": ("true_cfg_scale",),
-    "negative_prompt": ("negative_prompt",),
-    "strength": ("strength",),
-    "control_scale": ("controlnet_conditioning_scale",),
-    "num_frames": ("num_frames", "video_length"),
-    "fps": ("frame_rate", "fps", "num_frames"),
-    "max_sequence_length": ("max_sequence_length",),
-    "seed": ("generator",),
-}
-"""Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
 _ENGINE_ONLY = ("preview_every", "early_stop")
 """What only the engine's own loop can do."""
-_INPUT_ARGUMENTS = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
-"""Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
 _MAX_REASON_CHARS = 300
+_CODE_ERRORS = (TypeError, AttributeError, ImportError, RuntimeError)
+"""Errors whose messages are about code and shapes, never about what a user wrote."""
 
 
 class Pipeline(WholePipeline):
@@ -62,12 +57,12 @@ class Pipeline(WholePipeline):
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe = pipe
-        self.takes, self.needs = _signature(type(pipe))
+        self.takes, self.needs = signature(type(pipe))
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         arguments = self._arguments(payload, params)
         for name in sorted(self.needs - set(arguments)):
-            ours = _INPUT_ARGUMENTS.get(name) or next(field for field, names in _ARGUMENTS.items() if name in names)
+            ours = INPUT_ARGUMENTS.get(name) or next(field for field, names in ARGUMENTS.items() if name in names)
             raise InvalidRequestError(f"is missing; {type(self.pipe).__name__} requires it", param=ours)
         for field in _ENGINE_ONLY:
             if getattr(params, field):
@@ -92,6 +87,9 @@ class Pipeline(WholePipeline):
 
         if "callback_on_step_end" in self.takes:
             arguments["callback_on_step_end"] = on_step_end
+        elif "callback" in self.takes:  # the older form: it is given no pipeline and returns nothing
+            arguments["callback"] = lambda step, time, _latents: on_step_end(self.pipe, step, time, {}) and None
+            arguments |= {"callback_steps": 1} if "callback_steps" in self.takes else {}
         stock = getattr(self.pipe, "scheduler", None)
         if (other := other_scheduler(stock, params.scheduler)) is not None:
             self.pipe.scheduler = other
@@ -104,6 +102,9 @@ class Pipeline(WholePipeline):
             # Before the first step, it is diffusers' own check of what it was given.
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise InvalidRequestError(f"{type(self.pipe).__name__} cannot draw this: {reason}") from error
+        except _CODE_ERRORS as error:
+            log_defect("a pipeline of diffusers", error)
+            raise StageError(f"{type(self.pipe).__name__} failed {_where(error, done)}") from error
         finally:
             if stock is not None:
                 self.pipe.scheduler = stock
@@ -114,7 +115,7 @@ class Pipeline(WholePipeline):
     def _arguments(self, payload: DiffusionInput, params: DiffusionParams) -> dict[str, object]:
         """The request's parameters under diffusers' names; the prompt is left out for a pipeline that takes none."""
         arguments: dict[str, object] = {}
-        for field, names in _ARGUMENTS.items():
+        for field, names in ARGUMENTS.items():
             value = getattr(params, field)
             if value is None:
                 continue
@@ -153,16 +154,13 @@ class Pipeline(WholePipeline):
         )
 
 
-def _signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[str]]:
-    """What a pipeline can be called with, and what it cannot be called without."""
-    parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
-    parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = frozenset(p.name for p in parameters if p.default is p.empty)
-    if unknown := sorted(needed - {*_INPUT_ARGUMENTS, *(name for names in _ARGUMENTS.values() for name in names)}):
-        raise UnsupportedModelError(
-            f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
-        )
-    return frozenset(p.name for p in parameters), needed
+def _where(error: Exception, done: int) -> str:
+    """After which step a pipeline failed, in which of diffusers' or other functions, and with what."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if "diffusers" in Path(frame.filename).parts), frames[-1])
+    reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+    place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+    return f"after step {done}, at {place} ({type(error).__name__}: {reason})"
 
 
 def _steps(pipe: DiffusionPipeline, params: DiffusionParams) -> int:
@@ -176,11 +174,10 @@ def _steps(pipe: DiffusionPipeline, params: DiffusionParams) -> int:
 
 def pixels_of(output: object) -> np.ndarray:
     """The one picture or video in a pipeline's output."""
-    frames, images = getattr(output, "frames", None), getattr(output, "images", None)
-    if frames is not None and len(frames):
-        return np.stack([_picture(frame) for frame in frames[0]])
-    if images is not None and len(images):
-        return _picture(images[0])
+    for name in PIXEL_FIELDS:
+        values = getattr(output, name, None)
+        if values is not None and len(values):
+            return np.stack([_picture(frame) for frame in values[0]]) if name == "frames" else _picture(values[0])
     raise StageError(f"the pipeline returned {type(output).__name__}, which holds neither a picture nor a video")
 
 
@@ -223,7 +220,13 @@ def load(context: LoadContext) -> Pipeline:
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.eval().requires_grad_(False)
-    return Pipeline(pipe)
+    loaded_pipeline = Pipeline(pipe)
+    if not loaded_pipeline.takes & STEP_CALLBACKS:
+        logger.warning(
+            "%s calls nothing after its steps: its requests report no progress, and end early only between pictures",
+            cls.__name__,
+        )
+    return loaded_pipeline
 
 
 def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
@@ -236,15 +239,6 @@ def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
         )
     check_pipeline(cls)
     return cls
-
-
-def check_pipeline(cls: type[DiffusionPipeline]) -> None:
-    """Refuse a pipeline that no request could call, before anything is loaded."""
-    if private_api.fetches_checkpoints(cls):
-        raise UnsupportedModelError(
-            f"{cls.__name__} fetches other checkpoints by itself; serve one of its parts instead"
-        )
-    _signature(cls)
 
 
 def _checked_parts(parts: Parts) -> list[str]:

@@ -28,6 +28,7 @@ from omnistage.models._diffusers.base import (
     set_timesteps,
     with_references,
 )
+from omnistage.models._diffusers.checks import check_true_cfg
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2")
@@ -46,12 +47,7 @@ class Encoder(DiffusersEncoder):
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
-        # diffusers ignores either without the other; a parameter without effect is refused.
-        guided = params.true_cfg is not None and params.true_cfg > 1
-        if params.negative_prompt is not None and not guided:
-            raise InvalidRequestError("has an effect only with true_cfg above 1; set that too", param="negative_prompt")
-        if guided and params.negative_prompt is None:
-            raise InvalidRequestError('needs a negative_prompt; send one, "" if need be', param="true_cfg")
+        check_true_cfg(params)
 
     def guided(self, params: DiffusionParams) -> bool:
         return params.true_cfg is not None and params.true_cfg > 1 and params.negative_prompt is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.params import DiffusionParams
-from omnistage.models._diffusers.base import check_sides
+from omnistage.models._diffusers.checks import check_sides
 
 CELL = 32
 """Pixels of a picture token's side."""

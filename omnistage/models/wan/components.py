@@ -32,6 +32,7 @@ from omnistage.models._diffusers.base import (
     noise,
     set_timesteps,
 )
+from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import Parts, diffusers, load_encoder_pipeline
 
 if TYPE_CHECKING:
@@ -76,12 +77,7 @@ class Encoder(DiffusersEncoder):
             raise InvalidRequestError(f"this model needs {needed}, got {len(payload.images)}", param="image")
         super().check(payload, params)
         frames, factor = self.num_frames(params), self.pipe.vae_scale_factor_temporal
-        if (frames - 1) % factor:
-            low = (frames - 1) // factor * factor + 1
-            raise InvalidRequestError(
-                f"must be one more than a multiple of {factor}, got {frames}; use {low} or {low + factor}",
-                param="num_frames",
-            )
+        check_frames(frames, factor)
         if len(payload.images) > 1 and frames == 1:
             raise InvalidRequestError(
                 f"two pictures need at least {factor + 1} frames between them", param="num_frames"

@@ -1,0 +1,87 @@
+"""Whether a pipeline class of diffusers can be driven whole: asked when it is loaded, of the class alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
+
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.models._diffusers import private_api
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "width": ("width",),
+    "height": ("height",),
+    "steps": ("num_inference_steps",),
+    "guidance": ("guidance_scale",),
+    "true_cfg": ("true_cfg_scale",),
+    "negative_prompt": ("negative_prompt",),
+    "strength": ("strength",),
+    "control_scale": ("controlnet_conditioning_scale",),
+    "num_frames": ("num_frames", "video_length"),
+    "fps": ("frame_rate", "fps", "num_frames"),
+    "max_sequence_length": ("max_sequence_length",),
+    "seed": ("generator",),
+}
+"""Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
+INPUT_ARGUMENTS = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
+"""Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
+
+PIXEL_FIELDS = ("frames", "images", "image")
+"""Where the outputs of pipelines have their pixels, in the order in which they are looked at."""
+_SOUND_FIELDS = frozenset({"audio", "audios", "sound"})
+STEP_CALLBACKS = frozenset({"callback_on_step_end", "callback"})
+"""What a pipeline calls after a step; the second is the older one."""
+
+
+def check_pipeline(cls: type[DiffusionPipeline]) -> None:
+    """Refuse a pipeline that no request could call, or that gives no picture and no video."""
+    if private_api.fetches_checkpoints(cls):
+        raise UnsupportedModelError(
+            f"{cls.__name__} fetches other checkpoints by itself; serve one of its parts instead"
+        )
+    _, needs = signature(cls)
+    known = {*INPUT_ARGUMENTS, *(name for names in ARGUMENTS.values() for name in names)}
+    if unknown := sorted(needs - known):
+        raise UnsupportedModelError(
+            f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
+        )
+    given = output_fields(cls)
+    if given and not given & set(PIXEL_FIELDS):
+        raise UnsupportedModelError(
+            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images or frames are served"
+        )
+    if sound := given & _SOUND_FIELDS:
+        raise UnsupportedModelError(
+            f"{cls.__name__} gives {', '.join(sorted(sound))} with its frames, which would be lost; videos have no "
+            "sound here yet"
+        )
+
+
+def signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[str]]:
+    """What a pipeline can be called with, and what it cannot be called without."""
+    parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+    parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return frozenset(p.name for p in parameters), frozenset(p.name for p in parameters if p.default is p.empty)
+
+
+def output_fields(cls: type[DiffusionPipeline]) -> frozenset[str]:
+    """The fields of what a pipeline's call returns, as its source names them; none where that cannot be read."""
+    call = inspect.unwrap(cls.__call__)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    names = {
+        node.value.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+    }
+    outputs = [value for name in names if is_dataclass(value := call.__globals__.get(name))]
+    return frozenset(field.name for output in outputs for field in fields(output))

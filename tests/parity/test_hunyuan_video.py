@@ -1,0 +1,147 @@
+"""HunyuanVideo on our components against diffusers' pipeline, and what we refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnistage.cli.model_runner import OmniRunner
+from omnistage.core.errors import OmniError, UnsupportedModelError
+from omnistage.core.params import DiffusionParams
+from omnistage.core.types import DiffusionInput
+from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
+from omnistage.models._diffusers.tiny import picture
+from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models.hunyuan_video import verify
+
+Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+
+SMALL = {"width": 64, "height": 64, "num_frames": 5}
+WIDE = {"width": 96, "height": 64, "num_frames": 9}
+AWAY = {"negative_prompt": "people and cars", "true_cfg": 3.0}
+
+
+class Model:
+    """A checkpoint, ours and theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parts: Components = load_components(OmniRunner(folder))
+        self.reference = verify.Reference(folder)
+
+    def same(self, asked: Case) -> None:
+        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
+        assert all(row.ok for row in rows), rows
+
+    @torch.inference_mode()
+    def opened(self, asked: Case, steps: int = 0) -> Lane:
+        """A lane some steps on its way."""
+        encoder, denoiser, _ = self.parts
+        encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
+        condition = encoder.condition(asked.payload, asked.params, encoded)
+        lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
+        for _ in range(steps):
+            denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
+        return lane
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint_of: Callable[..., Path]) -> Model:
+    return Model(checkpoint_of("hunyuan_video"))
+
+
+def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), **options: Any) -> Case:
+    return Case("case", DiffusionInput(prompt, images), DiffusionParams.parse({"seed": 5, **options}))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        case(**SMALL, steps=4),
+        case(**WIDE, steps=3, guidance=2.0, **AWAY),
+        case(**SMALL, steps=2, guidance=0.0, max_sequence_length=200, seed=2**40),
+        case("a very long story about the robot in the garden " * 30, width=32, height=96, num_frames=1, steps=1),
+    ],
+)
+def test_as_diffusers_draws(asked: Case, model: Model) -> None:
+    model.same(asked)
+
+
+def test_defaults_are_those_of_diffusers(model: Model) -> None:
+    assert model.parts[0].planned_size() == (1280, 720, 129)
+    lane = model.opened(case(width=32, height=32))
+    assert (lane.steps, lane.condition.num_frames, float(lane.context["guidance"])) == (50, 129, 6000.0)
+    assert len(model.parts[1].rows(lane)) == 1
+
+
+def test_every_parameter_counts(model: Model) -> None:
+    others: dict[str, dict[str, Any]] = {
+        "base": {},
+        "prompt": {"prompt": "two blue dogs"},
+        "seed": {"seed": 6},
+        "guidance": {"guidance": 30.0},
+        "negative": AWAY,
+        "steps": {"steps": 4},
+    }
+    drawn = {name: drive(*model.parts, case(**{**SMALL, "steps": 3, **options})) for name, options in others.items()}
+    assert drawn["base"].pixels.shape == (5, 64, 64, 3)
+    assert drawn["base"].pixels.std() > 10
+    for name, one in drawn.items():
+        for other, two in drawn.items():
+            assert name == other or _far(one, two) > 0.2, (name, other, _far(one, two))
+
+
+def _far(one: DiffusionResult, two: DiffusionResult) -> float:
+    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+
+
+@torch.inference_mode()
+def test_rows_do_not_feel_their_neighbours(model: Model) -> None:
+    """Texts of different lengths among them, which are masked."""
+    lanes = [
+        model.opened(case(**SMALL, steps=4, **AWAY), 2),
+        model.opened(case("a boat " * 20, **SMALL, steps=3, guidance=1.0, seed=9), 1),
+        model.opened(case(**WIDE, steps=3), 1),
+    ]
+    denoiser = model.parts[1]
+    groups: dict[Hashable, list[Row]] = {}
+    for row in (row for lane in lanes for row in denoiser.rows(lane)):
+        groups.setdefault(denoiser.group(row), []).append(row)
+    assert sorted(len(group) for group in groups.values()) == [1, 3]
+    for group in groups.values():
+        for row, together in zip(group, denoiser.forward(group), strict=True):
+            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (case(width=72, height=64), "width"),
+        (case(width=64, height=40), "height"),
+        (case(**{**SMALL, "num_frames": 6}), "num_frames"),
+        (case(images=(picture(64, 64),), **SMALL), "image"),
+        (case(**SMALL, negative_prompt="fog"), "negative_prompt"),
+        (case(**SMALL, true_cfg=2.0), "true_cfg"),
+        (case(**SMALL, strength=0.5), "strength"),
+    ],
+)
+def test_refusals_name_the_parameter(asked: Case, param: str, model: Model) -> None:
+    with pytest.raises(OmniError) as raised:
+        model.parts[0].check(asked.payload, asked.params)
+    assert raised.value.param == param
+    assert raised.value.status < 500
+
+
+def test_transformers_that_go_on_from_pictures_are_refused(model: Model, tmp_path: Path) -> None:
+    shutil.copytree(model.folder, tmp_path / "copy")
+    path = tmp_path / "copy" / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_condition_type": "token_replace"}))
+    with pytest.raises(UnsupportedModelError, match="token_replace"):
+        load_components(OmniRunner(tmp_path / "copy"))
