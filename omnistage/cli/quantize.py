@@ -324,3 +324,14 @@ def check_report(folder: Path) -> dict[str, Any]:
         changed = sorted(name for name in {*found, *hashes} if found.get(name) != hashes.get(name))
         raise CheckpointError(f"{', '.join(changed)} in {folder} changed after the report; quantise the original again")
     return report
+
+
+def quantised_table(folder: Path) -> Table:
+    """The report of a quantised checkpoint, whose files are as they were."""
+    report = check_report(folder)
+    table = Table(title=f"{report['scheme']} against {report['original']}, as measured when it was written")
+    for name in ("quantity", "value", "gate"):
+        table.add_column(name)
+    for name, each in report["quantities"].items():
+        table.add_row(name, f"{each['value']:.4g}", f"{'≥' if each['at_least'] else '≤'} {each['limit']:g}")
+    return table

@@ -128,6 +128,7 @@ def _write_file(
             for end, part in pack(tensor, configs[owner[0]]).items():
                 tensors[f"{name}{end}"] = part.contiguous()
     save_file(tensors, copy, metadata=metadata)
+    shutil.copymode(path, copy)
     return found
 
 
