@@ -18,23 +18,11 @@ import numpy as np
 import torch
 from token2wav_streaming import build, snr
 
+from omnistage.bench.quality import mel_distance
 from omnistage.core.params import CodecParams, SpeechQuality
 from omnistage.engines.codec import Window
 from omnistage.engines.codec.flow import SOLVERS
 from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
-
-
-def log_mel(wave: np.ndarray, rate: int = 24_000, size: int = 1024, hop: int = 256, bands: int = 80) -> np.ndarray:
-    """`[frames, bands]` in dB, 80 dB below the loudest at least."""
-    window = torch.hann_window(size)
-    power = torch.stft(torch.from_numpy(wave), size, hop, window=window, return_complex=True).abs().square().numpy()
-    mels = np.linspace(0, 2595 * np.log10(1 + rate / 2 / 700), bands + 2)
-    edges = 700 * (10 ** (mels / 2595) - 1)
-    bins = np.linspace(0, rate / 2, size // 2 + 1)
-    low, mid, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
-    filters = np.clip(np.minimum((bins - low) / (mid - low), (high - bins) / (high - mid)), 0, None)
-    levels = 10 * np.log10(np.maximum(filters @ power, 1e-12))
-    return np.asarray(np.maximum(levels, levels.max() - 80).T)
 
 
 def load(folder: Path, device: str) -> Token2Wav:
@@ -85,7 +73,7 @@ def main() -> None:
         wave, seconds = speak(quality)
         guided = SOLVERS[quality].guided(10)
         rows = (len(guided) + sum(guided)) / 72  # rows of the DiT, of 36 evaluations with guidance
-        distance = float(np.sqrt(np.mean(np.square(log_mel(wave) - log_mel(reference)))))
+        distance = mel_distance(wave, reference, 24_000)
         print(f"{quality:>10}{rows:>8.3f}{snr(wave, reference):>9.1f}{distance:>9.3f}{whole / seconds:>8.2f}")
 
 

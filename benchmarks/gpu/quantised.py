@@ -3,8 +3,8 @@
     python benchmarks/gpu/quantised.py [--seconds 150] [--parts lm flux qwen] > quantised.jsonl
 
 True shapes, random weights made on the device; the transform is the package's own. One JSON line a part, as soon as it
-is measured; a part that fails gives its error and the next one runs. torchao must be importable, its compiled extensions
-need not be. To try it out on a CPU: --scale 0.02 (the schemes are then int8 and int8_dynamic).
+is measured; a part that fails gives its error and the next one runs. torchao must be importable, its compiled
+extensions need not be. To try it out on a CPU: --scale 0.1 (narrower, and with the schemes int8 and int8_dynamic).
 """
 
 from __future__ import annotations

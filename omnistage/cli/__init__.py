@@ -17,6 +17,7 @@ from omnistage.cli.models import models
 from omnistage.cli.options import expand_options
 from omnistage.cli.plan import plan
 from omnistage.cli.pull import list_bundles, pull
+from omnistage.cli.quantize import quantize
 from omnistage.cli.serve import serve
 from omnistage.cli.tiny import tiny
 from omnistage.cli.verify import verify
@@ -53,7 +54,7 @@ def _main(
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-for _command in (generate, chat, serve, plan, config, tiny, verify):
+for _command in (generate, chat, serve, plan, config, tiny, quantize, verify):
     app.command()(ends_on_error(expand_options(_command)))
 app.command("models")(ends_on_error(models))
 app.command("pull")(ends_on_error(pull))

@@ -23,7 +23,8 @@ def verify(
 ) -> None:
     """Run the same prompts through Omnistage and the reference library, and print the largest differences.
 
-    Ends with exit code 1 if any quantity differs by more than its tolerance.
+    Ends with exit code 1 if any quantity differs by more than its tolerance. Of a checkpoint of `omnistage quantize` it
+    checks that its files are those that were measured, and prints the report.
 
     Examples:
 
@@ -34,11 +35,16 @@ def verify(
     ```
     """
     from omnistage.cli.model_runner import OmniRunner
+    from omnistage.cli.quantize import quantised_table
     from omnistage.config import detect_family
     from omnistage.config.checkpoint import find_model, read_model_config
+    from omnistage.config.quantize import RECIPE_FILE
     from omnistage.models.registry import REGISTRY
 
     folder = find_model(model, REGISTRY)
+    if (folder / RECIPE_FILE).is_file():
+        out().print(quantised_table(folder))
+        return
     family = detect_family(read_model_config(folder), REGISTRY)
     if family.verify is None:
         raise UnsupportedModelError(f"the family {family.name} has no comparison with a reference")

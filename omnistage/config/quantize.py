@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from omnistage.config.scalars import ConfigModel
 from omnistage.core.validation import short_repr
 
+RECIPE_FILE = "quantisation.json"
+"""Of a quantised checkpoint: what is quantised in which stage."""
 Scheme = Literal["int8", "int4", "int8_dynamic", "float8"]
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "int8_dynamic", "float8")
 
@@ -37,6 +39,11 @@ class QuantizeConfig(ConfigModel):
     )
     include: tuple[Pattern, ...] = Field(
         default=(), max_length=1000, description="Linear layers to quantise although the defaults leave them out."
+    )
+    only: tuple[Pattern, ...] | None = Field(
+        default=None,
+        max_length=100_000,
+        description="Layers to quantise, instead of the defaults, include and exclude; of quantised checkpoints.",
     )
     group_size: Literal[32, 64, 128, 256] = Field(default=128, description="int4: weights that share a scale.")
     required: bool = Field(

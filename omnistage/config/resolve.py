@@ -17,16 +17,17 @@ from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.names import check_names, check_placement, graph_of
 from omnistage.config.problems import to_config_error
-from omnistage.config.quantize import Scheme
+from omnistage.config.quantize import RECIPE_FILE, Scheme
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
 from omnistage.config.schema import OmniConfig
 from omnistage.config.yamlio import load_file
-from omnistage.core.errors import ConfigError
+from omnistage.core.checkpoint import read_json
+from omnistage.core.errors import CheckpointError, ConfigError
 from omnistage.core.family import Family
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.registry import Registry
 from omnistage.core.types import DTypeName
-from omnistage.core.validation import first_problem
+from omnistage.core.validation import first_problem, short_repr
 
 
 class OmniEngineArgs(ConfigModel):
@@ -102,7 +103,7 @@ def resolve(args: OmniEngineArgs, *, registry: Registry, weights: bool = True) -
     )
     hf_config = read_model_config(folder)
     family = detect_family(hf_config, registry)
-    layers = _stack(args, family, hf_config)
+    layers = _stack(args, family, hf_config, folder)
     config, graph = check(layers.data, layers.sources, registry)
     name = folder.name if Path(args.model).expanduser().is_dir() else args.model
     return ResolvedConfig(
@@ -136,10 +137,12 @@ def to_yaml(resolved: ResolvedConfig) -> str:
     return header + emit_yaml(_dump(resolved.config), resolved.provenance)
 
 
-def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]) -> Layers:
+def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object], folder: Path) -> Layers:
     layers = Layers()
     pipeline = family.pipeline if family.pipeline_of is None else family.pipeline_of(hf_config)
     layers.add(load_file(pipeline, label=f"{family.name}/{pipeline.name}"))
+    if (folder / RECIPE_FILE).is_file():
+        _add_recipe(layers, folder)
     if args.config is not None:
         layers.add(load_file(args.config))
     memory = None if args.gpu_memory is None else format_size(args.gpu_memory)
@@ -161,16 +164,25 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
     return layers
 
 
+def _add_recipe(layers: Layers, folder: Path) -> None:
+    """What a quantised checkpoint says of its stages."""
+    stages = read_json(folder / RECIPE_FILE).get("stages")
+    if not isinstance(stages, dict):
+        raise CheckpointError(f"{RECIPE_FILE} in {folder} names no stages; fetch the model again")
+    for name, recipe in stages.items():
+        if name not in layers.section("pipeline", "stages"):
+            raise CheckpointError(f"{RECIPE_FILE} in {folder} names a stage {short_repr(name)} that there is not")
+        layers.set(("pipeline", "stages", name, "quantize"), recipe, Source(RECIPE_FILE))
+
+
 def _quantise_all(layers: Layers, scheme: Scheme) -> None:
     """The scheme for all stages that may have weights for it, unless the configuration says more of one."""
     for name, stage in layers.section("pipeline", "stages").items():
-        if isinstance(stage, dict) and stage.get("engine") in ("autoregressive", "diffusion"):
-            if stage.get("quantize") is None:
-                layers.set(
-                    ("pipeline", "stages", name, "quantize"),
-                    {"scheme": scheme, "required": False},
-                    Source("--quantize"),
-                )
+        if not isinstance(stage, dict) or stage.get("engine") not in ("autoregressive", "diffusion"):
+            continue
+        if stage.get("quantize") is None:
+            value = {"scheme": scheme, "required": False}
+            layers.set(("pipeline", "stages", name, "quantize"), value, Source("--quantize"))
 
 
 def _place_on_ray(layers: Layers, address: str) -> None:

@@ -258,6 +258,6 @@ class Family:
     plans_memory: bool = False
     """Its factories take the meta device: they build components without reading weights, which the memory plan asks."""
     full_precision: tuple[str, ...] = ()
-    """Regular expressions of modules that quantisation leaves as they are, beside those that it leaves in all models."""
+    """Regular expressions of modules that are never quantised by default, beside those of all models."""
     bundle: Bundle | None = None
     """Weights that `omnistage pull` fetches for it."""

@@ -26,6 +26,7 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import ATTENTION_NAME
 from omnistage.engines.quantisation.transform import current_quantiser
 from omnistage.hf import transformers
+from omnistage.models.quantised_files import join_quantised, weight_names
 from omnistage.models.stored import DTYPES, stored_entries, stored_tensor
 
 if TYPE_CHECKING:
@@ -98,7 +99,12 @@ class Checkpoint:
                     else:
                         tensor = stored_tensor(path, entry, device)
                     tensors[name[len(prefix) :]] = tensor
-        return tensors
+        return join_quantised(tensors)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights lie in it as `omnistage quantize` writes them."""
+        return bool(weight_names(self._file_of))
 
     def num_elements(self) -> int:
         """Numbers in all tensors together, by the headers of the files alone."""

@@ -23,7 +23,7 @@ def _activation_levels() -> int:
 
 
 def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[O, I]` as int8 with a float32 scale `[O]`: the largest weight of a row is ±127, and so it comes back exactly."""
+    """`[O, I]` as int8 with a float32 scale `[O]`: the largest weight of a row is ±127 and comes back exactly."""
     values = weight.float()
     scale = values.abs().amax(-1).div(INT8_MAX)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -62,7 +62,7 @@ class PackedInt8Linear(nn.Linear):
 
 
 def pack_linear(layer: nn.Linear) -> None:
-    """Make a linear layer a `PackedInt8Linear`, in place: whoever holds the layer computes with integers from now on."""
+    """Make a linear layer a `PackedInt8Linear`, in place: whoever holds it computes with integers from now on."""
     values, scale = int8_rows(layer.weight.detach())
     zeros = torch.zeros(len(scale), dtype=torch.int64)
     engine = torch.backends.quantized.engine

@@ -28,6 +28,9 @@ def layers_to_quantise(
     Raises for experts in one tensor, which no scheme quantises: most of the weights would silently stay.
     """
     linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    if config.only is not None:
+        only = re.compile("|".join(config.only)) if config.only else None
+        return {name: layer for name, layer in linears.items() if only is not None and only.search(name)}
     chosen = _defaults(linears, kept, dit=dit)
     include, exclude = _joined(config.include), _joined(config.exclude)
     chosen |= {name: layer for name, layer in linears.items() if include is not None and include.search(name)}

@@ -20,7 +20,7 @@ from torch import nn
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
-from omnistage.engines.quantisation.packed import has_packed_int8, int8_rows, pack_linear
+from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
 
 _MIN_CAPABILITY = {"int8": (7, 0), "int4": (8, 0), "float8": (8, 9)}
@@ -87,15 +87,11 @@ class Quantiser:
             module = network.get_submodule(name)
             layer = module.group.joint if isinstance(module, MergedLinear) else module
             if not isinstance(module, MergedLinear) or module.index == 0:
-                self._quantise(layer, device)
+                self.quantise_layer(layer, device)
 
     def apply_to(self, component: object, device: torch.device) -> None:
         """Exchange the layers of a component that is complete; on the meta device for ones of the same size."""
-        from omnistage.engines.ar.component import ARComponent
-        from omnistage.engines.diffusion.component import Denoiser, PromptEncoder
-
-        networks = component.modules if isinstance(component, ARComponent | PromptEncoder) else ()
-        for network in component.transformers if isinstance(component, Denoiser) else networks:
+        for network in networks_of(component):
             if device.type == "meta":
                 self.plan(network)
             else:
@@ -111,12 +107,13 @@ class Quantiser:
         """Refuse a stage in which nothing was quantised."""
         if self.config.required and not self.layers:
             raise ConfigError(
-                f"{self.config.scheme} would quantise nothing in this stage: it has no linear layer that the scheme and "
-                "its exclusions allow; leave quantize out, or name layers with include",
+                f"{self.config.scheme} would quantise nothing in this stage: it has no linear layer that the scheme "
+                "and its exclusions allow; leave quantize out, or name layers with include",
                 param=f"{stage}.quantize",
             )
 
-    def _quantise(self, layer: nn.Module, device: torch.device) -> None:
+    def quantise_layer(self, layer: nn.Module, device: torch.device) -> None:
+        """Quantise one layer in place, for `device`."""
         if not isinstance(layer, nn.Linear):
             raise InternalError(f"{type(layer).__name__} is not a linear layer")
         if self.config.scheme == "int8_dynamic":
@@ -128,6 +125,50 @@ class Quantiser:
         layer.weight = nn.Parameter(_torchao_weight(kept.detach(), self.config), requires_grad=False)
         if type(layer.weight) is type(kept):
             raise InternalError(f"torchao left a layer of {list(kept.shape)} as it was")
+
+
+def networks_of(component: object) -> tuple[nn.Module, ...]:
+    """The networks of a component that may be quantised."""
+    from omnistage.engines.ar.component import ARComponent
+    from omnistage.engines.diffusion.component import Denoiser, PromptEncoder
+
+    if isinstance(component, Denoiser):
+        return tuple(component.transformers)
+    return tuple(component.modules) if isinstance(component, ARComponent | PromptEncoder) else ()
+
+
+def quantised_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """The layers of a loaded network that are quantised, by their own names; merged ones share a layer."""
+    found: dict[str, nn.Linear] = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        layer = module.group.linear if isinstance(module, MergedLinear) else module
+        if ".group." not in f"{name}." and isinstance(layer, nn.Linear) and is_quantised(layer):
+            found[name] = layer
+    return found
+
+
+def is_quantised(layer: nn.Linear) -> bool:
+    return isinstance(layer, PackedInt8Linear) or type(layer._parameters.get("weight")) is not nn.Parameter
+
+
+def network_bytes(network: nn.Module) -> int:
+    """Bytes of a network's weights as they are in memory."""
+    sizes: dict[int, int] = {}
+    for module in network.modules():
+        if isinstance(module, PackedInt8Linear):
+            sizes[id(module)] = quantised_bytes(module.in_features, module.out_features, QuantizeConfig(scheme="int8"))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                for part in _plain_tensors(tensor):
+                    sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor of torchao consists of; else itself."""
+    value = tensor.data if type(tensor) is nn.Parameter else tensor
+    names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None  # type: ignore[no-untyped-call]
+    return [value] if names is None else [getattr(value, name) for name in names]
 
 
 def _torchao_weight(weight: torch.Tensor, config: QuantizeConfig) -> torch.Tensor:

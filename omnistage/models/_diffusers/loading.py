@@ -23,6 +23,7 @@ from omnistage.core.errors import CheckpointError, MissingDependencyError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
 from omnistage.models.loading import check_repeats, check_size, nested_settings, on_device, straight_to
+from omnistage.models.quantised_files import join_quantised, weight_names
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -124,6 +125,8 @@ class Parts:
         options |= {"dtype": dtype, **straight_to(device)}
         if not _is_transformers(cls):
             options["low_cpu_mem_usage"] = True  # missing weights are then an error, not noise
+        if (tensors := _quantised_tensors(folder)) is not None:
+            return on_device(self._filled(cls, folder, tensors, dtype), device)
         model, info = _loaded_with_info(cls, folder, options)
         missing = sorted(info.get("missing_keys", ())) if info else []
         if missing:
@@ -131,6 +134,14 @@ class Parts:
         model.eval()
         model.requires_grad_(False)
         return on_device(model, device)
+
+    def _filled(self, cls: Any, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+        """A part of a quantised checkpoint; every weight must be there."""
+        if _is_transformers(cls):
+            raise CheckpointError(f"{folder} is a quantised {cls.__name__}, only transformers are")
+        model: nn.Module = _guarded(folder, lambda: cls.from_config(cls.load_config(folder, local_files_only=True)))
+        _guarded(folder, lambda: model.load_state_dict(dict(tensors)))
+        return nn.Module.to(model, dtype=dtype).eval().requires_grad_(False)
 
     def stand_in(self, name: str) -> ModelMixin:
         """A part's module with its config and no weights: pipelines read sizes from it."""
@@ -271,6 +282,21 @@ def class_of_pipeline(library: object, cls: object) -> type | None:
         return None
     value = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None
     return value if isinstance(value, type) and hasattr(value, "from_pretrained") else None
+
+
+def _quantised_tensors(folder: Path) -> dict[str, torch.Tensor] | None:
+    """All tensors of a part as `omnistage quantize` writes it; None for other parts."""
+    tensors: dict[str, torch.Tensor] = {}
+    names: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    if not weight_names(names):
+        return None
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return join_quantised(tensors)
 
 
 def _is_transformers(cls: type) -> bool:

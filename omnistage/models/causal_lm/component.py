@@ -166,9 +166,11 @@ def read_model(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel,
         "output_loading_info": True,
         **straight_to(context.device),
     }
-    skeleton = _skeleton(folder, Checkpoint(folder), auto)
+    checkpoint = Checkpoint(folder)
+    skeleton = _skeleton(folder, checkpoint, auto)
     try:
-        if straight_to(context.device) and not check_quantisation(skeleton.config):
+        straight = straight_to(context.device) and not check_quantisation(skeleton.config)
+        if straight or checkpoint.is_quantised:
             tensors = read_weights(context)
             model, info = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=tensors, **options)
         else:

@@ -1,0 +1,227 @@
+"""What a model answers to some prompts, and how far a quantised one is from it: what `omnistage quantize` measures."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from omnistage.bench import quality
+from omnistage.config.quantize import QuantizeConfig
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.core.messages import ChatMessage, TextPart
+from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.types import ARInput, Modality
+from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.quantisation.transform import Quantiser, network_bytes, networks_of, quantised_layers
+from omnistage.models.loading import use_paged_attention
+from omnistage.omni import Omni
+
+Report = Callable[[str, float], None]
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in three sentences how a rainbow forms.",
+    "Write a short story about a lighthouse keeper.",
+    "List five things to pack for a hike in the mountains.",
+    "Translate 'The meeting starts at nine' into Spanish and German.",
+    "A train travels 180 km in two hours. How fast is it on average?",
+    "Write a Python function that reverses a list.",
+    "Summarise why leaves change colour in autumn.",
+)
+"""For those who give none; of pictures as well."""
+_MAX_ROWS = 256
+"""Of the inputs by which a layer is judged."""
+
+
+@dataclass(slots=True, eq=False)
+class Observation:
+    """What a model did with the prompts."""
+
+    sequences: list[list[int]] = field(default_factory=list)
+    """Prompt and greedy answer; a second observation is made over those of the first."""
+    starts: list[int] = field(default_factory=list)
+    """Where the answers begin."""
+    logits: list[Tensor] = field(default_factory=list)
+    """float32 `[T, V]`: at each position from which a token of the answer follows."""
+    likelihoods: list[float] = field(default_factory=list)
+    """Mean negative log-likelihood of each sequence."""
+    pictures: list[np.ndarray] = field(default_factory=list)
+    waves: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    """For all prompts one after the other."""
+    weight_bytes: int = 0
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    """Quantised layers by stage."""
+
+
+def components(omni: Omni) -> dict[str, object]:
+    """The components of the stages that may be quantised."""
+    found = {}
+    for name, stage in omni.orchestrator.stages.items():
+        for attribute in ("component", "denoiser", "encoder"):
+            component = getattr(stage, attribute, None)
+            if component is not None and networks_of(component):
+                found[name] = component
+    return found
+
+
+def observe(
+    omni: Omni, prompts: Sequence[str], tokens: int, report: Report, like: Observation | None = None
+) -> Observation:
+    """Answer the prompts; logits are over the sequences of `like` where it is given."""
+    seen = Observation()
+    parts = components(omni)
+    for name, component in parts.items():
+        networks = networks_of(component)
+        seen.weight_bytes += sum(map(network_bytes, networks))
+        if layers := [layer for network in networks for layer in quantised_layers(network)]:
+            seen.layers[name] = layers
+    texts = [part for part in parts.values() if isinstance(part, ARComponent)]
+    plain = SamplingParams(temperature=0.0, max_tokens=tokens)
+    params = [plain if texts else DiffusionParams(seed=number) for number in range(len(prompts))]
+    modalities = [each.value for each in omni.modalities if each is not Modality.VIDEO]
+    _answer(omni, prompts[0], params[0], modalities)  # the first one finds everything cold
+    for number, prompt in enumerate(prompts):
+        report(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
+        start = time.perf_counter()
+        output = _answer(omni, prompt, params[number], modalities)
+        seen.seconds += time.perf_counter() - start
+        if output.images:
+            seen.pictures.append(output.images[0].pixels)
+        if output.audio is not None:
+            seen.waves.append((output.audio.samples, output.audio.sample_rate))
+        payload = omni.processor.chat([_message(prompt)]) if texts else None  # type: ignore[union-attr]
+        if isinstance(payload, ARInput) and output.outputs:
+            ids = like.sequences[number] if like else [*payload.token_ids, *output.outputs[0].token_ids]
+            _observe_text(seen, texts[0], ids, like.starts[number] if like else len(payload.token_ids))
+    if not (seen.logits or seen.pictures or seen.waves):
+        raise UnsupportedModelError("this model gave neither text, nor a picture, nor speech that could be compared")
+    return seen
+
+
+def _answer(omni: Omni, prompt: str, params: SamplingParams | DiffusionParams, modalities: list[str]) -> Any:
+    given: Any = [{"role": "user", "content": prompt}] if isinstance(params, SamplingParams) else prompt
+    return omni.generate(given, params, modalities=modalities, progress=False)[0]
+
+
+def _message(prompt: str) -> ChatMessage:
+    return ChatMessage("user", (TextPart(prompt),))
+
+
+def _observe_text(seen: Observation, component: ARComponent, ids: list[int], start: int) -> None:
+    logits = whole_logits(component, ids)
+    seen.sequences.append(ids)
+    seen.starts.append(start)
+    seen.logits.append(logits[start - 1 : -1])
+    seen.likelihoods.append(quality.negative_log_likelihood(logits, torch.tensor(ids)))
+
+
+@torch.inference_mode()
+def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
+    """float32 `[T, V]` of a sequence, by the model's own forward over transformers' attention."""
+    model = getattr(component, "model", None)
+    if model is None:
+        raise UnsupportedModelError(
+            f"{type(component).__name__} has no model of transformers whose logits are compared"
+        )
+    paged = component.spec.own_state is None
+    if paged:
+        component.decoder.set_attn_implementation("sdpa")  # type: ignore[operator]
+    try:
+        out = model(input_ids=torch.tensor([ids], device=component.device), use_cache=False)
+    finally:
+        if paged:
+            use_paged_attention(component.decoder)  # type: ignore[arg-type]
+    logits: Tensor = out.logits[0].float().cpu()
+    return logits
+
+
+def compare(original: Observation, quantised: Observation) -> dict[str, float]:
+    """The quantities of `quality.GATES` that both observations have."""
+    values: dict[str, list[float]] = {}
+
+    def add(name: str, value: float) -> None:
+        values.setdefault(name, []).append(value)
+
+    for ours, theirs in zip(quantised.logits, original.logits, strict=True):
+        if len(ours):
+            add("token_agreement", quality.token_agreement(ours, theirs))
+            add("kl", quality.divergence(ours, theirs))
+    for mine, reference in zip(quantised.pictures, original.pictures, strict=True):
+        add("psnr", quality.psnr(mine, reference))
+        add("structure_distance", quality.structure_distance(mine, reference))
+    for (mine, rate), (reference, _) in zip(quantised.waves, original.waves, strict=True):
+        add("mel_distance", quality.mel_distance(mine, reference, rate))
+    figures = {name: float(np.mean(each)) for name, each in values.items()}
+    if original.likelihoods:
+        figures["perplexity_ratio"] = perplexity(quantised) / perplexity(original)
+    return figures
+
+
+def perplexity(seen: Observation) -> float:
+    return math.exp(float(np.mean(seen.likelihoods)))
+
+
+def layer_errors(
+    omni: Omni, configs: Mapping[str, QuantizeConfig], kept: Sequence[str], prompt: str
+) -> dict[str, float]:
+    """Relative error of each layer's own output if it alone is quantised, on what it is given for one prompt.
+
+    The model is one in full precision that runs without captured graphs.
+    """
+    chosen: dict[str, tuple[nn.Linear, Quantiser]] = {}
+    inputs: dict[str, Tensor] = {}
+    hooks = []
+    for stage, component in components(omni).items():
+        if stage not in configs:
+            continue
+        quantiser = Quantiser(configs[stage], not isinstance(component, ARComponent), kept)
+        for network in networks_of(component):
+            for name, layer in quantiser.choose(network).items():
+                chosen[name] = layer, quantiser
+                hooks.append(layer.register_forward_pre_hook(_keeper(inputs, name)))
+    try:
+        _run_once(omni, prompt)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.inference_mode():
+        return {name: _error(*chosen[name], x) for name, x in inputs.items()}
+
+
+def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if name not in inputs:
+            rows = given[0].detach()
+            inputs[name] = rows.reshape(-1, rows.shape[-1])[:_MAX_ROWS].clone()
+
+    return keep
+
+
+def _run_once(omni: Omni, prompt: str) -> None:
+    text = any(isinstance(part, ARComponent) for part in components(omni).values())
+    params = SamplingParams(temperature=0.0, max_tokens=2) if text else DiffusionParams(seed=0, steps=2)
+    _answer(omni, prompt, params, [each.value for each in omni.modalities if each is not Modality.VIDEO])
+
+
+def _error(layer: nn.Linear, quantiser: Quantiser, rows: Tensor) -> float:
+    expected = layer(rows)
+    single = copy.deepcopy(layer)
+    quantiser.quantise_layer(single, rows.device)
+    return float((single(rows) - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
+
+
+def worst_first(errors: Mapping[str, float]) -> list[str]:
+    return sorted(errors, key=lambda name: -errors[name])
+
+
+def exclusions(names: Iterable[str]) -> list[str]:
+    """Patterns of exactly these layers."""
+    return [f"^{name.replace('.', '[.]')}$" for name in names]

@@ -1,0 +1,149 @@
+"""Quantised checkpoints: safetensors in which quantised weights lie as integers or float8, with their scales.
+
+`X.weight` becomes `X.weight.values` and `X.weight.scale`, for int4 `X.weight.minimum` besides. Reading gives the
+numbers that they stand for, and the stage's transform rounds these to the same values again. `quantisation.json` at the
+top of the folder says which layers of which stage, so that the folder is served like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from omnistage.config.quantize import RECIPE_FILE, QuantizeConfig
+from omnistage.core.errors import CheckpointError
+from omnistage.engines.quantisation.packed import int8_rows
+
+VALUES, SCALE, MINIMUM = ".values", ".scale", ".minimum"
+_FLOAT8_MAX = 448.0
+_INT4_MAX = 15
+
+
+def weight_names(names: Iterable[str]) -> set[str]:
+    """The weights that are quantised among the tensors of a file."""
+    return {name.removesuffix(VALUES) for name in names if name.endswith(f".weight{VALUES}")}
+
+
+def pack(weight: torch.Tensor, config: QuantizeConfig) -> dict[str, torch.Tensor]:
+    """A weight `[O, I]` as it is stored, by the ends of the names."""
+    values = weight.float()
+    if config.scheme in ("int8", "int8_dynamic"):
+        rounded, scale = int8_rows(values)
+        return {VALUES: rounded, SCALE: scale}
+    if config.scheme == "float8":
+        scale = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / _FLOAT8_MAX
+        return {VALUES: (values / scale[:, None]).to(torch.float8_e4m3fn), SCALE: scale}
+    groups = values.view(len(values), -1, config.group_size)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / _INT4_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, _INT4_MAX).to(torch.uint8)
+    steps = steps.view(len(values), -1)
+    return {VALUES: steps[:, ::2] << 4 | steps[:, 1::2], SCALE: scale, MINIMUM: low}
+
+
+def unpack(values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None) -> torch.Tensor:
+    """The float32 weight that stored numbers stand for; raises for shapes that do not fit each other."""
+    try:
+        if minimum is None:
+            if scale.shape != values.shape[:1] or values.ndim != 2:
+                raise CheckpointError(f"quantised values {list(values.shape)} have scales {list(scale.shape)}")
+            return values.float() * scale.float()[:, None]
+        steps = torch.stack((values >> 4, values & _INT4_MAX), dim=-1).view(len(values), scale.shape[1], -1)
+        return (steps.float() * scale[..., None] + minimum[..., None]).view(len(values), -1)
+    except (RuntimeError, IndexError) as error:
+        raise CheckpointError(f"quantised values {list(values.shape)} do not fit their scales: {error}") from error
+
+
+def join_quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint with each quantised weight in one piece, in float32."""
+    for name in weight_names(tensors):
+        if f"{name}{SCALE}" not in tensors:
+            raise CheckpointError(f"{name} has quantised values without a scale; fetch the checkpoint again")
+        parts = [tensors.pop(f"{name}{end}", None) for end in (VALUES, SCALE, MINIMUM)]
+        values, scale, minimum = (None if part is None else part[...] for part in parts)
+        if values is not None and scale is not None:
+            tensors[name] = unpack(values, scale, minimum)
+    return tensors
+
+
+def write_quantised(
+    source: Path,
+    target: Path,
+    layers: Mapping[str, Iterable[str]],
+    configs: Mapping[str, QuantizeConfig],
+    progress: Callable[[str, float], None],
+) -> None:
+    """Copy a checkpoint with these layers, by stage, quantised; raises for one whose weight is not found."""
+    files = sorted(path for path in source.rglob("*") if path.is_file() and ".cache" not in path.parts)
+    wanted = {(stage, layer) for stage, names in layers.items() for layer in names}
+    for number, path in enumerate(files):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        progress(f"writing {path.name}", number / len(files))
+        if path.suffix == ".safetensors":
+            wanted -= _write_file(path, copy, layers, configs)
+        elif path.name.endswith(".safetensors.index.json"):
+            continue  # of the names that were; each file says what it holds
+        elif path.suffix not in (".bin", ".pt", ".pth", ".ckpt", ".gguf"):
+            shutil.copyfile(path, copy)
+    if wanted:
+        stage, layer = sorted(wanted)[0]
+        raise CheckpointError(
+            f"{len(wanted)} quantised layers have other names in {source}, first {layer} of {stage}; this model can be "
+            "quantised while it is loaded, with quantize, but not be written"
+        )
+    _write_indices(source, target)
+    recipe = {"stages": {stage: _recipe(configs[stage], names) for stage, names in layers.items()}}
+    (target / RECIPE_FILE).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
+
+
+def _recipe(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, object]:
+    """Settings that choose just these layers, whatever the defaults become."""
+    names = [f"^{name.replace('.', '[.]')}$" for name in layers]
+    return {"scheme": config.scheme, "group_size": config.group_size, "only": names}
+
+
+def _write_file(
+    path: Path, copy: Path, layers: Mapping[str, Iterable[str]], configs: Mapping[str, QuantizeConfig]
+) -> set[tuple[str, str]]:
+    """One file; the layers whose weights it has."""
+    ends = {f"{layer}.weight": (stage, layer) for stage, names in layers.items() for layer in names}
+    found: set[tuple[str, str]] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_tensor(name)
+            owner = next((ends[end] for end in _endings(name) if end in ends), None)
+            if owner is None:
+                tensors[name] = tensor
+                continue
+            found.add(owner)
+            for end, part in pack(tensor, configs[owner[0]]).items():
+                tensors[f"{name}{end}"] = part.contiguous()
+    save_file(tensors, copy, metadata=metadata)
+    shutil.copymode(path, copy)
+    return found
+
+
+def _endings(name: str) -> list[str]:
+    """A tensor's name, and what is left of it behind each dot: checkpoints put a model's names behind a prefix."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def _write_indices(source: Path, target: Path) -> None:
+    """Indices of sharded parts, over the tensors that their files have now."""
+    for index in source.rglob("*.safetensors.index.json"):
+        folder = target / index.relative_to(source).parent
+        weight_map = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                weight_map |= dict.fromkeys(file.keys(), path.name)
+        (folder / index.name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
