@@ -23,7 +23,7 @@ from omnistage.engines.adapters.library import Adapter, AdapterLibrary, Pairs, S
 from omnistage.engines.ar.merged import MergedLinear
 from omnistage.engines.streams import upload
 
-_PROBED_ROWS = (5, 11)
+_PROBED_TOKENS, _PROBED_PICTURES = (5, 11), (2, 3)
 Rows = Sequence[tuple[int, Selection]]
 """A step's rows in order: how many in turn use what."""
 
@@ -139,7 +139,7 @@ class AdapterLayers:
         """The layers that run once for each row, in the rows' order, as far as shapes can tell."""
         linears = {name: (module, shape) for name, module, shape in self._linears()}
         suitable = set(linears)
-        for count in _PROBED_ROWS:
+        for count in _PROBED_TOKENS if self.by_token else _PROBED_PICTURES:
             seen: dict[str, bool] = {}
 
             def note(name: str, args: tuple[Any, ...], count: int = count, seen: dict[str, bool] = seen) -> None:
