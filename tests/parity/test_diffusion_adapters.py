@@ -140,7 +140,8 @@ def test_omni_draws_with_adapters_by_name(sd3: Drawn) -> None:
     adapters = {name: sd3.adapters / name for name in ADAPTERS}
     with Omni(sd3.folder, device="cpu", dtype="float32", adapters=adapters, progress=False) as omni:
         params = [case(1).params, case(1, "style").params, case(1, "subject").params]
-        pictures = [output.images[0].pixels.tobytes() for output in omni.generate(["a cat"] * 3, params, progress=False)]
+        outputs = omni.generate(["a cat"] * 3, params, progress=False)
+        pictures = [output.images[0].pixels.tobytes() for output in outputs]
         assert len(set(pictures)) == 3
         with pytest.raises(AdapterError, match="there is no adapter 'other'"):
             omni.generate("a cat", case(1, "other").params, progress=False)
