@@ -36,7 +36,7 @@ def delta(module: nn.Module, low: torch.Tensor) -> torch.Tensor:
         weights = table[: low.shape[-2], None, :, None]
     else:
         weights = table[: low.shape[0]].view(-1, *(1,) * (low.ndim - 2), 1, slots, 1)
-    each = low.unflatten(-1, (parts, slots, rank))
+    each = low.unflatten(-1, (parts, slots, rank))  # type: ignore[no-untyped-call]
     # Not a product alone: another request's adapter may have overflowed in this row, and 0 x inf is NaN.
     used = torch.where(weights != 0, each * weights, 0)
     return nn.functional.linear(used.flatten(-3), module.adapter_up)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ class AdapterLayers:
             seen: dict[str, bool] = {}
 
             def note(name: str, args: tuple[Any, ...], count: int = count, seen: dict[str, bool] = seen) -> None:
-                shape = args[0].shape if args and isinstance(args[0], torch.Tensor) else ()
+                shape: tuple[int, ...] = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
                 if self.by_token:
                     rows = len(shape) in (2, 3) and shape[-2] == count and shape[:-2] in ((), (1,))
                 else:
@@ -192,7 +192,7 @@ class AdapterLayers:
             if isinstance(module, MergedLinear):
                 product, first = module.group.joint, sum(module.group.sizes[: module.index])
             products.setdefault(product, []).append((name, first, outputs))
-        device = next(iter(products)).weight.device if products else torch.device("cpu")
+        device = next((weight.device for product in products for weight in product.parameters()), torch.device("cpu"))
         self.table = torch.zeros(max_rows, slots, dtype=self._dtype, device=device)
         self._free = list(reversed(range(slots)))
         self._skips, self._state = skip_idle, _State(active=not skip_idle)
@@ -203,7 +203,7 @@ class AdapterLayers:
 
     def _attach(self, module: nn.Module, shape: tuple[int, int, int], *, fold: bool) -> None:
         """Give a layer its matrices, zeros, and what adds them. One that was given them before keeps its own."""
-        columns, device = shape[0] * shape[1] * shape[2], module.weight.device  # type: ignore[union-attr]
+        columns, device = shape[0] * shape[1] * shape[2], self.table.device
         inputs, outputs = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
         if getattr(module, "adapter_shape", None) not in (None, shape):
             raise InternalError("a layer cannot be given adapters of other sizes")
@@ -215,7 +215,8 @@ class AdapterLayers:
         if known:
             return
         module.register_buffer("adapter_up", torch.zeros(outputs, columns, dtype=self._dtype, device=device), False)
-        if fold and type(module) is nn.Linear and type(module.weight.data) is torch.Tensor:
+        plain = type(module) is nn.Linear and type(module.weight.data) is torch.Tensor
+        if fold and plain and module.weight.dtype == self._dtype:
             new = torch.zeros(columns, inputs, dtype=module.weight.dtype, device=device)
             stacked = torch.cat((module.weight.data, new))
             bias = None if module.bias is None else nn.functional.pad(module.bias.data, (0, columns))

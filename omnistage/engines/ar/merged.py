@@ -24,6 +24,7 @@ class _Merged(nn.Module):
         # A layer like others, so that whatever changes linear layers from outside can change it.
         self.joint = nn.Linear(layers[0].in_features, sum(self.sizes), bias=bool(biases), device="meta")
         self.joint.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
+        self.biased = bool(biases)
         if biases:
             self.joint.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self._input: torch.Tensor | None = None
@@ -70,7 +71,7 @@ def merge_linears(decoder: nn.Module) -> int:
 
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
-    if not isinstance(layer, MergedLinear) or layer.group.joint.bias is not None:
+    if not isinstance(layer, MergedLinear) or layer.group.biased:
         raise TypeError("layers that are not merged, or have a bias")
     return layer.group.joint.weight
 

@@ -148,14 +148,14 @@ def test_host_memory_is_bounded_and_what_left_it_comes_back(stage: ARStage, tmp_
     names = [f"n{i}" for i in range(5)]
     for i, name in enumerate(names):
         library.load(name, AdapterSource(write(tmp_path / name, tensors_of(fill=0.1 * (i + 2)))))
-        assert library.bytes == min(i + 1, 2) * 1024
+        assert library.held_bytes == min(i + 1, 2) * 1024
     assert len({frozenset(selected(library, name)) for name in names}) == 5
     write(tmp_path / "n1", tensors_of(fill=9.0))
     with pytest.raises(AdapterError, match="have changed since it was loaded"):
         selected(library, "n1")
     for name in names:
         library.unload(name)
-    assert library.bytes == 0
+    assert library.held_bytes == 0
 
 
 def test_a_request_whose_files_change_while_it_waits_ends_alone(stage: ARStage, tmp_path: Path) -> None:
