@@ -215,21 +215,12 @@ class AdapterLayers:
         if known:
             return
         module.register_buffer("adapter_up", torch.zeros(outputs, columns, dtype=self._dtype, device=device), False)
-        plain = type(module) is nn.Linear and type(module.weight.data) is torch.Tensor
-        if fold and plain and module.weight.dtype == self._dtype:
-            new = torch.zeros(columns, inputs, dtype=module.weight.dtype, device=device)
-            stacked = torch.cat((module.weight.data, new))
-            bias = None if module.bias is None else nn.functional.pad(module.bias.data, (0, columns))
-            module.register_buffer("adapter_stacked", stacked, persistent=False)
-            module.register_buffer("adapter_bias", bias, persistent=False)
-            module.register_buffer("adapter_down", stacked[outputs:], persistent=False)
-            module.weight = nn.Parameter(stacked[:outputs], requires_grad=False)
-            module.__class__ = FoldedLinear
-        else:
-            module.register_buffer(
-                "adapter_down", torch.zeros(columns, inputs, dtype=self._dtype, device=device), False
-            )
-            module.register_forward_hook(add_delta)  # type: ignore[arg-type]
+        if fold and type(module) is nn.Linear and type(module.weight.data) is torch.Tensor:
+            _fold(module, columns)
+            return
+        down = torch.zeros(columns, inputs, dtype=self._dtype, device=device)
+        module.register_buffer("adapter_down", down, persistent=False)
+        module.register_forward_hook(add_delta)
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -290,6 +281,18 @@ class AdapterLayers:
 
     def slots_used(self) -> int:
         return len(self._slots)
+
+
+def _fold(layer: nn.Linear, columns: int) -> None:
+    """Put so many rows, zeros, below a layer's weight."""
+    weight = layer.weight.data
+    stacked = torch.cat((weight, weight.new_zeros(columns, layer.in_features)))
+    bias = None if layer.bias is None else nn.functional.pad(layer.bias.data, (0, columns))
+    layer.register_buffer("adapter_stacked", stacked, persistent=False)
+    layer.register_buffer("adapter_bias", bias, persistent=False)
+    layer.register_buffer("adapter_down", stacked[layer.out_features :], persistent=False)
+    layer.weight = nn.Parameter(stacked[: layer.out_features], requires_grad=False)
+    layer.__class__ = FoldedLinear
 
 
 def target_of(path: str, layers: Mapping[str, object], words: frozenset[str]) -> str | None:
