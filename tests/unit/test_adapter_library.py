@@ -25,6 +25,7 @@ from omnistage.engines.ar.scheduler import Scheduler, SequenceState
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import tiny
 from omnistage.models.registry import REGISTRY
+from omnistage.pipeline.build import plan_memory
 
 LAYER = "model.layers.0.self_attn.q_proj"
 Tensors = dict[str, torch.Tensor]
@@ -316,3 +317,15 @@ def test_nothing_is_installed_where_no_adapters_are_configured(model: Path) -> N
     assert not any(module._forward_hooks or hasattr(module, "adapter_up") for module in modules.values())
     with pytest.raises(AdapterError, match="stage 'thinker' has no adapters"):
         stage.check_params(SamplingParams.parse({"lora": "a"}))
+
+
+def test_the_memory_plan_has_room_for_the_configured_adapters(model: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "wide", r=6, rank_pattern={"q_proj": 24})
+    plain, adapted = (
+        plan_memory(
+            resolve(OmniEngineArgs(model=str(model), device="cpu", adapters=adapters), registry=REGISTRY)
+        ).stages["thinker"]
+        for adapters in ((), (f"a={folder}",))
+    )
+    widths = 3 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 128))  # q, k and v, o, the MLP, of three layers
+    assert adapted.memory.weights - plain.memory.weights == widths * 8 * 24 * 4

@@ -200,6 +200,8 @@ class AdapterLayers:
             self._attach(product, (len(parts), slots, rank), fold=fold)
             for index, (name, first, outputs) in enumerate(parts):
                 self._places[name] = _Place(product, index, first, outputs)
+        if device.type == "cuda":  # pragma: no cover  (needs CUDA)
+            torch.cuda.current_stream(device).synchronize()  # stages' streams wait for no other
 
     def _attach(self, module: nn.Module, shape: tuple[int, int, int], *, fold: bool) -> None:
         """Give a layer its matrices, zeros, and what adds them. One that was given them before keeps its own."""
