@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from omnistage.cli.model_runner import OmniRunner
-from omnistage.config import OmniEngineArgs, resolve
+from omnistage.config import OmniEngineArgs, RemoteStageConfig, resolve
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import AdapterError, ConfigError, OmniError
+from omnistage.core.errors import AdapterError, ConfigError, InvalidRequestError, OmniError
 from omnistage.core.params import AdapterWeight, SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, StageInput
 from omnistage.engines.adapters.files import read_adapter
@@ -23,6 +23,7 @@ from omnistage.engines.adapters.peft_format import read_peft
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.scheduler import Scheduler, SequenceState
 from omnistage.engines.ar.stage import ARStage
+from omnistage.engines.remote.wire import check_params
 from omnistage.models.causal_lm import tiny
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import plan_memory
@@ -329,3 +330,11 @@ def test_the_memory_plan_has_room_for_the_configured_adapters(model: Path, tmp_p
     )
     widths = 3 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 128))  # q, k and v, o, the MLP, of three layers
     assert adapted.memory.weights - plain.memory.weights == widths * 8 * 24 * 4
+
+
+@pytest.mark.parametrize("server", ["vllm", "openai"])
+def test_a_stage_on_another_server_takes_no_adapters(server: str) -> None:
+    settings = {"engine": "remote", "server": server, "url": "http://127.0.0.1:9", "model": "m", "output": "text"}
+    with pytest.raises(InvalidRequestError, match="is not supported by this stage's server") as failure:
+        check_params(SamplingParams.parse({"lora": "a"}), RemoteStageConfig.model_validate(settings))
+    assert failure.value.param == "lora"
