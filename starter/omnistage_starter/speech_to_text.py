@@ -88,8 +88,11 @@ class SpeechToText:
         yield text.strip()
 
     def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
-        """Of a part that is not split again. What does not end even with many more tokens is no speech, as nobody speaks
-        that fast: a loop stands once, and of anything else as much as speech can have."""
+        """Of a part that is not split again.
+
+        What does not end even with many more tokens is no speech, as nobody speaks that fast: a loop stands once, and
+        of anything else as much as speech can have.
+        """
         tokens: list[int] = []
         if self._decoder.greedy(hidden, self._start, self._end, max_tokens + _MORE_TOKENS, tokens) is not None:
             return tokens

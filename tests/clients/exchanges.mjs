@@ -59,6 +59,7 @@ const ways = {
   },
 };
 
+if (url.startsWith("http:")) delete ways.realtime; // it knows wss:// alone: serve with --ssl-certfile
 const version = JSON.parse(readFileSync("node_modules/openai/package.json")).version;
 console.log(JSON.stringify({ version }));
 for (const [way, run] of Object.entries(ways)) {

@@ -3,8 +3,8 @@
     omnistage serve starter --port 8000                 in another terminal; any model with all it can do
     python tests/clients/run.py --url http://127.0.0.1:8000/v1 --model starter [NAME ...]
 
-Without names all of them run, one after the other; what cannot be installed is skipped with the reason. It ends with the
-table of docs/clients.md. The environments are made under --folder (default: a temporary one, deleted at the end).
+Without names all of them run, one after the other; what cannot be installed is skipped with the reason. It ends with
+the table of docs/clients.md. The environments are made under --folder (default: a temporary one, deleted at the end).
 `--here` installs nothing and runs what the current environment has.
 """
 
