@@ -37,7 +37,7 @@ class Client:
 CLIENTS = (
     Client("openai", ("openai[realtime]",)),
     Client("openai-node", ("openai", "ws"), node=True),
-    Client("litellm", ("litellm",)),
+    Client("litellm", ("litellm", "mcp")),
     Client("langchain-openai", ("langchain-openai",)),
     Client("llama-index", ("llama-index-llms-openai-like",)),
     Client("llm", ("llm",)),
