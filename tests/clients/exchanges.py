@@ -21,18 +21,18 @@ import traceback
 import wave
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 KEY = "none"
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
     "required": ["city"],
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": PARAMETERS}}
@@ -131,7 +131,7 @@ def openai_structured(url: str, model: str) -> None:
     from pydantic import BaseModel
 
     class City(BaseModel):
-        city: str
+        city: Literal["Rome", "Oslo"]
 
     answer = openai_client(url).chat.completions.parse(
         model=model, messages=[{"role": "user", "content": CITY}], response_format=City, max_tokens=200
@@ -341,10 +341,10 @@ def llm_structured(url: str, model: str) -> None:
 @exchange("instructor", "structured")
 def instructor_structured(url: str, model: str) -> None:
     import instructor
-    from pydantic import BaseModel, Field
+    from pydantic import BaseModel
 
     class City(BaseModel):
-        city: str = Field(max_length=20)
+        city: Literal["Rome", "Oslo"]
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai_client(url), mode=mode)
@@ -380,10 +380,10 @@ def pydantic_stream(url: str, model: str) -> None:
 
 @exchange("pydantic-ai", "structured")
 def pydantic_structured(url: str, model: str) -> None:
-    from pydantic import BaseModel, Field
+    from pydantic import BaseModel
 
     class City(BaseModel):
-        city: str = Field(max_length=20)
+        city: Literal["Rome", "Oslo"]
 
     need(isinstance(pydantic_agent(url, model, output_type=City).run_sync(CITY).output, City))
 
