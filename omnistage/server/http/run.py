@@ -150,7 +150,7 @@ _invalid_requests = _InvalidRequests()
 def server_config(
     app: FastAPI, *, timeout_graceful_shutdown: int | None = None, certificate: tuple[Path, Path] | None = None
 ) -> uvicorn.Config:
-    """uvicorn's settings for our application, with connections that it can abort; https where there is a certificate."""
+    """uvicorn's settings for our application, with connections that it can abort; https with a certificate."""
     logging.getLogger("uvicorn.error").addFilter(_invalid_requests)  # once, however often it is called
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of every form that is not well-formed
     return uvicorn.Config(
