@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnistage.cli.common import err
+from omnistage.cli.common import EXIT_INTERRUPTED, err, print_line
 
 if TYPE_CHECKING:
     from omnistage.config import ResolvedConfig
     from omnistage.omni import Omni
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a name in the local hub cache.")
+    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, starter, or a name in the local hub cache.")
 ]
 
 
@@ -118,15 +118,20 @@ class ModelOptions:
         """The model with these options; `overrides` come after those of `--set`."""
         from omnistage.omni import Omni
 
-        # On a terminal `Omni` shows progress bars; in a log this line says what takes the time.
-        err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
-        return Omni(
-            model,
-            config=self.config,
-            overrides=(*self.overrides, *overrides),
-            device=self.device,
-            dtype=self.dtype,
-            gpu_memory=self.gpu_memory,
-            ray=self.ray,
-            progress=progress,
-        )
+        # On a terminal `Omni` shows progress bars instead; in a log this line says what takes the time.
+        if not (progress and err().is_terminal):
+            err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
+        try:
+            return Omni(
+                model,
+                config=self.config,
+                overrides=(*self.overrides, *overrides),
+                device=self.device,
+                dtype=self.dtype,
+                gpu_memory=self.gpu_memory,
+                ray=self.ray,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            print_line(f"stopped while {model} was loading; nothing was generated")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
