@@ -48,7 +48,8 @@ class EarlyImports:
         self._enable()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        gc.unfreeze()  # or xgrammar's and Triton's bindings report it all as leaked when the process ends
+        if error is not None:
+            gc.unfreeze()  # or xgrammar's and Triton's bindings report it all as leaked when the process ends
         self._enable()
 
     def _enable(self) -> None:

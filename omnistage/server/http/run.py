@@ -50,8 +50,8 @@ def run(
     drain_seconds: float,
     notify: Notify,
     exits: bool = False,
-) -> None:
-    """Serve until a signal; a second signal stops waiting for running requests.
+) -> bool:
+    """Serve until a signal, and return True; a second signal stops waiting for running requests.
 
     It returns within `drain_seconds` and `STOP_SECONDS` of the signal, or the process ends then, also where a thread
     does not. `exits`: the process ends when it has returned, and within that time too.
@@ -99,6 +99,7 @@ def run(
             StopSignals.cancel_exit()
     if failures:
         raise failures[0]
+    return True
 
 
 async def _drain(service: Service, signals: StopSignals, notify: Notify) -> None:

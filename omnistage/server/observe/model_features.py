@@ -23,7 +23,9 @@ def unsupported_drawing(model: ServedModel) -> list[str]:
     orchestrator = model.omni.orchestrator
     defaults = orchestrator.default_params[stage]
     trials = {"negative_prompt": DiffusionParams(negative_prompt="fog")}
-    if isinstance(defaults, DiffusionParams) and defaults.width and defaults.height:  # twice its default suits every model that takes more than one size
+    if (
+        isinstance(defaults, DiffusionParams) and defaults.width and defaults.height
+    ):  # twice its default suits every model that takes more than one size
         trials["size"] = DiffusionParams(width=2 * defaults.width, height=2 * defaults.height)
     refused = []
     for name, params in trials.items():
