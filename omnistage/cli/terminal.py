@@ -109,7 +109,7 @@ class Terminal:
                 return
 
     def write(self, text: str) -> None:
-        """Print streamed text: at once, or on a terminal word by word, broken at its width; a line's end ends the word."""
+        """Print streamed text at once; on a terminal word by word, broken at its width."""
         text = printable(text)
         if self.interactive:
             text = self._wrap.push(text, self.output.width)

@@ -71,8 +71,8 @@ class StopSignals:
 def end_process() -> NoReturn:
     """End with status 0 once everything is closed, without taking the interpreter apart.
 
-    That takes 1.4 s of a processor with torch and transformers loaded, and objects that the collector leaves alone since
-    `gc.freeze` would be reported as leaked by the bindings of Triton and xgrammar.
+    That takes 1.4 s of a processor with torch and transformers loaded, and objects that the collector leaves alone
+    since `gc.freeze` would be reported as leaked by the bindings of Triton and xgrammar.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
