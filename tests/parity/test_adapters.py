@@ -243,3 +243,27 @@ def test_a_stage_that_is_built_anew_keeps_its_adapters(base: Base) -> None:
     budget = ARBudget(kv_blocks=64, block_size=8, run_ahead=False)
     again = ARStage("thinker", stage.component, budget, library)
     assert [tokens for tokens, _ in run(again, requests)] == [tokens for tokens, _ in expected]
+
+
+def test_adapters_of_a_quantised_base_are_added_in_float(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To its outputs, whatever computes them: as PEFT does over the dequantised weights."""
+    torchao = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr("omnistage.models.decoder.apply_cpu_kernels", lambda model: None)  # they are for float weights
+    component = component_of(base.folder)
+    torchao.quantize_(component.decoder, torchao.Int8WeightOnlyConfig())
+    library = library_of(base.adapters, ["all", "feed"])
+    stage = ARStage("thinker", component, ARBudget(kv_blocks=64, block_size=8, run_ahead=False), library)
+    hooked = [module for module in component.decoder.modules() if hasattr(module, "adapter_up")]
+    assert len(hooked) == 7 * component.spec.num_layers
+    assert all(
+        type(module.weight) is not torch.nn.Parameter or hasattr(module.weight, "dequantize") for module in hooked
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
+    for name, module in component.decoder.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            model.get_decoder().get_submodule(name).weight.data = module.weight.dequantize()
+    configs = {name: CONFIGS[name] for name in CONFIGS}
+    dequantised = Base(base.folder, base.adapters, with_adapters(model, configs))
+    requests: list[tuple[Sequence[int], Wanted]] = [(PROMPTS[3], "all"), (PROMPTS[2], None), (PROMPTS[1], "feed")]
+    for (prompt, wanted), answer in zip(requests, run(stage, requests), strict=True):
+        check(dequantised, prompt, wanted, answer)

@@ -103,7 +103,9 @@ class AdapterLayers:
         self.by_token = by_token
         self._networks = networks
         self._dtype = dtype
-        self.shapes = self._probed(probe)
+        if not library.shapes:
+            library.shapes = self._probed(probe)
+        self.shapes = library.shapes
         """Inputs and outputs by layer, of those that adapters can change."""
         self._places: dict[str, _Place] = {}
         self._slots: OrderedDict[bytes, int] = OrderedDict()

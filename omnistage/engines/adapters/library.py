@@ -84,6 +84,8 @@ class AdapterLibrary:
         # Without others to come, more places than adapters would only be computed with for nothing.
         slots = limits.slots if limits.at_run_time else min(limits.slots, max(len(configured), 1))
         self.limits = replace(limits, slots=slots)
+        self.shapes: dict[str, tuple[int, int]] = {}
+        """Inputs and outputs of the layers that adapters can change; a stage that is built anew has the same."""
         self._configured = dict(configured)
         self._read: Read | None = None
         self._lock = threading.Lock()
