@@ -38,6 +38,7 @@ class GateOptions:
     exclude: list[str] = option([], "Layers that stay: a regular expression. Repeatable.", metavar="PATTERN")
     include: list[str] = option([], "Layers beyond the safe ones, like lm_head. Repeatable.", metavar="PATTERN")
     group_size: int = option(128, "int4: weights that share a scale.")
+    steps: int | None = option(None, "Denoising steps of each picture; default: the model's.", min=1, max=200)
     tokens: int = option(48, "Tokens of each answer.", min=2, max=1024)
     search: bool = option(False, "Leave the worst layers out until the gate is passed.", "--search")
 
@@ -245,6 +246,7 @@ class _Job:
                 omni,
                 self._prompts,
                 self._gates.tokens,
+                self._gates.steps,
                 lambda doing, done: self._report(f"{what}: {doing}", done),
                 self._original,
             )

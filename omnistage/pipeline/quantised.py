@@ -24,6 +24,8 @@ def make_quantiser(
         return None
     from omnistage.engines.quantisation.transform import check_scheme
 
+    if model.hf_config.get("quantization_config") is not None:
+        raise ConfigError("the weights of this model are quantised already; leave quantize out", param="quantize")
     check_scheme(stage_cfg.quantize, *place(name, stage_cfg, deployment), name)
     return _quantiser(model, stage_cfg, registry)
 
