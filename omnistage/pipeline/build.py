@@ -187,8 +187,7 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
-    if quantisers := [factory.quantiser for factory in factories.values() if factory.quantiser is not None]:
-        check_quantised(quantisers, stages)
+    check_quantised([factory.quantiser for factory in factories.values()], stages)
     return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
 
 
@@ -395,9 +394,8 @@ def load_component(
     context: LoadContext, *, registry: Registry = REGISTRY, quantiser: Quantiser | None = None
 ) -> object:
     """A stage's component from its checkpoint; whatever goes wrong in there comes out as an `OmniError`."""
-    factory = registry.component(context.stage.component)
     with _reading(context.model.folder, f"stage {context.stage_name!r}"):
-        return load_quantised(context, factory, registry, quantiser)
+        return load_quantised(context, registry.component(context.stage.component), registry, quantiser)
 
 
 @contextmanager

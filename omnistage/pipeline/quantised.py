@@ -53,14 +53,15 @@ def load_quantised(
     return component
 
 
-def check_quantised(quantisers: Sequence[Quantiser], stages: Mapping[str, Stage]) -> None:
-    """Close the stages and raise where nothing was quantised in any."""
-    if any(quantiser.layers for quantiser in quantisers):
+def check_quantised(quantisers: Sequence[Quantiser | None], stages: Mapping[str, Stage]) -> None:
+    """Close the stages and raise where some should be quantised and nothing was in any."""
+    asked = [quantiser for quantiser in quantisers if quantiser is not None]
+    if not asked or any(quantiser.layers for quantiser in asked):
         return
     for stage in stages.values():
         stage.close()
     raise ConfigError(
-        f"{quantisers[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
+        f"{asked[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
     )
 
 
