@@ -81,9 +81,10 @@ def quantize(
             job.close()
     out().print(_table(result))
     if result.failed:
-        err().print(f"the gate is not passed ({', '.join(result.failed)}); nothing was written", style="bold red")
+        line = f"the gate is not passed ({', '.join(result.failed)}); nothing was written"
+        err().print(line, style="bold red", soft_wrap=True)
         for name in list(worst)[:_SHOWN_LAYERS]:
-            err().print(f"  {name}: {worst[name]:.2%} of its own output", style="dim", markup=False)
+            err().print(f"  {name}: {worst[name]:.2%} of its own output", style="dim", markup=False, soft_wrap=True)
         raise typer.Exit(1)
     out().print(f"wrote {out_folder}", style="green", markup=False)
 
