@@ -143,7 +143,7 @@ def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
         out = model(input_ids=torch.tensor([ids], device=component.device), use_cache=False)
     finally:
         if paged:
-            use_paged_attention(component.decoder)  # type: ignore[arg-type]
+            use_paged_attention(component.decoder)
     logits: Tensor = out.logits[0].float().cpu()
     return logits
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from omnistage.config import ARStageConfig, DeploymentConfig, DiffusionStageConfig, OmniModelConfig, StageConfig
+from omnistage.config import ARStageConfig, DeploymentConfig, DiffusionStageConfig, StageConfig
+from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.errors import ConfigError
 from omnistage.core.family import ComponentFactory, LoadContext
 from omnistage.core.registry import Registry
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_quantiser(
-    model: OmniModelConfig, name: str, stage_cfg: StageConfig, deployment: DeploymentConfig, registry: Registry
+    model: Checkpoint, name: str, stage_cfg: StageConfig, deployment: DeploymentConfig, registry: Registry
 ) -> Quantiser | None:
     """What quantises a stage while it is loaded; raises where its device cannot run the scheme."""
     if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
@@ -65,14 +66,12 @@ def check_quantised(quantisers: Sequence[Quantiser | None], stages: Mapping[str,
     )
 
 
-def _quantiser(
-    model: OmniModelConfig, stage_cfg: ARStageConfig | DiffusionStageConfig, registry: Registry
-) -> Quantiser:
+def _quantiser(model: Checkpoint, stage_cfg: ARStageConfig | DiffusionStageConfig, registry: Registry) -> Quantiser:
     from omnistage.engines.quantisation.transform import Quantiser
 
     if stage_cfg.quantize is None:
         raise ConfigError("this stage is not quantised", param="quantize")
     kept = registry.family(model.family).full_precision
-    diffusion = isinstance(stage_cfg, DiffusionStageConfig)
-    merge = diffusion or stage_cfg.budget.merge_linears is not False
-    return Quantiser(stage_cfg.quantize, diffusion, kept, merge)
+    if isinstance(stage_cfg, DiffusionStageConfig):
+        return Quantiser(stage_cfg.quantize, diffusion=True, kept=kept)
+    return Quantiser(stage_cfg.quantize, diffusion=False, kept=kept, merge=stage_cfg.budget.merge_linears is not False)

@@ -79,12 +79,12 @@ def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
     linear = layer.group.linear if isinstance(layer, MergedLinear) else None
-    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
+    if not isinstance(linear, nn.Linear) or linear._parameters.get("bias") is not None or not _is_plain(linear):
         raise TypeError("layers that are not merged, are quantised, or have a bias")
     return linear.weight
 
 
-def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:
+def _is_plain(layer: object, *, any_kind: bool = False) -> TypeGuard[nn.Linear]:
     if not isinstance(layer, nn.Linear) or not (any_kind or type(layer) is nn.Linear):
         return False
     return type(layer._parameters.get("weight")) is nn.Parameter
