@@ -1,7 +1,7 @@
 """The starter's language model on our engine against `transformers`, and against vLLM, in one run on this machine.
 
     omnistage pull starter
-    python benchmarks/starter_language_model.py [--vllm-python PATH] [--quantize SCHEME] [--rounds 5] [--out results.json]
+    python benchmarks/starter_language_model.py [--vllm-python PATH] [--quantize SCHEME] [--out results.json]
 
 SmolLM2-135M-Instruct in float32, 1, 4 and 16 requests at once, greedy, the same prompts and the same number of new
 tokens on every side (end tokens are passed over). Every side has a process of its own (side_process.py says why); they

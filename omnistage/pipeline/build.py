@@ -187,7 +187,7 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
-    check_quantised([factory.quantiser for factory in factories.values()], stages)
+    check_quantised([factory.quantiser for factory in factories.values()], stages, deployment)
     return BuiltStages(stages, {name: factory.rebuild for name, factory in factories.items()}, tuple(memory))
 
 

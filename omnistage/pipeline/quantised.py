@@ -54,10 +54,15 @@ def load_quantised(
     return component
 
 
-def check_quantised(quantisers: Sequence[Quantiser | None], stages: Mapping[str, Stage]) -> None:
-    """Close the stages and raise where some should be quantised and nothing was in any."""
+def check_quantised(
+    quantisers: Sequence[Quantiser | None], stages: Mapping[str, Stage], deployment: DeploymentConfig
+) -> None:
+    """Close the stages and raise where some should be quantised and nothing was in any.
+
+    Stages in other processes are not seen from here.
+    """
     asked = [quantiser for quantiser in quantisers if quantiser is not None]
-    if not asked or any(quantiser.layers for quantiser in asked):
+    if not asked or deployment.placement or any(quantiser.layers for quantiser in asked):
         return
     for stage in stages.values():
         stage.close()
