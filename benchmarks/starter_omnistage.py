@@ -1,7 +1,8 @@
-"""Our side of `starter_language_model.py`: `starter_omnistage.py FOLDER`."""
+"""Our side of `starter_language_model.py`: `starter_omnistage.py FOLDER`; QUANTIZE in the environment is a scheme."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from omnistage.core.types import OmniTokensPrompt
 def prepare() -> tuple[dict[str, Any], Generate]:
     # Prompts come again in every round.
     off = ("thinker.budget.prefix_caching=false",)
-    omni = Omni(sys.argv[1], device="cpu", dtype="float32", overrides=off, progress=False)
+    scheme = os.environ.get("QUANTIZE")
+    omni = Omni(sys.argv[1], device="cpu", dtype="float32", overrides=off, quantize=scheme, progress=False)
 
     def generate(prompts: Sequence[Ids], tokens: int, side: str) -> list[Ids]:
         del side

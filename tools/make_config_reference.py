@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from omnistage.config import deployment, schema
+from omnistage.config.quantize import QuantizeConfig
 from omnistage.config.remote import RemoteBudget, RemoteStageConfig
 from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StructuredOutput
 from omnistage.core.types import Modality
@@ -30,6 +31,11 @@ STAGE = "pipeline.stages.NAME"
 SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("pipeline", "The stages of a model and what flows between them. A family brings its own.", schema.PipelineConfig),
     (STAGE, "With `engine: autoregressive`.", schema.ARStageConfig),
+    (
+        f"{STAGE}.quantize",
+        "Also of diffusion stages, see [quantisation](quantisation.md).",
+        QuantizeConfig,
+    ),
     (f"{STAGE}.budget", "Of an autoregressive stage.", schema.ARBudget),
     (f"{STAGE}.params", "Of an autoregressive stage: what a request gets that does not say otherwise.", SamplingParams),
     (f"{STAGE}.params.structured", "Exactly one of these.", StructuredOutput),

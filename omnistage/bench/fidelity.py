@@ -73,7 +73,12 @@ def components(omni: Omni) -> dict[str, object]:
 
 
 def observe(
-    omni: Omni, prompts: Sequence[str], tokens: int, report: Report, like: Observation | None = None
+    omni: Omni,
+    prompts: Sequence[str],
+    tokens: int,
+    steps: int | None,
+    report: Report,
+    like: Observation | None = None,
 ) -> Observation:
     """Answer the prompts; logits are over the sequences of `like` where it is given."""
     seen = Observation()
@@ -85,7 +90,7 @@ def observe(
             seen.layers[name] = layers
     texts = [part for part in parts.values() if isinstance(part, ARComponent)]
     plain = SamplingParams(temperature=0.0, max_tokens=tokens)
-    params = [plain if texts else DiffusionParams(seed=number) for number in range(len(prompts))]
+    params = [plain if texts else DiffusionParams(seed=number, steps=steps) for number in range(len(prompts))]
     modalities = [each.value for each in omni.modalities if each is not Modality.VIDEO]
     _answer(omni, prompts[0], params[0], modalities)  # the first one finds everything cold
     for number, prompt in enumerate(prompts):
@@ -138,7 +143,7 @@ def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
         out = model(input_ids=torch.tensor([ids], device=component.device), use_cache=False)
     finally:
         if paged:
-            use_paged_attention(component.decoder)  # type: ignore[arg-type]
+            use_paged_attention(component.decoder)
     logits: Tensor = out.logits[0].float().cpu()
     return logits
 

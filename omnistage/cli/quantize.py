@@ -38,6 +38,7 @@ class GateOptions:
     exclude: list[str] = option([], "Layers that stay: a regular expression. Repeatable.", metavar="PATTERN")
     include: list[str] = option([], "Layers beyond the safe ones, like lm_head. Repeatable.", metavar="PATTERN")
     group_size: int = option(128, "int4: weights that share a scale.")
+    steps: int | None = option(None, "Denoising steps of each picture; default: the model's.", min=1, max=200)
     tokens: int = option(48, "Tokens of each answer.", min=2, max=1024)
     search: bool = option(False, "Leave the worst layers out until the gate is passed.", "--search")
 
@@ -80,9 +81,10 @@ def quantize(
             job.close()
     out().print(_table(result))
     if result.failed:
-        err().print(f"the gate is not passed ({', '.join(result.failed)}); nothing was written", style="bold red")
+        line = f"the gate is not passed ({', '.join(result.failed)}); nothing was written"
+        err().print(line, style="bold red", soft_wrap=True)
         for name in list(worst)[:_SHOWN_LAYERS]:
-            err().print(f"  {name}: {worst[name]:.2%} of its own output", style="dim", markup=False)
+            err().print(f"  {name}: {worst[name]:.2%} of its own output", style="dim", markup=False, soft_wrap=True)
         raise typer.Exit(1)
     out().print(f"wrote {out_folder}", style="green", markup=False)
 
@@ -245,6 +247,7 @@ class _Job:
                 omni,
                 self._prompts,
                 self._gates.tokens,
+                self._gates.steps,
                 lambda doing, done: self._report(f"{what}: {doing}", done),
                 self._original,
             )

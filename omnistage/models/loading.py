@@ -26,6 +26,7 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import ATTENTION_NAME
 from omnistage.engines.quantisation.transform import current_quantiser
 from omnistage.hf import transformers
+from omnistage.models.prequantised import check_quantisation
 from omnistage.models.quantised_files import join_quantised, weight_names
 from omnistage.models.stored import DTYPES, stored_entries, stored_tensor
 
@@ -227,17 +228,6 @@ def on_device(model: Network, device: torch.device) -> Network:
         # The last weights may still be on their way; stages compute on streams that do not wait for this one.
         torch.cuda.current_stream(device).synchronize()
     return model
-
-
-def check_quantisation(config: PreTrainedConfig) -> bool:
-    """Whether the weights are quantised. `transformers` would load what it does not know as if they were not."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return False
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if not isinstance(settings, dict) or not transformers.quantizers.AutoHfQuantizer.supports_quant_method(settings):
-        raise UnsupportedModelError(f"config.json asks for the quantisation {method!r}, which transformers cannot read")
-    return True
 
 
 def check_repeats(config: Mapping[str, object], num_tensors: int, where: str = "config.json") -> None:

@@ -142,7 +142,7 @@ def _write_indices(source: Path, target: Path) -> None:
     """Indices of sharded parts, over the tensors that their files have now."""
     for index in source.rglob("*.safetensors.index.json"):
         folder = target / index.relative_to(source).parent
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 weight_map |= dict.fromkeys(file.keys(), path.name)

@@ -183,8 +183,7 @@ def build_stages(
         stage_cfgs = {**stage_cfgs, **{name: plan.applied(name, stage) for name, stage in local.items()}}
     factories = {name: StageFactory(resolved.model, name, stage_cfgs[name], deployment, registry) for name in order}
     stages, memory = _build_stages(factories, plan, report, times, visible=visible)
-    if quantisers := [factory.quantiser for factory in factories.values() if factory.quantiser is not None]:
-        check_quantised(quantisers, stages)
+    check_quantised([factory.quantiser for factory in factories.values()], stages, deployment)
     adapters = {name: each.adapters for name, each in factories.items() if each.adapters is not None}
     rebuilds = {name: factory.rebuild for name, factory in factories.items()}
     return BuiltStages(stages, rebuilds, tuple(memory), adapters)
@@ -396,6 +395,5 @@ def load_component(
     context: LoadContext, *, registry: Registry = REGISTRY, quantiser: Quantiser | None = None
 ) -> object:
     """A stage's component from its checkpoint; whatever goes wrong in there comes out as an `OmniError`."""
-    factory = registry.component(context.stage.component)
     with reading_checkpoint(context.model.folder, f"stage {context.stage_name!r}"):
-        return load_quantised(context, factory, registry, quantiser)
+        return load_quantised(context, registry.component(context.stage.component), registry, quantiser)

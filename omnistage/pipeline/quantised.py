@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from omnistage.config import ARStageConfig, DeploymentConfig, DiffusionStageConfig, OmniModelConfig, StageConfig
+from omnistage.config import ARStageConfig, DeploymentConfig, DiffusionStageConfig, StageConfig
+from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.errors import ConfigError
 from omnistage.core.family import ComponentFactory, LoadContext
 from omnistage.core.registry import Registry
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def make_quantiser(
-    model: OmniModelConfig, name: str, stage_cfg: StageConfig, deployment: DeploymentConfig, registry: Registry
+    model: Checkpoint, name: str, stage_cfg: StageConfig, deployment: DeploymentConfig, registry: Registry
 ) -> Quantiser | None:
     """What quantises a stage while it is loaded; raises where its device cannot run the scheme."""
     if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
         return None
     from omnistage.engines.quantisation.transform import check_scheme
 
+    if model.hf_config.get("quantization_config") is not None:
+        raise ConfigError("the weights of this model are quantised already; leave quantize out", param="quantize")
     check_scheme(stage_cfg.quantize, *place(name, stage_cfg, deployment), name)
     return _quantiser(model, stage_cfg, registry)
 
@@ -51,25 +54,29 @@ def load_quantised(
     return component
 
 
-def check_quantised(quantisers: Sequence[Quantiser], stages: Mapping[str, Stage]) -> None:
-    """Close the stages and raise where nothing was quantised in any."""
-    if any(quantiser.layers for quantiser in quantisers):
+def check_quantised(
+    quantisers: Sequence[Quantiser | None], stages: Mapping[str, Stage], deployment: DeploymentConfig
+) -> None:
+    """Close the stages and raise where some should be quantised and nothing was in any.
+
+    Stages in other processes are not seen from here.
+    """
+    asked = [quantiser for quantiser in quantisers if quantiser is not None]
+    if not asked or deployment.placement or any(quantiser.layers for quantiser in asked):
         return
     for stage in stages.values():
         stage.close()
     raise ConfigError(
-        f"{quantisers[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
+        f"{asked[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
     )
 
 
-def _quantiser(
-    model: OmniModelConfig, stage_cfg: ARStageConfig | DiffusionStageConfig, registry: Registry
-) -> Quantiser:
+def _quantiser(model: Checkpoint, stage_cfg: ARStageConfig | DiffusionStageConfig, registry: Registry) -> Quantiser:
     from omnistage.engines.quantisation.transform import Quantiser
 
     if stage_cfg.quantize is None:
         raise ConfigError("this stage is not quantised", param="quantize")
     kept = registry.family(model.family).full_precision
-    diffusion = isinstance(stage_cfg, DiffusionStageConfig)
-    merge = diffusion or stage_cfg.budget.merge_linears is not False
-    return Quantiser(stage_cfg.quantize, diffusion, kept, merge)
+    if isinstance(stage_cfg, DiffusionStageConfig):
+        return Quantiser(stage_cfg.quantize, diffusion=True, kept=kept)
+    return Quantiser(stage_cfg.quantize, diffusion=False, kept=kept, merge=stage_cfg.budget.merge_linears is not False)

@@ -87,7 +87,7 @@ def merged_weight(layer: nn.Module) -> torch.Tensor:
     return weight
 
 
-def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:
+def _is_plain(layer: object, *, any_kind: bool = False) -> TypeGuard[nn.Linear]:
     if not isinstance(layer, nn.Linear) or not (any_kind or type(layer) is nn.Linear):
         return False
     return type(layer._parameters.get("weight")) is nn.Parameter

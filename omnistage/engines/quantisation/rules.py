@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from torch import nn
 
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import UnsupportedModelError
+from omnistage.engines.ar.cpu_kernels import WeightFirstLinear
 
 _BLOCK = re.compile(r"(?:^|.*?\.)(\w+)\.(\d+)\.")
 """A layer inside one of many equal blocks; embeddings, heads and projections around them are not."""
@@ -27,7 +29,7 @@ def layers_to_quantise(
 
     Raises for experts in one tensor, which no scheme quantises: most of the weights would silently stay.
     """
-    linears = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in network.named_modules() if _is_linear(module)}
     if config.only is not None:
         only = re.compile("|".join(config.only)) if config.only else None
         return {name: layer for name, layer in linears.items() if only is not None and only.search(name)}
@@ -43,6 +45,11 @@ def layers_to_quantise(
                 "leave quantize out, or add 'experts' to its exclude to quantise the other layers only"
             )
     return chosen
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Not a subclass with a forward of its own."""
+    return type(module) in (nn.Linear, WeightFirstLinear)
 
 
 def _defaults(linears: Mapping[str, nn.Linear], kept: Sequence[str], *, dit: bool) -> dict[str, nn.Linear]:

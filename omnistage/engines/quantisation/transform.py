@@ -167,7 +167,7 @@ def network_bytes(network: nn.Module) -> int:
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What a tensor of torchao consists of; else itself."""
     value = tensor.data if type(tensor) is nn.Parameter else tensor
-    names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None  # type: ignore[no-untyped-call]
+    names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None
     return [value] if names is None else [getattr(value, name) for name in names]
 
 

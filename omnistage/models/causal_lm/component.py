@@ -28,7 +28,6 @@ from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import (
     Checkpoint,
     check_complete,
-    check_quantisation,
     check_repeats,
     check_size,
     check_sizes,
@@ -42,6 +41,7 @@ from omnistage.models.loading import (
     read_weights,
     straight_to,
 )
+from omnistage.models.prequantised import check_quantisation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -1,0 +1,136 @@
+"""`omnistage quantize`: what it measures, what it refuses, and that what it writes is what it measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from omnistage import Omni
+from omnistage.bench import quality
+from omnistage.cli import app
+from omnistage.config.quantize import QuantizeConfig
+from omnistage.core.errors import CheckpointError
+from omnistage.core.params import SamplingParams
+from omnistage.core.types import OmniTokensPrompt
+from omnistage.engines.quantisation import packed
+from omnistage.models.causal_lm.tiny import write
+from omnistage.models.quantised_files import MINIMUM, SCALE, VALUES, pack, unpack
+
+needs_packed = pytest.mark.skipif(not packed.has_packed_int8(), reason="this torch has no int8 kernels")
+LOOSE = ("--gate", "token_agreement=0.5", "--gate", "kl=0.2", "--gate", "perplexity_ratio=1.2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "original"
+    write(path)
+    return path
+
+
+def _quantize(folder: Path, out: Path, tmp_path: Path, *more: str) -> tuple[int, str]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("What is a lake?\nName a colour.\n", encoding="utf-8")
+    arguments = ["quantize", str(folder), "--scheme", "int8_dynamic", "--out", str(out), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--tokens", "6", "--calibrate", str(prompts), *more])
+    return result.exit_code, result.output
+
+
+@needs_packed
+def test_what_was_written_gives_the_tokens_that_were_measured_and_verify_sees_changes(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "small"
+    code, output = _quantize(folder, out, tmp_path, *LOOSE)
+    assert code == 0, output
+    report = json.loads((out / "quantisation_report.json").read_text())
+    assert set(report["quantities"]) == {"token_agreement", "kl", "perplexity_ratio"}
+    assert report["before_and_after"]["weight_bytes"][1] < report["before_and_after"]["weight_bytes"][0]
+    prompt, greedy = OmniTokensPrompt(tuple(range(5, 25))), SamplingParams(temperature=0.0, max_tokens=16)
+    tokens = []
+    for model, scheme in ((folder, "int8_dynamic"), (out, None)):
+        with Omni(str(model), device="cpu", quantize=scheme, progress=False) as omni:
+            tokens.append(omni.generate(prompt, greedy, progress=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+    assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 0
+    shard = next(path for path in sorted(out.glob("*.safetensors")) if any("norm" in name for name in load_file(path)))
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
+    changed = CliRunner().invoke(app, ["verify", str(out)])
+    assert changed.exit_code == 2
+    assert "changed after the report" in changed.output
+
+
+@needs_packed
+def test_a_scheme_made_worse_on_purpose_is_refused_and_nothing_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = packed.int8_rows
+
+    def coarse(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = real(weight)
+        return (values // 50) * 50, scale
+
+    monkeypatch.setattr(packed, "int8_rows", coarse)
+    out = tmp_path / "bad"
+    code, output = _quantize(folder, out, tmp_path, *LOOSE)
+    assert code == 1, output
+    assert "nothing was written" in " ".join(output.split())
+    assert "of its own output" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+@pytest.mark.parametrize("more", [("--gate", "kl=small"), ("--gate", "beauty=1"), ("--quantize", "int8")])
+def test_bad_arguments_are_refused_before_anything_is_loaded(
+    folder: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    code, _ = _quantize(folder, tmp_path / "out", tmp_path, *more)
+    assert code == 2
+
+
+def test_the_measures_of_text_are_those_of_their_definitions() -> None:
+    torch.manual_seed(0)
+    ours, theirs, ids = torch.randn(5, 7), torch.randn(5, 7), torch.tensor([0, 3, 2, 6, 1])
+    p, q = (np.exp(each.double().numpy()) for each in (theirs, ours))
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    assert quality.divergence(ours, theirs) == pytest.approx(float(np.mean(np.sum(p * np.log(p / q), axis=1))))
+    assert quality.divergence(theirs, theirs) == pytest.approx(0, abs=1e-12)
+    assert quality.token_agreement(ours, theirs) == np.mean(p.argmax(1) == q.argmax(1))
+    expected = -np.mean([math.log(q[i, ids[i + 1]]) for i in range(4)])
+    assert quality.negative_log_likelihood(ours, ids) == pytest.approx(expected)
+
+
+def test_the_measures_of_pictures_and_speech_grow_with_the_damage() -> None:
+    generator = np.random.default_rng(0)
+    picture = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    noisy = [np.clip(picture + generator.normal(0, s, picture.shape), 0, 255).astype(np.uint8) for s in (5, 50)]
+    assert quality.psnr(noisy[0], picture) > quality.psnr(noisy[1], picture)
+    assert quality.psnr(255 - picture * 0, picture * 0) == pytest.approx(0)
+    distances = [quality.structure_distance(each, picture) for each in (picture, *noisy)]
+    assert distances[0] == pytest.approx(0, abs=1e-9)
+    assert distances == sorted(distances)
+    wave = np.sin(np.linspace(0, 900, 24_000)).astype(np.float32)
+    assert quality.mel_distance(wave, wave, 24_000) == 0
+    assert quality.mel_distance(wave * 10, wave, 24_000) == pytest.approx(20, abs=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "float8", "int4"])
+def test_stored_weights_come_back_within_half_a_step(scheme: str) -> None:
+    weight = torch.randn(8, 256)
+    config = QuantizeConfig.model_validate({"scheme": scheme})
+    stored = pack(weight, config)
+    assert sum(part.nbytes for part in stored.values()) < weight.nbytes / (6 if scheme == "int4" else 3)
+    again = unpack(stored[VALUES], stored[SCALE], stored.get(MINIMUM))
+    step = stored[SCALE].max() * (32 if scheme == "float8" else 1)
+    assert (again - weight).abs().max() <= step / 2 * 1.001
+    with pytest.raises(CheckpointError):
+        unpack(stored[VALUES], stored[SCALE][:3], stored.get(MINIMUM))
+
+
+def test_a_gate_is_not_passed_by_what_is_no_number() -> None:
+    assert not any(gate.passes(math.nan) for gate in quality.GATES.values())
