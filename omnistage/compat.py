@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 import threading
 
@@ -11,8 +12,24 @@ import torch
 
 from omnistage.core.errors import MissingDependencyError
 
+_IMPORT_NOISE = (
+    ("torchao", "Failed to load"),
+    ("torch.utils._pytree", "is an Enum subclass"),
+    ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import"),
+)
+"""Loggers, and what they say of torchao when it is imported: which kernels for GPUs a CPU's torch cannot load, and
+what torch and
+diffusers would like it to have. transformers and diffusers import it wherever it is installed."""
 _lock = threading.Lock()
 _library: torch.library.Library | None = None  # a Library takes its operators back when it is collected
+
+
+def silence_torchao() -> None:
+    """Leave out of logs what importing torchao says to its authors."""
+    for name, text in _IMPORT_NOISE:
+        logger = logging.getLogger(name)
+        if not logger.filters:
+            logger.addFilter(lambda record, text=text: text not in str(record.msg))  # type: ignore[misc]
 
 
 def prepare_torchvision(*, required: bool = True) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from omnistage.compat import import_without, prepare_torchvision
+from omnistage.compat import import_without, prepare_torchvision, silence_torchao
 
 prepare_torchvision(required=False)
+silence_torchao()
 
 import transformers  # noqa: E402  (importing almost anything of it imports torchvision where that is installed)
 

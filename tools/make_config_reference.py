@@ -49,6 +49,7 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (f"{STAGE}.budget", "Of a remote stage.", RemoteBudget),
     ("pipeline.edges", "A list; each item has these keys.", schema.EdgeConfig),
     ("deployment", "Where it runs and how much it holds.", deployment.DeploymentConfig),
+    ("deployment.adapters.NAME", "A LoRA adapter, see [adapters](adapters.md).", deployment.AdapterConfig),
     ("deployment.placement.NAME", "A group of stages, see [placement](placement.md).", deployment.GroupConfig),
     ("limits", "What a request may ask for.", schema.LimitsConfig),
     ("limits.media", "How much media a request may bring, and where it may come from.", MediaLimits),

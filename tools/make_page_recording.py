@@ -90,7 +90,7 @@ def ask(recording: Recording, text: str, answers: int, then: str, seconds: float
 def record(page: Page, seed: int) -> Recording:
     for name, value in (("seed", seed), ("temperature", 0), ("max_tokens", 40)):
         page.locator(f"#param-{name}").fill(str(value))
-    page.locator("#out-image").set_checked(False)
+    page.locator("#out-audio").set_checked(True)
     page.locator("#panel").evaluate("panel => (panel.scrollTop = 0)")
     page.locator("#prompt").focus()
     recording = Recording(page)

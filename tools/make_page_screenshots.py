@@ -85,7 +85,7 @@ def opened(browser: Browser, url: str, scheme: str, width: int, height: int) -> 
 
 
 def fill(page: Page, **values: object) -> None:
-    phone = page.locator("#show-panel").is_visible()
+    phone = not page.locator("#params").is_visible()
     if phone:
         page.locator("#show-panel").click()
     for name, value in values.items():
@@ -106,6 +106,7 @@ def ask(page: Page, text: str, done: str) -> None:
 
 def spoken(page: Page, file: Path, seed: int) -> None:
     fill(page, max_tokens=TOKENS, seed=seed)
+    page.locator("#out-audio").check()
     page.locator("#file").set_input_files(file)
     page.locator(".attachment").wait_for()
     ask(page, QUESTION, ".replay")

@@ -13,6 +13,7 @@ from omnistage.cli.chat import chat
 from omnistage.cli.common import ends_on_error
 from omnistage.cli.config import config
 from omnistage.cli.generate import generate
+from omnistage.cli.help import Command, Group, print_first_steps
 from omnistage.cli.models import models
 from omnistage.cli.options import expand_options
 from omnistage.cli.plan import plan
@@ -26,7 +27,8 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="omnistage",
-    no_args_is_help=True,
+    cls=Group,
+    invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     help="Run any-to-any models as pipelines of stages: text, images, audio and video in; text, speech, images and "
@@ -44,6 +46,7 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
@@ -52,11 +55,13 @@ def _main(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if context.invoked_subcommand is None:
+        print_first_steps()
 
 
 for _command in (generate, chat, serve, plan, config, tiny, quantize, verify):
-    app.command()(ends_on_error(expand_options(_command)))
-app.command("models")(ends_on_error(models))
-app.command("pull")(ends_on_error(pull))
-app.command("list")(ends_on_error(list_bundles))
+    app.command(cls=Command)(ends_on_error(expand_options(_command)))
+app.command("models", cls=Command)(ends_on_error(models))
+app.command("pull", cls=Command)(ends_on_error(pull))
+app.command("list", cls=Command)(ends_on_error(list_bundles))
 app.add_typer(bench, name="bench")

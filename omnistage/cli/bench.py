@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from omnistage.cli.common import ends_on_error, err, out, progress_columns
+from omnistage.cli.help import Group
 from omnistage.cli.options import ModelOptions, expand_options, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
@@ -25,7 +26,7 @@ KEY_VARIABLE = "OMNISTAGE_API_KEY"
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 4
 
-app = typer.Typer(rich_markup_mode="markdown")
+app = typer.Typer(cls=Group, rich_markup_mode="markdown")
 
 
 @app.callback(invoke_without_command=True)

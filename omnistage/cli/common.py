@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Te
 from rich.text import Text
 
 from omnistage.core.errors import (
-    CheckpointError,
     ConfigError,
     LimitExceededError,
     MissingDependencyError,
@@ -25,6 +24,8 @@ from omnistage.core.errors import (
 )
 
 _P = ParamSpec("_P")
+EXIT_INTERRUPTED = 130
+"""As shells have it for Ctrl-C."""
 DEBUG_VARIABLE = "OMNISTAGE_DEBUG"
 """Set to 1 to end a command with a traceback on an error."""
 EXIT_ERROR = 2
@@ -32,19 +33,16 @@ EXIT_ERROR = 2
 Report = Callable[[str, float], None]
 """Takes a description and the fraction that is done."""
 
-# The first class that fits gives the hint, so subclasses come before their bases.
+# The first class that fits gives the hint, so subclasses come before their bases. Other errors say themselves what to do.
 _HINTS: tuple[tuple[type[OmniError], str | None], ...] = (
     (RegistryError, "a family's package may be missing or wrong; `omnistage tiny --help` lists the families"),
-    (ConfigError, "`omnistage config MODEL` prints every key with its value and where it came from"),
-    (UnsupportedModelError, "docs/adding_a_family.md describes how to add a family"),
-    (
-        CheckpointError,
-        "`omnistage pull starter` repairs the starter; `omnistage tiny FAMILY DIR` writes a small checkpoint",
-    ),
+    (UnsupportedModelError, "`omnistage models` lists what is supported"),
     (MissingDependencyError, "install it and run the same command again"),
     (PromptTooLongError, None),  # most often the model's own limit, which no setting changes
     (LimitExceededError, "limits are set with --set limits.KEY=VALUE"),
 )
+_CONFIG_HINT = "`omnistage config MODEL` prints every key with its value and where it came from"
+"""For keys and values of a configuration; a port in use or a short API key has nothing to do with it."""
 
 
 def out() -> Console:
@@ -83,9 +81,12 @@ def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
 def print_error(error: OmniError) -> None:
     console = err()
     print_line(str(error))
-    for other in _others(error):
+    others = _others(error)
+    for other in others or ():
         console.print(Text(f"also: {other}", style="red"), soft_wrap=True)
     hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
+    if others is not None:
+        hint = _CONFIG_HINT
     if hint is not None and "`omnistage " not in error.message:  # the message has its own hint
         console.print(Text(f"hint: {hint}", style="dim"), soft_wrap=True)
 
@@ -103,13 +104,13 @@ def os_reason(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
-def _others(error: OmniError) -> tuple[str, ...]:
-    """Further problems of an invalid configuration."""
+def _others(error: OmniError) -> tuple[str, ...] | None:
+    """Further problems of an invalid configuration; None for an error of anything else."""
     if not isinstance(error, ConfigError):
-        return ()
+        return None
     from omnistage.config import LocatedConfigError
 
-    return error.others if isinstance(error, LocatedConfigError) else ()
+    return error.others if isinstance(error, LocatedConfigError) else None
 
 
 def progress_columns(count: ProgressColumn) -> tuple[ProgressColumn, ...]:
@@ -117,10 +118,10 @@ def progress_columns(count: ProgressColumn) -> tuple[ProgressColumn, ...]:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Report]:
-    """A bar on standard error that a `progress(what, fraction)` callback moves."""
+def progress_bar(title: str, *, transient: bool = False) -> Iterator[Report]:
+    """A bar on standard error that a `progress(what, fraction)` callback moves; a transient one leaves nothing."""
     columns = progress_columns(TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, console=err()) as bar:
+    with Progress(*columns, console=err(), transient=transient) as bar:
         task = bar.add_task(title, total=1.0)
 
         def report(what: str, fraction: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnistage.cli.common import err
+from omnistage.cli.common import EXIT_INTERRUPTED, err, print_line
 from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omnistage.omni import Omni
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a name in the local hub cache.")
+    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, starter, or a name in the local hub cache.")
 ]
 
 
@@ -133,20 +133,25 @@ class ModelOptions:
         """The model with these options; `overrides` come after those of `--set`."""
         from omnistage.omni import Omni
 
-        # On a terminal `Omni` shows progress bars; in a log this line says what takes the time.
-        err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
-        return Omni(
-            model,
-            config=self.config,
-            overrides=(*self.overrides, *overrides),
-            device=self.device,
-            dtype=self.dtype,
-            gpu_memory=self.gpu_memory,
-            quantize=self.quantize,
-            ray=self.ray,
-            adapters=adapter_folders(self.adapter),
-            progress=progress,
-        )
+        # On a terminal `Omni` shows progress bars instead; in a log this line says what takes the time.
+        if not (progress and err().is_terminal):
+            err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
+        try:
+            return Omni(
+                model,
+                config=self.config,
+                overrides=(*self.overrides, *overrides),
+                device=self.device,
+                dtype=self.dtype,
+                gpu_memory=self.gpu_memory,
+                quantize=self.quantize,
+                ray=self.ray,
+                adapters=adapter_folders(self.adapter),
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            print_line(f"stopped while {model} was loading; nothing was generated")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def adapter_folders(entries: Sequence[str]) -> dict[str, str]:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from omnistage.cli.common import err, out, print_error
 from omnistage.core.errors import CheckpointError, InvalidRequestError
@@ -58,11 +60,16 @@ def list_bundles() -> None:
 
     known = bundles(REGISTRY.families().values())
     if known:
-        table = Table("bundle", "part", "what", "from", "licence", "state")
+        console = out()
         for name, bundle in known.items():
+            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+            for _ in range(3):
+                table.add_column(overflow="fold")
             for part in bundle.parts():
-                table.add_row(name, part.name, part.title, part.origin, part.licence, part.state)
-        out().print(table, markup=False)
+                what = Text.assemble(f"{part.title}\n", (f"{part.origin}, {part.licence}", "dim"))
+                table.add_row(Text(part.name), Text(part.state), what)
+            console.print(f"{name}:", style="bold", markup=False)
+            console.print(Padding(table, (0, 0, 0, 2)))
     for name, requirement in SEPARATE_DISTRIBUTIONS.items():
         if name not in known:
             out().print(f"{name}: not installed; run: pip install '{requirement}'", markup=False, soft_wrap=True)

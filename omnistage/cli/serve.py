@@ -327,6 +327,7 @@ def _serve(
         from omnistage.server.http.json_body import JsonLimits
         from omnistage.server.http.listening import connections_below, raise_descriptor_limit
         from omnistage.server.http.run import run
+        from omnistage.server.http.stopping import end_process
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
     from omnistage.media.budget import media_budget
@@ -361,7 +362,7 @@ def _serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         with decode_processes(media.processes()), media_budget(media.memory()):
-            run(
+            stopped = run(
                 app,
                 service,
                 load,
@@ -375,6 +376,8 @@ def _serve(
     finally:
         if tracing is not None:
             tracing.close()
+    if stopped:
+        end_process()
 
 
 def _load(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PROMPT = "> "
 MAX_COLUMNS = 48
 """Of a picture: a larger one would scroll the conversation off the screen."""
+_ROWS_BELOW = 3
+"""Of the terminal that a picture leaves free, for its file's name and the prompt."""
 # Output of a model is text: an escape sequence in it must not move the cursor or rename the window.
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -30,6 +33,41 @@ _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 def printable(text: str) -> str:
     """The text without control characters other than line ends and tabs."""
     return text.translate(_CONTROL)
+
+
+class WordWrap:
+    """Breaks text that arrives in pieces between words. A word is held back until it ends, for it may not fit."""
+
+    def __init__(self) -> None:
+        self._column, self._blanks, self._word = 0, "", ""
+
+    def push(self, text: str, width: int) -> str:
+        """What can be written now."""
+        written = []
+        for character in text:
+            if character not in " \t\n":
+                self._word += character
+                continue
+            written.append(self._end_word(width))
+            if character == "\n":
+                written.append("\n")
+                self._column, self._blanks = 0, ""
+            else:
+                self._blanks += " "
+        return "".join(written)
+
+    def _end_word(self, width: int) -> str:
+        """The word with the blanks before it, or on a line of its own."""
+        if not self._word:
+            return ""
+        blanks, word = self._blanks, self._word
+        self._blanks, self._word = "", ""
+        length = cell_len(word)
+        if self._column and self._column + len(blanks) + length > width:
+            self._column = length
+            return f"\n{word}"
+        self._column += len(blanks) + length
+        return blanks + word
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +78,7 @@ class Terminal:
     output: Console
     notes: Console
     interrupts: Interrupts = field(default_factory=Interrupts)
+    _wrap: WordWrap = field(default_factory=WordWrap)
 
     @classmethod
     def here(cls) -> Terminal:
@@ -74,8 +113,11 @@ class Terminal:
                 yield line
 
     def write(self, text: str) -> None:
-        """Print streamed text at once."""
-        print(printable(text), end="", file=self.output.file, flush=True)
+        """Print streamed text at once; on a terminal word by word, broken at its width."""
+        text = printable(text)
+        if self.interactive:
+            text = self._wrap.push(text, self.output.width)
+        print(text, end="", file=self.output.file, flush=True)
 
     def print(self, text: str = "") -> None:
         """Print a line of a result."""
@@ -91,22 +133,24 @@ class Terminal:
         if not self.interactive:
             yield lambda what, done: None
             return
-        with progress_bar(title) as report:
+        with progress_bar(title, transient=True) as report:
             yield report
 
     def show(self, picture: Image.Image) -> bool:
         """Show a picture as coloured half blocks; whether the terminal could."""
         if not self.interactive or self.output.color_system is None:
             return False
-        self.output.print(half_blocks(picture, min(MAX_COLUMNS, self.output.width)))
+        rows = max(1, self.output.height - _ROWS_BELOW)
+        columns = max(1, min(MAX_COLUMNS, self.output.width, round(2 * rows * picture.width / picture.height)))
+        self.output.print(half_blocks(picture, columns, rows))
         return True
 
 
-def half_blocks(picture: Image.Image, columns: int) -> Text:
+def half_blocks(picture: Image.Image, columns: int, max_rows: int = 1000) -> Text:
     """The picture in `columns` characters a line: the upper pixel of two is a half block, the lower its background."""
     from PIL import Image
 
-    rows = max(1, round(picture.height * columns / picture.width / 2))
+    rows = min(max_rows, max(1, round(picture.height * columns / picture.width / 2)))
     small = picture.convert("RGB").resize((columns, 2 * rows), Image.Resampling.LANCZOS)
     pixels = small.tobytes()
 

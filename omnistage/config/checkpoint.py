@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnistage.config.schema import OmniConfig
-from omnistage.core.bundle import find_bundle
+from omnistage.core.bundle import SEPARATE_DISTRIBUTIONS, bundles, find_bundle
 from omnistage.core.checkpoint import Checkpoint, read_json
 from omnistage.core.errors import CheckpointError, RegistryError, UnsupportedModelError
 from omnistage.core.family import Family
@@ -20,6 +22,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = "*.safetensors"
 _DOWNLOAD = ("*.json", _WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken", "spk_dict.pt")
 """Files to download: no code, and no pickles except the table of voices."""
+_HOW_TO_DOWNLOAD = "`omnistage pull starter` fetches a small model, `hf download OWNER/NAME` one from the hub"
 _SHOWN_PATH = 300
 _MODEL_CONFIG = "config.json"
 _PIPELINE_INDEX = "model_index.json"
@@ -73,9 +76,30 @@ def find_model(
     if is_folder:
         return path.resolve()
     if not _HUB_NAME.fullmatch(model):
-        raise CheckpointError(f"there is no folder {_display_path(model)}; check the path", param="model")
+        text = f"there is no folder {_display_path(model)}"
+        raise CheckpointError(f"{text}; {_suggestion(model, registry) or 'check the path'}", param="model")
     files = _DOWNLOAD if weights else tuple(pattern for pattern in _DOWNLOAD if pattern != _WEIGHTS)
-    return _find_on_hub(model, revision, cache_dir, allow_download, files)
+    try:
+        return _find_on_hub(model, revision, cache_dir, allow_download, files)
+    except _NotInCacheError as error:
+        how = f"`hf download {model}` fetches it from the hub" if "/" in model else _HOW_TO_DOWNLOAD
+        advice = " ".join(filter(None, (_suggestion(model, registry), how)))
+        text = f"{model!r} is neither a folder nor in the local hub cache"
+        raise CheckpointError(f"{text}; {advice}", param="model") from error
+
+
+def _suggestion(model: str, registry: Registry) -> str:
+    """A bundle or a folder with almost this name, as a question."""
+    names = {*bundles(registry.families().values()), *SEPARATE_DISTRIBUTIONS}
+    parent = Path(model).expanduser().parent
+    with contextlib.suppress(OSError):
+        names |= {str(parent / path.name) for path in parent.iterdir() if _is_model(path)}
+    close = difflib.get_close_matches(str(Path(model).expanduser()), names, n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+class _NotInCacheError(Exception):
+    """A name on the hub whose files are not in the local cache."""
 
 
 def _is_model(folder: Path) -> bool:
@@ -103,11 +127,7 @@ def _find_on_hub(
         raise CheckpointError(f"{name!r} is neither a folder nor a name on the hub; check it", param="model") from error
     except LocalEntryNotFoundError as error:
         if not allow_download:
-            raise CheckpointError(
-                f"{name!r} is neither a folder nor in the local hub cache; give a folder, or fetch it into the "
-                "cache first (OmniEngineArgs has allow_download)",
-                param="model",
-            ) from error
+            raise _NotInCacheError from error
     try:
         return Path(fetch())
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

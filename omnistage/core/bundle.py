@@ -52,7 +52,7 @@ class CheckResult:
     """What a check of the files found."""
 
     notes: tuple[str, ...]
-    """About optional parts that are missing, and about installed parts."""
+    """A line about every part: whether it is intact, changed, missing or installed."""
     problems: tuple[str, ...]
     """Empty: every file is intact."""
 

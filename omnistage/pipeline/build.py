@@ -243,7 +243,7 @@ def _build_stages(
     console = Console(stderr=True)
     hidden = not (visible and console.is_terminal)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
-    with ExitStack() as undo, Progress(*columns, console=console, disable=hidden) as bar:
+    with ExitStack() as undo, Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         for name, factory in factories.items():
             task = bar.add_task(f"loading {name}", total=1.0, doing="")
 

@@ -39,20 +39,27 @@ def engine_stage(
                 param=f"pipeline.stages.{name}.output",
             )
         return CodecStage(name, component, stage_cfg.budget)
-    return _diffusion_stage(name, stage_cfg, component)
+    return _diffusion_stage(name, stage_cfg, component, adapters)
 
 
-def _diffusion_stage(name: str, stage_cfg: DiffusionStageConfig, component: object) -> Stage:
+def _diffusion_stage(
+    name: str, stage_cfg: DiffusionStageConfig, component: object, adapters: AdapterLibrary | None
+) -> Stage:
     """The stage that a component of the diffusion engine is made for."""
     from omnistage.engines.diffusion.component import Denoiser, LatentDecoder, PromptEncoder
     from omnistage.engines.diffusion.decode import DecodeStage
     from omnistage.engines.diffusion.encode import EncodeStage
     from omnistage.engines.diffusion.stage import DenoiseStage
 
+    if adapters is not None and not isinstance(component, Denoiser):
+        raise ConfigError(
+            f"stage {name!r} runs a {type(component).__name__}, which takes no adapters; name the stage that denoises",
+            param="deployment.adapter_stage",
+        )
     if isinstance(component, PromptEncoder):
         return EncodeStage(name, component, stage_cfg.budget)
     if isinstance(component, Denoiser):
-        return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params)
+        return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params, adapters)
     if isinstance(component, LatentDecoder):
         return DecodeStage(name, component, stage_cfg.budget)
     from omnistage.engines.diffusion.whole import WholePipeline, WholeStage

@@ -361,7 +361,7 @@ def _metadata(plan: RequestPlan, model: str) -> dict[str, object]:
     params = next((p for p in plan.params.values() if isinstance(p, DiffusionParams)), None)
     if params is None:
         return {}
-    values = {name: value for name, value in params.model_dump().items() if value is not None and name != "seed"}
+    values = {name: value for name, value in params.model_dump(exclude={"seed"}).items() if value not in (None, ())}
     return {"model": model, "prompt": _drawing_prompt(plan.request.payload), "parameters": values}
 
 

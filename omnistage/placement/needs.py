@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from omnistage.config import (
     LocalStageConfig,
     OmniModelConfig,
 )
+from omnistage.config.adapters import takes_adapters
 from omnistage.core.failures import log_defect
 from omnistage.core.family import LoadContext
 from omnistage.core.registry import Registry
@@ -31,6 +32,7 @@ from omnistage.core.types import DTypeName
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from omnistage.engines.ar.memory import ARNeeds
 
@@ -199,7 +201,20 @@ class NeedsReader:
         if self._model.hf_config.get("quantization_config") is not None:
             # Quantised numbers lie packed in their files as in memory; the modules without weights do not know.
             needs = replace(needs, memory=replace(needs.memory, weights=weights_on_disk(self._model.folder, 2)))
+        adapters = self._adapters(where[0], component.dtype.itemsize, (component.decoder,))
+        needs = replace(needs, memory=replace(needs.memory, weights=needs.memory.weights + adapters))
         return AutoregressiveNeeds(*where, needs, None if cuda else default_host_kv())
+
+    def _adapters(self, name: str, item_size: int, networks: Sequence[nn.Module]) -> int:
+        """Bytes of the places for adapters on these networks."""
+        deployment = self._model.config.deployment
+        if not takes_adapters(deployment, name):
+            return 0
+        from omnistage.engines.adapters.memory import adapter_bytes, largest_rank
+
+        folders = [Path(adapter.folder).expanduser() for adapter in deployment.adapters.values()]
+        rank = deployment.adapter_rank or largest_rank(folders)
+        return adapter_bytes(networks, deployment.adapter_slots, rank, item_size)
 
     def _codec(
         self, where: tuple[str, str, str], component: object, budget: CodecBudget, device: torch.device
@@ -228,19 +243,21 @@ class NeedsReader:
         from omnistage.engines.peak_memory import weight_bytes
 
         budget = stage.budget
-        rows_each, limit, caches, graphs = 2, budget.max_batch, 0, 0
+        rows_each, limit, caches, graphs, adapters = 2, budget.max_batch, 0, 0, 0
         if isinstance(component, PromptEncoder):
             self._size = component.planned_size()
             modules, caches, peak = component.modules, budget.prompt_cache, component.encode_bytes
         elif isinstance(component, Denoiser):
             modules, peak = component.transformers, partial(_sized, component.step_bytes, self._size)
+            item_size = next(component.transformer.parameters()).dtype.itemsize
+            adapters = self._adapters(where[0], item_size, modules)
             limit = min(limit, max(1, budget.max_batch_tokens // max(component.tokens(*self._size), 1)))
         elif isinstance(component, LatentDecoder):
             modules, peak = component.modules, partial(_sized, component.decode_bytes, self._size)
             rows_each = 1
         else:
             return _Estimate(*where, 0)
-        weights, estimated = weight_bytes(modules), False
+        weights, estimated = weight_bytes(modules) + adapters, False
         try:
             peaks = [peak(1), peak(2)]
             if isinstance(component, Denoiser) and device.type == "cuda":

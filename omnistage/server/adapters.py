@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 def plan_adapters(model: ServedModel, holder: Holder, params: ParamsLike) -> ParamsLike:
     """The parameters with the adapter that the request's `model` names. Raises where the key may not use one."""
-    if isinstance(params, StageParams):
-        params = {model.omni.orchestrator.graph.lead: params}
+    given: Mapping[str, StageParams | Mapping[str, object]]
+    given = {model.omni.orchestrator.graph.lead: params} if isinstance(params, StageParams) else params or {}
     if model.adapter is not None:
-        params = _with_adapter(model, model.adapter, dict(params or {}))
-    for each in (params or {}).values():
+        given = _with_adapter(model, model.adapter, dict(given))
+    for each in given.values():
         for adapter in each.lora if isinstance(each, SamplingParams | DiffusionParams) else ():
             if holder.models is not None and adapter.name not in holder.models:
                 raise PermissionDeniedError(f"this key may not use {adapter.name!r}", param="lora")
-    return params
+    return params if model.adapter is None else given
 
 
-def _with_adapter(model: ServedModel, name: str, params: dict[str, StageParams | Mapping[str, object]]) -> ParamsLike:
+def _with_adapter(
+    model: ServedModel, name: str, params: dict[str, StageParams | Mapping[str, object]]
+) -> dict[str, StageParams | Mapping[str, object]]:
     known = model.omni.adapters.names().get(name)
     if known is None:  # unloaded a moment ago
         raise InvalidRequestError("this adapter has just been unloaded", param="model")

@@ -64,10 +64,15 @@ class StarterBundle:
 
     def check(self) -> CheckResult:
         store = Store.of(self.manifest)
-        damaged = [f"{part.role}/{name}" for part in self.manifest.parts for name in store.damaged(part)]
+        changed = {part.name: store.damaged(part) for part in self.manifest.parts}
+        damaged = [f"{part.role}/{name}" for part in self.manifest.parts for name in changed[part.name]]
         missing = store.missing()
-        optional = [part for part in self.manifest.parts if not store.has(part) and part not in missing]
-        notes = [f"missing: {part.title}; without it {part.without}" for part in optional]
+        notes = []
+        for part in self.manifest.parts:
+            if store.has(part):
+                notes.append(f"{part.title}: {'changed' if changed[part.name] else 'intact'}")
+            else:
+                notes.append(f"{part.title}: missing" + ("" if part in missing else f"; without it {part.without}"))
         problems = [f"changed: {', '.join(damaged)}"] if damaged else []
         problems += [f"missing: {', '.join(part.name for part in missing)}"] if missing else []
         problems += [f"`omnistage pull {self.name}` fetches those again"] if problems else []

@@ -83,19 +83,21 @@ class SpeechToText:
             yield from self._texts(samples[cut:])
             return
         if tokens is None:
-            tokens = self._last_tokens(hidden, max_tokens + _MORE_TOKENS)
+            tokens = self._last_tokens(hidden, max_tokens)
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         yield text.strip()
 
     def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
-        """Of a part that is not split again: a loop in it is no speech, as nobody speaks that fast, and stands once."""
+        """Of a part that is not split again.
+
+        What does not end even with many more tokens is no speech, as nobody speaks that fast: a loop stands once, and
+        of anything else as much as speech can have.
+        """
         tokens: list[int] = []
-        ended = self._decoder.greedy(hidden, self._start, self._end, max_tokens, tokens)
-        if ended is None and (keep := loop_start(tokens)) is not None:
-            return tokens[:keep]
-        if ended is None:
-            raise MediaError("some of the speech cannot be written down; send a clearer or slower recording")
-        return tokens
+        if self._decoder.greedy(hidden, self._start, self._end, max_tokens + _MORE_TOKENS, tokens) is not None:
+            return tokens
+        loops = (loop_start(tokens[:length]) for length in range(len(tokens) + 1))
+        return tokens[: next((keep for keep in loops if keep is not None), max_tokens)]
 
 
 def check_clip(samples: Samples) -> None:

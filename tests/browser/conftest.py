@@ -102,7 +102,9 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("npm is not here, to fetch axe-core")
     folder = tmp_path_factory.mktemp("axe")
     try:
-        done = subprocess.run([npm, "pack", "axe-core@4.10.3"], cwd=folder, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(
+            [npm, "pack", "axe-core@4.10.3"], cwd=folder, capture_output=True, timeout=120, check=False
+        )
     except subprocess.TimeoutExpired:
         pytest.skip("npm could not fetch axe-core in time: is the registry within reach?")
     packed = next(folder.glob("*.tgz"), None)

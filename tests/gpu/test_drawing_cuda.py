@@ -25,7 +25,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-FAMILIES = ("stable_diffusion_3", "flux", "flux2", "qwen_image", "z_image", "wan", "glm_image")
+FAMILIES = (
+    *("stable_diffusion", "stable_diffusion_3", "flux", "flux2", "qwen_image", "z_image", "glm_image"),
+    *("wan", "ltx", "hunyuan_video"),
+)
+FRAMES = {"wan": 5, "ltx": 9, "hunyuan_video": 5}
 PROMPTS = ["a red house", "two boats on a lake", "a cat", "snow"]
 
 
@@ -48,8 +52,8 @@ def draw(folder: Path, device: str, *settings: str) -> list[np.ndarray]:
     given = ("prior.temperature=0",) if name == "glm_image" else settings
     with Omni(folder, device=device, dtype="float32", overrides=given, progress=False) as omni:
         own = [params(seed) for seed in range(len(PROMPTS))]
-        if name == "wan":
-            own = [p.merged(DiffusionParams(num_frames=5)) for p in own]
+        if name in FRAMES:
+            own = [p.merged(DiffusionParams(num_frames=FRAMES[name])) for p in own]
         outputs = omni.generate(list(PROMPTS), own, progress=False)
         omni.orchestrator.check_idle()
     return [pixels(output) for output in outputs]
@@ -75,7 +79,7 @@ def checkpoint(family: str, folder: Path) -> Path:
     return folder / family
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion_3", "flux", "flux2"])
+@pytest.mark.parametrize("family", ["stable_diffusion", "stable_diffusion_3", "flux", "flux2"])
 def test_captured_forwards_predict_what_plain_ones_do(family: str, tmp_path: Path) -> None:
     denoiser = OmniRunner(checkpoint(family, tmp_path)).load_component("denoise", device="cuda")
     assert isinstance(denoiser, Denoiser)
@@ -102,7 +106,7 @@ def test_captured_forwards_predict_what_plain_ones_do(family: str, tmp_path: Pat
     stage.close()
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion_3", "flux2", "z_image"])
+@pytest.mark.parametrize("family", ["stable_diffusion", "stable_diffusion_3", "flux2", "z_image"])
 def test_pictures_of_compiled_blocks_are_the_plain_ones(family: str, tmp_path: Path) -> None:
     folder = checkpoint(family, tmp_path)
     plain = draw(folder, "cuda", "denoise.compile=false", "denoise.cuda_graphs=false")

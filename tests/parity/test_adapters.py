@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
+from omnistage.core.errors import AdapterError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
-from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
+from omnistage.core.types import ARInput, OmniTokensPrompt, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.adapters.library import AdapterLibrary, AdapterLimits, AdapterSource
 from omnistage.engines.ar import adapters as ar_adapters
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.registry import REGISTRY
+from omnistage.omni import Omni
 from tests.parity.adapter_checkpoints import CONFIGS, with_adapters
 from tests.parity.conftest import Checkpoints
 
@@ -42,10 +45,10 @@ def base(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     return Base(folder, adapters, with_adapters(model, folder=adapters))
 
 
-def component_of(folder: Path) -> ARComponent:
+def component_of(folder: Path, name: str = "thinker") -> ARComponent:
     resolved = resolve(OmniEngineArgs(model=str(folder), device="cpu", dtype="float32"), registry=REGISTRY)
-    stage = resolved.config.pipeline.stages["thinker"]
-    context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
+    stage = resolved.config.pipeline.stages[name]
+    context = LoadContext(resolved.model, name, stage, torch.device("cpu"), torch.float32)
     component = REGISTRY.component(stage.component)(context)
     assert isinstance(component, ARComponent)
     return component
@@ -177,3 +180,90 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(base: Base) -> None:
     (alone,) = run(stage, [(PROMPTS[3], "all")], temperature=1.0, seed=5)
     together = run(stage, [(PROMPTS[3], "feed"), (PROMPTS[3], "all"), (PROMPTS[3], None)], temperature=1.0, seed=5)
     assert together[1][0] == alone[0]
+
+
+def test_a_thinker_of_qwen2_5_omni_gets_what_peft_gives_it(
+    checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Trained on the thinker, and by its keys on the whole model."""
+    folder, adapters = checkpoint_of("qwen2_5_omni"), tmp_path_factory.mktemp("adapters")
+    whole = transformers.Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    layers = r"model\.(language_model\.)?layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+    configs = {"text": {"r": 4, "lora_alpha": 8, "target_modules": layers}}
+    reference = with_adapters(whole.thinker, configs, folder=adapters)
+    tensors = load_file(adapters / "text" / "adapter_model.safetensors")
+    (adapters / "of_the_whole").mkdir()
+    save_file(
+        {key.replace("base_model.model.", "base_model.model.thinker."): tensor for key, tensor in tensors.items()},
+        adapters / "of_the_whole" / "adapter_model.safetensors",
+    )
+    config = (adapters / "text" / "adapter_config.json").read_text()
+    (adapters / "of_the_whole" / "adapter_config.json").write_text(config)
+    library = library_of(adapters, ["text", "of_the_whole"])
+    budget = ARBudget(kv_blocks=64, block_size=8, run_ahead=False)
+    stage = ARStage("thinker", component_of(folder), budget, library)
+    base = Base(folder, adapters, reference)
+    requests: list[tuple[Sequence[int], Wanted]] = [(PROMPTS[2], "text"), (PROMPTS[2], None), (PROMPTS[1], "text")]
+    answers = run(stage, [*requests, (PROMPTS[2], "of_the_whole")])
+    for (prompt, wanted), answer in zip(requests, answers, strict=False):
+        check(base, prompt, wanted, answer)
+    assert answers[3][0] == answers[0][0] != answers[1][0]
+    stage = ARStage("talker", component_of(folder, "talker"), budget, library_of(adapters, [], at_run_time=True))
+    assert stage.adapters is not None
+    with pytest.raises(AdapterError, match=r"thinker\.model.* is no linear layer of stage 'talker'"):
+        stage.adapters.load("x", AdapterSource(adapters / "of_the_whole"))
+
+
+def test_a_stage_in_a_process_of_its_own_has_the_configured_adapters(base: Base) -> None:
+    adapters = {name: base.adapters / name for name in ("all", "feed")}
+    place = ("deployment.placement.apart.stages=[thinker]", f'deployment.adapter_folders=["{base.adapters}"]')
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    each = [params, *(params.merged(SamplingParams.parse({"lora": name})) for name in adapters)]
+    prompts = [OmniTokensPrompt(PROMPTS[3])] * 3
+    with Omni(base.folder, device="cpu", dtype="float32", adapters=adapters, overrides=place, progress=False) as omni:
+        answers = [output.token_ids for output in omni.generate(prompts, each, progress=False)]
+        assert set(omni.adapters.names()) == {"all", "feed"}
+        with pytest.raises(AdapterError, match="there is no adapter 'other'"):
+            omni.generate(prompts[0], SamplingParams.parse({"lora": "other"}), progress=False)
+        with pytest.raises(AdapterError, match="runs in another process"):
+            omni.adapters.load("more", "mlp")
+        with pytest.raises(AdapterError, match="another process"):
+            omni.adapters.unload("all")
+    stage = stage_of(base)
+    expected = run(stage, [(PROMPTS[3], None), (PROMPTS[3], "all"), (PROMPTS[3], "feed")], max_tokens=6)
+    assert answers == [tokens for tokens, _ in expected]
+
+
+def test_a_stage_that_is_built_anew_keeps_its_adapters(base: Base) -> None:
+    library = library_of(base.adapters, ["all"], at_run_time=True)
+    stage = stage_of(base, library=library)
+    library.load("feed", AdapterSource(base.adapters / "feed"))
+    requests: list[tuple[Sequence[int], Wanted]] = [(PROMPTS[3], "all"), (PROMPTS[3], None), (PROMPTS[3], "feed")]
+    expected = run(stage, requests)
+    budget = ARBudget(kv_blocks=64, block_size=8, run_ahead=False)
+    again = ARStage("thinker", stage.component, budget, library)
+    assert [tokens for tokens, _ in run(again, requests)] == [tokens for tokens, _ in expected]
+
+
+def test_adapters_of_a_quantised_base_are_added_in_float(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To its outputs, whatever computes them: as PEFT does over the dequantised weights."""
+    torchao = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr("omnistage.models.decoder.apply_cpu_kernels", lambda model: None)  # they are for float weights
+    component = component_of(base.folder)
+    torchao.quantize_(component.decoder, torchao.Int8WeightOnlyConfig())
+    library = library_of(base.adapters, ["all", "feed"])
+    stage = ARStage("thinker", component, ARBudget(kv_blocks=64, block_size=8, run_ahead=False), library)
+    hooked = [module for module in component.decoder.modules() if hasattr(module, "adapter_up")]
+    assert len(hooked) == 7 * component.spec.num_layers
+    assert all(
+        type(module.weight) is not torch.nn.Parameter or hasattr(module.weight, "dequantize") for module in hooked
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
+    for name, module in component.decoder.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            model.get_decoder().get_submodule(name).weight.data = module.weight.dequantize()
+    configs = {name: CONFIGS[name] for name in CONFIGS}
+    dequantised = Base(base.folder, base.adapters, with_adapters(model, configs))
+    requests: list[tuple[Sequence[int], Wanted]] = [(PROMPTS[3], "all"), (PROMPTS[2], None), (PROMPTS[1], "feed")]
+    for (prompt, wanted), answer in zip(requests, run(stage, requests), strict=True):
+        check(dequantised, prompt, wanted, answer)

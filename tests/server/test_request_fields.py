@@ -373,6 +373,7 @@ def test_every_sampling_field_that_is_sent_reaches_the_engine() -> None:
         "skip_special_tokens": False,
         "max_tokens": 4,
         "logprobs": 2,
+        "lora": ({"name": "a", "weight": 0.5},),
     }
     assert values.keys() | {"structured"} == SamplingParams.model_fields.keys() - CompletionRequest.not_exposed
     body = CompletionRequest(model="lm", prompt="Hi", **values)

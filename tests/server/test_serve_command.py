@@ -28,6 +28,8 @@ def test_it_serves_and_drains(folder: Path, tmp_path: Path) -> None:
     with running("--model", f"chat={folder}", *options) as command:
         url = command.line(r"ready: (http://127\.0\.0\.1:\d+)/v1").group(1)
         command.line(r"chat: text in; text out")
+        page = command.line(r"web page: (\S+)").group(1)
+        assert "<title>Omnistage" in httpx.get(page).text
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["chat"]
             assert client.completions.create(model="chat", prompt="Once", max_tokens=3).choices
@@ -45,6 +47,7 @@ def test_it_serves_and_drains(folder: Path, tmp_path: Path) -> None:
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert command.end() == 0
         assert "Traceback" not in command.text
+        assert "nanobind" not in command.text  # nothing is reported as leaked
         assert KEY not in command.text
     written = [json.loads(line) for line in audit.read_text().splitlines()]
     assert sorted(line["status"] for line in written) == [200, 200, 200, 503]

@@ -527,7 +527,7 @@ def test_a_hub_name_that_is_not_here_is_not_downloaded_unasked(tmp_path, monkeyp
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(CheckpointError, match="allow_download"):
+    with pytest.raises(CheckpointError, match="`hf download org/name` fetches it"):
         find_model("org/name", REGISTRY)
     assert calls == [True]
     with pytest.raises(CheckpointError, match="could not be downloaded: no connection"):

@@ -631,7 +631,9 @@ def test_pull_fetches_once_and_lists_its_parts(registry: Registry, command: Any,
     again = command("pull", "starter")
     assert again.output.count("present ") == 2
     assert len(registry.commands) == 2
-    assert command("pull", "starter", "--check").exit_code == 0
+    checked = command("pull", "starter", "--check")
+    assert checked.exit_code == 0
+    assert checked.output.count(": intact") == 2
     assert "present" in command("list").output
     assert (tmp_path / "starter" / "config.json").is_file()
 
@@ -767,6 +769,8 @@ def test_check_reports_damaged_files(registry: Registry, command: Any, tmp_path:
     done = command("pull", "starter", "--check")
     assert done.exit_code == 2
     assert "speak/model.onnx" in done.output
+    assert done.output.count(": changed") == 2  # its line, and the error
+    assert done.output.count(": intact") == 1
 
 
 def test_an_unknown_bundle_is_refused(command: Any) -> None:

@@ -73,8 +73,15 @@ def test_tokens_are_limited_by_the_length_of_the_clip(scripted: Script) -> None:
     assert len(words) == int(2.0 * 6.5) + 4
 
 
-def test_decoding_stops_in_a_loop_and_keeps_its_block_once(scripted: Script) -> None:
-    assert scripted("the", "cat", "runs", "and").transcribe(voice(6.0, SAMPLE_RATE)) == "the cat runs and"
+def test_what_is_said_many_times_is_written_down_as_often(scripted: Script) -> None:
+    assert scripted(*("the", "cat") * 6, "</s>").transcribe(voice(2.5, SAMPLE_RATE)) == " ".join(["the cat"] * 6)
+
+
+def test_a_loop_that_never_ends_is_no_speech_and_stands_once_in_each_part(scripted: Script) -> None:
+    assert scripted("the", "cat", "runs", "and").transcribe(voice(2.0, SAMPLE_RATE)) == "the cat runs and"
+    assert (
+        scripted("the", "cat", "runs", "and").transcribe(voice(4.0, SAMPLE_RATE)) == "the cat runs and the cat runs and"
+    )
 
 
 def test_transcription_is_deterministic(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class AdapterFiles:
     tensors: dict[str, torch.Tensor]
     digest: bytes
     """Of the content of both files."""
+    metadata: dict[str, str]
+    """Of the weights' file."""
 
 
 def read_adapter(folder: Path, max_bytes: int) -> AdapterFiles:
@@ -63,7 +65,9 @@ def read_adapter(folder: Path, max_bytes: int) -> AdapterFiles:
         raise AdapterError(f"{names[0]} in {folder} is not a readable safetensors file: {error}") from error
     if not tensors:
         raise AdapterError(f"{names[0]} in {folder} has no tensors")
-    return AdapterFiles(None if raw is None else _parsed(raw, folder), tensors, digest.digest())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # valid: its tensors have been read
+    config = None if raw is None else _parsed(raw, folder)
+    return AdapterFiles(config, tensors, digest.digest(), header.get("__metadata__", {}))
 
 
 def _parsed(raw: bytes, folder: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ from omnistage.engines.adapters.library import Adapter, AdapterLibrary, Pairs, S
 from omnistage.engines.ar.merged import MergedLinear
 from omnistage.engines.streams import upload
 
-_PROBED_ROWS = (5, 11)
+_PROBED_TOKENS, _PROBED_PICTURES = (5, 11), (2, 3)
 Rows = Sequence[tuple[int, Selection]]
 """A step's rows in order: how many in turn use what."""
 
@@ -36,7 +36,7 @@ def delta(module: nn.Module, low: torch.Tensor) -> torch.Tensor:
         weights = table[: low.shape[-2], None, :, None]
     else:
         weights = table[: low.shape[0]].view(-1, *(1,) * (low.ndim - 2), 1, slots, 1)
-    each = low.unflatten(-1, (parts, slots, rank))
+    each = low.unflatten(-1, (parts, slots, rank))  # type: ignore[no-untyped-call]
     # Not a product alone: another request's adapter may have overflowed in this row, and 0 x inf is NaN.
     used = torch.where(weights != 0, each * weights, 0)
     return nn.functional.linear(used.flatten(-3), module.adapter_up)  # type: ignore[arg-type]
@@ -103,7 +103,9 @@ class AdapterLayers:
         self.by_token = by_token
         self._networks = networks
         self._dtype = dtype
-        self.shapes = self._probed(probe)
+        if not library.shapes:
+            library.shapes = self._probed(probe)
+        self.shapes = library.shapes
         """Inputs and outputs by layer, of those that adapters can change."""
         self._places: dict[str, _Place] = {}
         self._slots: OrderedDict[bytes, int] = OrderedDict()
@@ -139,11 +141,11 @@ class AdapterLayers:
         """The layers that run once for each row, in the rows' order, as far as shapes can tell."""
         linears = {name: (module, shape) for name, module, shape in self._linears()}
         suitable = set(linears)
-        for count in _PROBED_ROWS:
+        for count in _PROBED_TOKENS if self.by_token else _PROBED_PICTURES:
             seen: dict[str, bool] = {}
 
             def note(name: str, args: tuple[Any, ...], count: int = count, seen: dict[str, bool] = seen) -> None:
-                shape = args[0].shape if args and isinstance(args[0], torch.Tensor) else ()
+                shape: tuple[int, ...] = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
                 if self.by_token:
                     rows = len(shape) in (2, 3) and shape[-2] == count and shape[:-2] in ((), (1,))
                 else:
@@ -192,7 +194,7 @@ class AdapterLayers:
             if isinstance(module, MergedLinear):
                 product, first = module.group.joint, sum(module.group.sizes[: module.index])
             products.setdefault(product, []).append((name, first, outputs))
-        device = next(iter(products)).weight.device if products else torch.device("cpu")
+        device = next((weight.device for product in products for weight in product.parameters()), torch.device("cpu"))
         self.table = torch.zeros(max_rows, slots, dtype=self._dtype, device=device)
         self._free = list(reversed(range(slots)))
         self._skips, self._state = skip_idle, _State(active=not skip_idle)
@@ -200,10 +202,12 @@ class AdapterLayers:
             self._attach(product, (len(parts), slots, rank), fold=fold)
             for index, (name, first, outputs) in enumerate(parts):
                 self._places[name] = _Place(product, index, first, outputs)
+        if device.type == "cuda":  # pragma: no cover  (needs CUDA)
+            torch.cuda.current_stream(device).synchronize()  # stages' streams wait for no other
 
     def _attach(self, module: nn.Module, shape: tuple[int, int, int], *, fold: bool) -> None:
         """Give a layer its matrices, zeros, and what adds them. One that was given them before keeps its own."""
-        columns, device = shape[0] * shape[1] * shape[2], module.weight.device  # type: ignore[union-attr]
+        columns, device = shape[0] * shape[1] * shape[2], self.table.device
         inputs, outputs = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
         if getattr(module, "adapter_shape", None) not in (None, shape):
             raise InternalError("a layer cannot be given adapters of other sizes")
@@ -216,19 +220,11 @@ class AdapterLayers:
             return
         module.register_buffer("adapter_up", torch.zeros(outputs, columns, dtype=self._dtype, device=device), False)
         if fold and type(module) is nn.Linear and type(module.weight.data) is torch.Tensor:
-            new = torch.zeros(columns, inputs, dtype=module.weight.dtype, device=device)
-            stacked = torch.cat((module.weight.data, new))
-            bias = None if module.bias is None else nn.functional.pad(module.bias.data, (0, columns))
-            module.register_buffer("adapter_stacked", stacked, persistent=False)
-            module.register_buffer("adapter_bias", bias, persistent=False)
-            module.register_buffer("adapter_down", stacked[outputs:], persistent=False)
-            module.weight = nn.Parameter(stacked[:outputs], requires_grad=False)
-            module.__class__ = FoldedLinear
-        else:
-            module.register_buffer(
-                "adapter_down", torch.zeros(columns, inputs, dtype=self._dtype, device=device), False
-            )
-            module.register_forward_hook(add_delta)  # type: ignore[arg-type]
+            _fold(module, columns)
+            return
+        down = torch.zeros(columns, inputs, dtype=self._dtype, device=device)
+        module.register_buffer("adapter_down", down, persistent=False)
+        module.register_forward_hook(add_delta)
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -289,6 +285,18 @@ class AdapterLayers:
 
     def slots_used(self) -> int:
         return len(self._slots)
+
+
+def _fold(layer: nn.Linear, columns: int) -> None:
+    """Put so many rows, zeros, below a layer's weight."""
+    weight = layer.weight.data
+    stacked = torch.cat((weight, weight.new_zeros(columns, layer.in_features)))
+    bias = None if layer.bias is None else nn.functional.pad(layer.bias.data, (0, columns))
+    layer.register_buffer("adapter_stacked", stacked, persistent=False)
+    layer.register_buffer("adapter_bias", bias, persistent=False)
+    layer.register_buffer("adapter_down", stacked[layer.out_features :], persistent=False)
+    layer.weight = nn.Parameter(stacked[: layer.out_features], requires_grad=False)
+    layer.__class__ = FoldedLinear
 
 
 def target_of(path: str, layers: Mapping[str, object], words: frozenset[str]) -> str | None:

@@ -81,7 +81,11 @@ class AdapterLibrary:
 
     def __init__(self, stage: str, configured: Mapping[str, AdapterSource], limits: AdapterLimits) -> None:
         self.stage = stage
-        self.limits = limits
+        # Without others to come, more places than adapters would only be computed with for nothing.
+        slots = limits.slots if limits.at_run_time else min(limits.slots, max(len(configured), 1))
+        self.limits = replace(limits, slots=slots)
+        self.shapes: dict[str, tuple[int, int]] = {}
+        """Inputs and outputs of the layers that adapters can change; a stage that is built anew has the same."""
         self._configured = dict(configured)
         self._read: Read | None = None
         self._lock = threading.Lock()
@@ -193,7 +197,7 @@ class AdapterLibrary:
         return pairs
 
     @property
-    def bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Of tensors in host memory."""
         return self._cache.bytes
 

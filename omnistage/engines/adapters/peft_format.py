@@ -13,6 +13,7 @@ from omnistage.engines.adapters.files import AdapterFiles, LoraPair
 
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 _READ = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"})
 _WITHOUT_EFFECT = frozenset(
     {
@@ -28,6 +29,7 @@ _REFUSED = {
     "modules_to_save": "whole modules are replaced; merge the adapter into a checkpoint of its own",
     "trainable_token_indices": "rows of the embedding are replaced; merge the adapter into a checkpoint of its own",
     "target_parameters": "parameters that are no linear layers, like experts, are changed",
+    "lora_bias": "adapters with biases are not supported; train without",
     "fan_in_fan_out": "weights are transposed, as in Conv1D layers",
 }
 _NEW_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -40,9 +42,14 @@ def read_peft(files: AdapterFiles, scale: float) -> dict[str, LoraPair]:
     config = files.config
     if config is None:
         raise AdapterError("adapter_config.json is missing; PEFT writes it beside the weights")
+    return read_pairs(files.tensors, config, scale)
+
+
+def read_pairs(tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], scale: float) -> dict[str, LoraPair]:
+    """The pairs of tensors with PEFT's names."""
     check_config(config)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in files.tensors.items():
+    for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise AdapterError(_unknown_key(key))
@@ -126,6 +133,10 @@ def _patterned(config: Mapping[str, object], patterns: str, path: str, default: 
     if not isinstance(table, dict) or len(table) > _MAX_PATTERNS:
         raise AdapterError(f"{patterns} must be an object of at most {_MAX_PATTERNS} patterns")
     for pattern, value in table.items():
+        if _PLAIN.fullmatch(pattern):  # most: expressions by the hundred would take seconds
+            if path == pattern or path.endswith(f".{pattern}"):
+                return value
+            continue
         # Groups could repeat what repeats, and matching take forever.
         repeats = sum(pattern.count(sign) for sign in "*+?")
         if len(pattern) > _MAX_PATTERN_CHARS or repeats > _MAX_REPEATS or set(pattern) & set("({"):

@@ -26,6 +26,7 @@ class _Merged(nn.Module):
         merged.in_features, merged.out_features = layers[0].in_features, sum(self.sizes)
         merged.weight = nn.Parameter(torch.cat(tuple(layer.weight for layer in layers)), requires_grad=False)
         biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        self.biased = bool(biases)
         if biases:
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.joint: nn.Module = merged
@@ -79,10 +80,11 @@ def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int
 
 def merged_weight(layer: nn.Module) -> torch.Tensor:
     """All weights of the group that a merged layer is one of; `TypeError`: it is no such layer, or has a bias."""
-    joint = layer.group.joint if isinstance(layer, MergedLinear) else None
-    if type(joint) is not nn.Linear or joint.bias is not None or type(joint.weight) is not nn.Parameter:
+    joint = layer.group.joint if isinstance(layer, MergedLinear) and not layer.group.biased else None
+    weight = None if joint is None else joint._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
         raise TypeError("layers that are not merged, are quantised, or have a bias")
-    return joint.weight
+    return weight
 
 
 def _is_plain(layer: object, *, any_kind: bool) -> TypeGuard[nn.Linear]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from omnistage.core.errors import InternalError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.engines.adapters.library import NOTHING, Selection
 from omnistage.engines.peak_memory import peak_bytes
 
 Tensors = Mapping[str, Tensor]
@@ -93,6 +94,7 @@ class Lane:
     tokens: int
     """Latent patches of one row: what a row costs of the batch budget."""
     step: int = 0
+    adapters: Selection = NOTHING
     context: dict[str, Any] = field(default_factory=dict)
     """The family's own: whatever `open` wants to find again in `forward` and `advance`."""
 
@@ -146,6 +148,11 @@ class Denoiser(ABC):
     def transformers(self) -> tuple[nn.Module, ...]:
         """All of them, where a family has several experts."""
         return (self.transformer,)
+
+    @property
+    def adapter_pipeline(self) -> Any:
+        """The class of diffusers that knows the formats of the model's adapters; None: there is none."""
+        return None
 
     def step_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
         """Peak memory of a forward over this many rows; asked on the meta device."""

@@ -19,7 +19,10 @@ from omnistage.core.errors import OmniError, StageError
 from omnistage.core.failures import isolate, stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, Latents
+from omnistage.engines.adapters.layers import AdapterLayers
+from omnistage.engines.adapters.library import NOTHING, Selection
 from omnistage.engines.compiling import distinct_sizes
+from omnistage.engines.diffusion.adapters import activate, within_slots
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser, Lane, Row
 from omnistage.engines.diffusion.convergence import Convergence, expected_picture, remember_expected
@@ -44,6 +47,7 @@ class _Job:
     condition: Condition
     params: DiffusionParams
     seed: int
+    adapters: Selection
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +61,17 @@ class DiffusionRunner:
     """Owns the lanes of one stage."""
 
     def __init__(
-        self, denoiser: Denoiser, budget: DiffusionBudget, stream: DeviceStream, cache: StepCache | None = None
+        self,
+        denoiser: Denoiser,
+        budget: DiffusionBudget,
+        stream: DeviceStream,
+        cache: StepCache | None = None,
+        adapters: AdapterLayers | None = None,
     ) -> None:
         self.denoiser = denoiser
         self._max_tokens, self._max_rows = budget.max_batch_tokens, budget.max_batch
         self._cache = cache
+        self._adapters = adapters
         self._graphs = StepGraphs(denoiser, enabled=budget.cuda_graphs and stream.cuda is not None and cache is None)
         self._jobs: dict[str, _Job] = {}
         self._lanes: dict[LaneKey, _Running] = {}
@@ -95,7 +105,9 @@ class DiffusionRunner:
         """Give the graphs' memory back."""
         self._graphs.close()
 
-    def add(self, request_id: str, condition: Condition, params: DiffusionParams) -> None:
+    def add(
+        self, request_id: str, condition: Condition, params: DiffusionParams, adapters: Selection = NOTHING
+    ) -> None:
         seed = secrets.randbits(31) if params.seed is None else params.seed
         # They are of the encoding stage's stream, which must not give their memory away while this one reads it.
         for tensors in (condition.positive, condition.negative or {}, condition.shared):
@@ -104,7 +116,7 @@ class DiffusionRunner:
         if (cuda := self._stream.cuda) is not None:  # an encoder in another process may have sent them by the host
             with self._stream.use():
                 condition = _moved(condition, cuda.device)
-        self._jobs[request_id] = _Job(condition, params, seed)
+        self._jobs[request_id] = _Job(condition, params, seed, adapters)
 
     def remove(self, request_id: str) -> None:
         self._jobs.pop(request_id, None)
@@ -117,6 +129,7 @@ class DiffusionRunner:
         seed = (job.seed + key.index) % 2**63
         with self._stream.use():
             lane = self.denoiser.open(job.condition, job.params, torch.Generator().manual_seed(seed))
+        lane.adapters = job.adapters
         limit = job.params.early_stop
         self._lanes[key] = _Running(lane, seed, Convergence(limit) if limit is not None else None)
         return self.groups(key), lane.tokens
@@ -202,6 +215,8 @@ class DiffusionRunner:
     def _forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         self.forwards += 1
         self.rows += len(rows)
+        if self._adapters is not None:
+            activate(self._adapters, rows)
         with fast_attention(self._stream.cuda is not None):
             if self._cache is not None:
                 return self._cache.forward(self.denoiser, rows)
@@ -216,7 +231,8 @@ class DiffusionRunner:
         for group in groups.values():
             size = max(1, min(self._max_rows, self._max_tokens // max(group[0].lane.tokens, 1)))
             for first in range(0, len(group), size):
-                yield group[first : first + size]
+                part = group[first : first + size]
+                yield from [part] if self._adapters is None else within_slots(self._adapters, part)
 
     def _advance(self, running: _Running, predictions: Sequence[Tensor]) -> OmniError | None:
         lane = running.lane

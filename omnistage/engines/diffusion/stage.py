@@ -14,7 +14,9 @@ from omnistage.core.failures import stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import Condition, Progress, RequestInfo, StageChunk, StageInput
+from omnistage.engines.adapters.library import AdapterLibrary, select
 from omnistage.engines.compiling import compile_layers, worth_compiling
+from omnistage.engines.diffusion.adapters import open_adapters
 from omnistage.engines.diffusion.caching import StepCache
 from omnistage.engines.diffusion.component import Denoiser
 from omnistage.engines.diffusion.graphs import warm_sizes
@@ -50,20 +52,26 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
     payload_type = Condition
 
     def __init__(
-        self, name: str, denoiser: Denoiser, budget: DiffusionBudget, params: DiffusionParams | None = None
+        self,
+        name: str,
+        denoiser: Denoiser,
+        budget: DiffusionBudget,
+        params: DiffusionParams | None = None,
+        adapters: AdapterLibrary | None = None,
     ) -> None:
         """`params` are those of requests that name none; a start prepares for their size."""
         super().__init__(name, next(denoiser.transformer.parameters()).device)
         self.denoiser = denoiser
         self._budget = budget
         self._default_params = params or DiffusionParams()
+        self.adapters, layers = adapters, open_adapters(adapters, denoiser, name, budget)
         # Hooks of a cache change what a block does from step to step, and it would be compiled for each.
         worth = budget.cache is None and worth_compiling(denoiser.transformers)
         if worth if budget.compile == "auto" else budget.compile:
             compile_layers(_blocks(denoiser, required=budget.compile is True))
         self._cache = StepCache.open(budget.cache, denoiser) if budget.cache is not None else None
         self._scheduler = DiffusionScheduler(budget)
-        self._runner = DiffusionRunner(denoiser, budget, self.stream, self._cache)
+        self._runner = DiffusionRunner(denoiser, budget, self.stream, self._cache, layers)
         self._requests: dict[str, _Request] = {}
         self._moved = 0
 
@@ -81,12 +89,14 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
 
     def _check_params(self, params: DiffusionParams) -> None:
         self.denoiser.check(params)
+        select(self.adapters, self.name, params.lora)
         if params.width is not None and params.height is not None:
             self._check_size(params.width, params.height, params.num_frames or 1)
 
     def _add(self, stage_input: StageInput, params: DiffusionParams, payload: Condition) -> None:
         info = stage_input.info
-        self._runner.add(info.request_id, payload, params)
+        adapters = select(self.adapters, self.name, params.lora)
+        self._runner.add(info.request_id, payload, params, adapters)
         self._scheduler.add(info.request_id, params.n, priority=info.priority)
         self._requests[info.request_id] = _Request(params, params.n)
 

@@ -20,6 +20,7 @@ from omnistage.core.failures import stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.stage import StageStats
 from omnistage.core.types import DiffusionInput, ImageChunk, Progress, RequestInfo, StageChunk, StageInput, VideoChunk
+from omnistage.engines.adapters.library import select
 from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.stage import BatchedStage
 
@@ -145,6 +146,9 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
     def _check(self, info: RequestInfo, params: DiffusionParams, payload: DiffusionInput) -> None:
         self.component.check(payload, params)
+
+    def _check_params(self, params: DiffusionParams) -> None:
+        select(None, self.name, params.lora)
 
     def _add(self, stage_input: StageInput, params: DiffusionParams, payload: DiffusionInput) -> None:
         info = stage_input.info

@@ -45,6 +45,8 @@ def _unsupported(params: SamplingParams, config: RemoteStageConfig) -> Iterator[
     for name in refused:
         if getattr(params, name) != getattr(defaults, name):
             yield name, f"it is no parameter of {'vLLM' if config.server == 'vllm' else 'OpenAI'}'s API"
+    if params.lora:
+        yield "lora", "its adapters are models of its own"
     if any(abs(bias) > _MAX_BIAS for bias in (params.logit_bias or {}).values()):
         yield "logit_bias", f"values must be within ±{_MAX_BIAS:g}"
     structured = params.structured

@@ -191,6 +191,10 @@ class DiffusersDenoiser(Denoiser):
         pipe = parts.pipeline(context, pipeline, models, ("scheduler",), ("vae",), dtypes=cls.dtypes)
         return cls(pipe, context.device, context.dtype)
 
+    @property
+    def adapter_pipeline(self) -> Any:
+        return type(self.pipe)
+
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of a prompt's tensors, as the encoder gives them at its usual length; none: unknown."""
         return {}

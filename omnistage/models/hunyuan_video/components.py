@@ -72,8 +72,8 @@ class Denoiser(DiffusersDenoiser):
     def tokens(self, width: int, height: int, num_frames: int) -> int:
         config, cell = self.pipe.transformer.config, self.pipe.vae_scale_factor_spatial
         frames = (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
-        patches: int = (height // cell // config.patch_size) * (width // cell // config.patch_size)
-        return frames // int(config.patch_size_t) * patches
+        patches = (height // cell // config.patch_size) * (width // cell // config.patch_size)
+        return int(frames // config.patch_size_t * patches)
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -370,7 +371,12 @@ class CTCRecognizer(ModuleComponent):
         ids = self.model(**inputs).logits.argmax(dim=-1)
         texts = self.processor.batch_decode(ids)
         seconds = len(clips[0]) / SAMPLE_RATE
-        return [Transcript(text.strip(), whole=text.strip(), seconds=seconds) for text in texts]
+        blank, rows = self.processor.tokenizer.pad_token_id, ids.tolist()
+        tokens = [tuple(token for token, _ in itertools.groupby(row) if token != blank) for row in rows]
+        return [
+            Transcript(text.strip(), kept, whole=text.strip(), seconds=seconds)
+            for text, kept in zip(texts, tokens, strict=True)
+        ]
 
 
 def extract(processor: Any, clips: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

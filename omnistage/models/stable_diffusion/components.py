@@ -187,7 +187,7 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(name)
         try:
             scheduler.set_timesteps(steps)
-        except ValueError as error:  # latent consistency has few, Runge-Kutta's start needs some
+        except (ValueError, IndexError, ArithmeticError) as error:  # some want few, some at least a few
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequestError(
                 f"{type(scheduler).__name__} cannot take {steps} steps ({reason}); ask for another number",

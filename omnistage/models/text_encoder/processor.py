@@ -47,6 +47,9 @@ class EncoderProcessor:
         """Whether a cross-encoder's single score is its logit's sigmoid, as sentence-transformers has it."""
         self.dimensions = _matryoshka(config)
         """Sizes that an embedding may be cut to: any below the largest where it is empty; None: it may not."""
+        hidden = getattr(config.get_text_config(), "hidden_size", None)
+        self.size: int | None = hidden * len(layout.pooling) if isinstance(hidden, int) and not layout.dense else None
+        """Numbers of an embedding, where the configuration says it."""
         self._tokenizer = tokenizer
         self._lower_case = layout.lower_case
         self._vocab = positive(config.get_text_config(), "vocab_size")
@@ -59,7 +62,7 @@ class EncoderProcessor:
         return cls(load_tokenizer(folder), read_auto_config(folder), read_layout(folder))
 
     def encode(self, batch: TextBatch) -> ModuleInput:
-        if not batch.texts or len(batch.texts) > MAX_TEXTS:
+        if not batch.texts or len(batch.texts) > 2 * MAX_TEXTS:  # of as many pairs, each encoded by itself
             raise InvalidRequestError(f"must be 1 to {MAX_TEXTS} texts, got {len(batch.texts)}", param="input")
         for place, text in enumerate((*batch.texts, *batch.seconds)):
             self._check(text, place % len(batch.texts))

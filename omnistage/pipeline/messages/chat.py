@@ -306,8 +306,8 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
         known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
         raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
     parse, key = _MEDIA_PARTS[name]
-    if not part.keys() <= (known := _PART_FIELDS | {key}):
-        raise _unknown_field(part, known, path)
+    if not part.keys() <= (fields := _PART_FIELDS | {key}):
+        raise _unknown_field(part, fields, path)
     return parse(cast("Mapping[str, Any]", part), key, path, options)
 
 

@@ -52,8 +52,8 @@ def run(
     notify: Notify,
     certificate: tuple[Path, Path] | None = None,
     exits: bool = False,
-) -> None:
-    """Serve until a signal; a second signal stops waiting for running requests.
+) -> bool:
+    """Serve until a signal, and return True; a second signal stops waiting for running requests.
 
     It returns within `drain_seconds` and `STOP_SECONDS` of the signal, or the process ends then, also where a thread
     does not. `exits`: the process ends when it has returned, and within that time too.
@@ -101,11 +101,15 @@ def run(
             StopSignals.cancel_exit()
     if failures:
         raise failures[0]
+    return True
 
 
 async def _drain(service: Service, signals: StopSignals, notify: Notify) -> None:
     """Let running requests finish, until there is another signal; then end what is left."""
-    notify("stopping: running requests may finish", "dim")
+    if service.loading:
+        notify(f"stopped while loading{f' ({service.loading_step})' if service.loading_step else ''}", "dim")
+    else:
+        notify("stopping: running requests may finish", "dim")
     signals.received.clear()
     tasks = [asyncio.create_task(service.drain(signals.drain_seconds_left))]
     done = await _done_before(tasks[0], signals.received, signals.drain_seconds_left + _ABORT_SECONDS)
@@ -150,7 +154,7 @@ _invalid_requests = _InvalidRequests()
 def server_config(
     app: FastAPI, *, timeout_graceful_shutdown: int | None = None, certificate: tuple[Path, Path] | None = None
 ) -> uvicorn.Config:
-    """uvicorn's settings for our application, with connections that it can abort; https where there is a certificate."""
+    """uvicorn's settings for our application, with connections that it can abort; https with a certificate."""
     logging.getLogger("uvicorn.error").addFilter(_invalid_requests)  # once, however often it is called
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of every form that is not well-formed
     return uvicorn.Config(
@@ -193,6 +197,8 @@ def _announce(service: Service, listening: socket.socket, notify: Notify, scheme
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     notify(f"ready: {scheme}://{shown}:{port}/v1", "bold green")
+    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(shown, shown)  # every network is no address to open
+    notify(f"  web page: {scheme}://{here}:{port}/", "")
     for model in service.models.values():
         inputs = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))
         notify(f"  {model.name}: {inputs} in; {', '.join(model.omni.modalities)} out", "")

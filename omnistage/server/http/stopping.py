@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import faulthandler
 import math
+import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from omnistage.pipeline.event_loop import call_soon
 
@@ -63,3 +66,15 @@ class StopSignals:
     @property
     def drain_seconds_left(self) -> float:
         return max(0.0, self.seconds_left - STOP_SECONDS)
+
+
+def end_process() -> NoReturn:
+    """End with status 0 once everything is closed, without taking the interpreter apart.
+
+    That takes 1.4 s of a processor with torch and transformers loaded, and objects that the collector leaves alone
+    since `gc.freeze` would be reported as leaked by the bindings of Triton and xgrammar.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -222,7 +223,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         raise InvalidRequestError(
             f"has {len(firsts)} texts and text_2 has {len(seconds)}; send one, or as many", param="text_1"
         )
-    scores, usage = await _relevance(request, body.model, firsts, seconds, body.timeout)
+    names = _names("text_1", body.text_1, len(firsts)), _names("text_2", body.text_2, len(seconds))
+    scores, usage = await _relevance(request, body.model, firsts, seconds, body.timeout, names)
     items: list[ScoreItem] = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     head: ScoreList = {
         "id": f"score-{secrets.token_hex(16)}",
@@ -240,7 +242,8 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     """Documents by how well they answer a query, best first."""
     documents = tuple(one if isinstance(one, str) else one.text for one in body.documents)
     queries = (body.query,) * len(documents)
-    scores, usage = await _relevance(request, body.model, queries, documents, body.timeout)
+    names = ["query"] * len(documents), [f"documents[{i}]" for i in range(len(documents))]
+    scores, usage = await _relevance(request, body.model, queries, documents, body.timeout, names)
     order = sorted(range(len(documents)), key=lambda place: -scores[place])[: body.top_n]
     items: list[RerankItem] = [{"index": place, "relevance_score": scores[place]} for place in order]
     if body.return_documents:
@@ -306,11 +309,16 @@ def _encoder(request: Request, name: str, *kinds: Modality) -> tuple[ServedModel
 
 
 async def _run(
-    request: Request, model: ServedModel, batch: TextBatch, timeout: float | None
+    request: Request, model: ServedModel, batch: TextBatch, timeout: float | None, names: Sequence[str] | None = None
 ) -> tuple[np.ndarray, EncodingUsage]:
-    """The numbers of all texts `[texts, n]`."""
+    """The numbers of all texts `[texts, n]`. `names` are those of the texts, in errors; by default `input[i]`."""
     options = RequestOptions(timeout=timeout)
-    running = service_of(request).run_request(caller(request), model, batch, None, options)
+
+    def rename(path: str) -> str:
+        match = re.fullmatch(r"input\[(\d+)\]", path)
+        return path if names is None or match is None else names[int(match[1])]
+
+    running = service_of(request).run_request(caller(request), model, batch, None, options, rename=rename)
     final = await final_output(running)
     tokens = final.usage.prompt_tokens
     (numbers,) = final.arrays.values()
@@ -325,9 +333,17 @@ def check_finite(numbers: np.ndarray) -> None:
 
 
 async def _relevance(
-    request: Request, name: str, firsts: Sequence[str], seconds: Sequence[str], timeout: float | None
+    request: Request,
+    name: str,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    timeout: float | None,
+    names: tuple[Sequence[str], Sequence[str]],
 ) -> tuple[list[float], EncodingUsage]:
-    """The score of each pair."""
+    """The score of each pair. `names` are those of the texts, in errors."""
+    for text, field in zip((*firsts, *seconds), (*names[0], *names[1]), strict=True):
+        if not text:
+            raise InvalidRequestError("is empty; send a text", param=field)
     model, processor = _encoder(request, name, Modality.SCORES, Modality.EMBEDDING)
     if Modality.SCORES in model.omni.modalities:
         if len(processor.labels) != 1:
@@ -336,18 +352,22 @@ async def _relevance(
                 "with one, or an embedding model",
                 param="model",
             )
-        logits, usage = await _run(request, model, TextBatch(tuple(firsts), tuple(seconds)), timeout)
+        # A pair is read as one text: what is too long is told of its second.
+        logits, usage = await _run(request, model, TextBatch(tuple(firsts), tuple(seconds)), timeout, names[1])
         scores = _sigmoid(logits[:, 0]) if processor.scores_sigmoid else logits[:, 0]
         return scores.tolist(), usage
     # Each text once: a query that stands before every document is encoded with the first.
-    queries = {f"{_prompt(processor, *_QUERY)}{text}": None for text in firsts}
-    documents = {f"{_prompt(processor, *_DOCUMENT)}{text}": None for text in seconds}
-    texts = tuple({**queries, **documents})
-    vectors, usage = await _run(request, model, TextBatch(texts), timeout)
+    before, behind = _prompt(processor, *_QUERY), _prompt(processor, *_DOCUMENT)
+    named: dict[str, str] = {}
+    for prefix, side, fields in ((before, firsts, names[0]), (behind, seconds, names[1])):
+        for text, field in zip(side, fields, strict=True):
+            named.setdefault(f"{prefix}{text}", field)
+    texts = tuple(named)
+    vectors, usage = await _run(request, model, TextBatch(texts), timeout, tuple(named.values()))
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     row = {text: place for place, text in enumerate(texts)}
-    left = unit[[row[f"{_prompt(processor, *_QUERY)}{text}"] for text in firsts]]
-    right = unit[[row[f"{_prompt(processor, *_DOCUMENT)}{text}"] for text in seconds]]
+    left = unit[[row[f"{before}{text}"] for text in firsts]]
+    right = unit[[row[f"{behind}{text}"] for text in seconds]]
     return (left * right).sum(axis=1).tolist(), usage
 
 
@@ -364,6 +384,11 @@ def _prompt(processor: EncoderProcessor, *names: str | None) -> str:
 
 def _base64(row: np.ndarray) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _names(field: str, value: _TextInput, count: int) -> list[str]:
+    """The names of so many texts in errors; one text may stand for all of them."""
+    return [field] * count if isinstance(value, str) else [f"{field}[{min(i, len(value) - 1)}]" for i in range(count)]
 
 
 def _as_texts(value: _TextInput) -> tuple[str, ...]:
@@ -387,6 +412,8 @@ def _check_dimensions(processor: EncoderProcessor, dimensions: int | None) -> No
             "where it was trained for that",
             param="dimensions",
         )
+    if processor.size is not None and dimensions > processor.size:
+        raise InvalidRequestError(f"is {dimensions}, and the model gives {processor.size}", param="dimensions")
     if processor.dimensions and dimensions not in processor.dimensions:
         raise InvalidRequestError(f"must be one of {', '.join(map(str, processor.dimensions))}", param="dimensions")
 

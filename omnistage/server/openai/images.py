@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, Literal, NotRequired, Self
@@ -117,9 +117,12 @@ class ImageRequest(WireModel):
         try:
             return diffusion_params(self, self.size, **others)
         except InvalidRequestError as error:
-            sent = {name: other for other, name in _OTHER_NAMES.items() if name in others}
-            error.param = sent.get(error.param or "", error.param)
+            error.param = self.sent_names().get(error.param or "", error.param)
             raise
+
+    def sent_names(self) -> Mapping[str, str]:
+        """Fields as the engines name them, and as this request does."""
+        return _FIELDS | {name: other for other, name in _OTHER_NAMES.items() if getattr(self, other) is not None}
 
 
 class ImageEditForm(ImageRequest):
@@ -243,9 +246,10 @@ async def _draw(
     options = RequestOptions(["image"], None, body.priority, body.timeout)
     params = _params(body, model)
     holder = caller(request)
+    fields = body.sent_names()
 
     def run(params: dict[str, StageParams]) -> Running:
-        return service.run_request(holder, model, prompt, params, options, rename=_FIELDS)
+        return service.run_request(holder, model, prompt, params, options, rename=fields)
 
     flexible = body.size in _PREFERENCES and not body.strict_size
     running = _run_nearest(run, params, model) if flexible else run(params)
@@ -380,7 +384,7 @@ class _StreamWriter:
     def events(self, item: OutputChunk) -> list[ImageEvent | ErrorBody]:
         if item.final is not None:
             failure = _failure(item.final)
-            return [] if failure is None else [body_of(rename_param(failure, _FIELDS))]
+            return [] if failure is None else [body_of(rename_param(failure, self._body.sent_names()))]
         if item.progress is not None and self._body.progress:
             # OpenAI has no such event: its client would take it for an image, so it is sent only on request.
             return [{"type": f"{self._kind}.progress", "step": item.progress.step, "steps": item.progress.steps}]

@@ -1,0 +1,110 @@
+"""What somebody sees who uses the command line for the first time: first steps, help, mistakes, a narrow terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+from omnistage.cli import app
+from omnistage.cli.common import print_error
+from omnistage.cli.help import _FIRST_STEPS
+from omnistage.cli.terminal import Terminal, WordWrap
+from omnistage.core.errors import ConfigError
+
+SWITCHES = ("--version", "--help", "--force", "--check", "--quick", "--metadata", "--media-http", "--trace")
+
+
+def run(*arguments: str, code: int = 0, width: int = 80) -> str:
+    result = CliRunner(env={"COLUMNS": str(width), "NO_COLOR": "1"}).invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return str(result.output)
+
+
+def test_no_arguments_show_the_five_things_that_people_do():
+    shown = run()
+    assert len(_FIRST_STEPS) == 5
+    assert all(command in shown for command, _ in _FIRST_STEPS)
+    assert "omnistage --help" in shown
+
+
+@pytest.mark.parametrize("command", [(), ("pull",), ("bench",), ("serve",), ("generate",), ("verify",)])
+def test_switches_look_like_switches(command):
+    shown = run(*command, "--help", width=120)
+    lines = [line for line in shown.splitlines() if any(f"{name} " in line for name in SWITCHES)]
+    assert lines
+    assert not re.search(r"<bool>", shown)
+
+
+def test_every_command_that_a_first_step_names_exists():
+    for command, _ in _FIRST_STEPS:
+        assert "Usage" in run(command.split()[1], "--help")
+
+
+def test_the_list_of_bundles_fits_80_columns(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path))
+    shown = run("list")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert all(word in shown for word in ("smollm2", "moonshine-tokenizer", "imagenet-names", "voice", "draw", "MIT"))
+
+
+def test_a_misspelt_model_is_recognised(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    told = run("config", "startr", code=2)
+    assert "did you mean starter?" in told
+    assert "`omnistage pull starter`" in told
+    assert "`hf download OWNER/NAME`" in told
+    assert f"did you mean {tmp_path}/tiny?" in "".join(run("config", f"{tmp_path}/tinny", code=2).splitlines())
+    assert "`hf download someone/something`" in run("config", "someone/something", code=2)
+    assert "did you mean" not in run("config", "quite-another", code=2)
+
+
+def test_a_port_in_use_needs_no_advice_about_the_configuration(capsys):
+    print_error(ConfigError("cannot listen on 127.0.0.1:8000: Address already in use; choose another --port"))
+    assert "hint" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("chat", "m"), ("generate", "m", "hi")])
+def test_an_interruption_while_loading_is_named(command, monkeypatch):
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("omnistage.omni.Omni", interrupted)
+    assert "stopped while m was loading" in run(*command, code=130)
+
+
+@given(st.text(st.sampled_from("ab \n猫"), max_size=120), st.integers(4, 20), st.integers(1, 5))
+def test_words_are_wrapped_and_never_lost(text, width, piece):
+    wrap = WordWrap()
+    pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
+    written = "".join(wrap.push(part, width) for part in [*pieces, "\n"])
+    assert written.split() == text.split()
+    for line in written.split("\n"):
+        assert cell_len(line.rstrip()) <= width or len(line.split()) == 1
+    short = all(cell_len(line) <= width for line in text.split("\n"))
+    if short:
+        assert [line.rstrip() for line in written[:-1].split("\n")] == [line.rstrip() for line in text.split("\n")]
+
+
+@pytest.mark.parametrize(("size", "height"), [((40, 80), 12), ((96, 96), 10), ((300, 100), 40)])
+def test_a_picture_leaves_room_for_the_conversation(size, height):
+    def console() -> Console:
+        return Console(file=io.StringIO(), width=80, height=height, force_terminal=True, color_system="truecolor")
+
+    terminal = Terminal(True, console(), console())
+    assert terminal.show(Image.new("RGB", size))
+    file = terminal.output.file
+    assert isinstance(file, io.StringIO)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
+    assert len(lines) <= height - 3
+    shape = size[0] / size[1] / (len(lines[0]) / (2 * len(lines)))
+    assert 0.8 < shape < 1.25
