@@ -18,7 +18,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -158,7 +157,7 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
     ]
     for task, types in tasks().items():
         rows = [by_type[t] for t in types if t in by_type]
-        lines += ["", f"## {task}", "", causal.summary(Counter(row.state for row in rows)) + f" of {len(rows)}.", ""]
+        lines += ["", f"## {task}", "", causal.summary(rows) + f" of {len(rows)}.", ""]
         lines += ["| model_type | state | media, or reason |", "| --- | --- | --- |"]
         for row in rows:
             reason = row.reason.replace("|", "\\|").replace("<", "&lt;")
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = cover(model_type, args.seed)
         outcomes.append(outcome)
         print(f"{model_type:28} {outcome.state:8} {time.monotonic() - start:5.1f} s  {outcome.reason}", flush=True)
-    print(causal.summary(Counter(outcome.state for outcome in outcomes)))
+    print(causal.summary(outcomes))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")

@@ -107,7 +107,7 @@ class ItemProcessor:
         options = _arguments(media, self.audio_rate)
         try:
             outputs = self._processor(text=[text], return_tensors="pt", **options)
-        except (ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError, ImportError) as error:
             reason = str(error) or type(error).__name__
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         return self._recorder.text, dict(outputs)
@@ -134,6 +134,8 @@ class ItemProcessor:
     def prompt(self, text: str, media: Sequence[Media]) -> tuple[tuple[int, ...], dict[str, torch.Tensor], bytes]:
         """Token ids of a whole prompt as the processor itself makes them, the other inputs of a forward, and a key."""
         outputs = self.call(text, media)[1]
+        if "input_ids" not in outputs:
+            raise MediaError("the processor makes no tokens of a text beside these media", param="messages")
         ids = np.asarray(outputs.pop("input_ids")).reshape(-1)
         tensors = {n: _tensor(value) for n, value in outputs.items() if value is not None and n != "attention_mask"}
         inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
