@@ -439,7 +439,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCES))
     parser.add_argument("--seeds", type=int, default=1, help="checkpoints of each type")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--parts", type=Path, nargs="+", default=[], help="results of --json, instead of running")
+    parser.add_argument(
+        "--parts", type=Path, nargs="+", default=[], help="results of --json instead of a run, the last counts"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/models.md and the table of `omnistage models`")
     args = parser.parse_args(argv)
     types = args.types or (all_types() if args.all else list(SAMPLE) if args.sample else [])
@@ -451,8 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     part, parts = (int(number) for number in args.part.split("/"))
     prepare_torchvision(required=False)
     quiet()
-    rows = [row for path in args.parts for row in json.loads(path.read_text())["types"]]
-    outcomes = sorted((Outcome(**row) for row in rows), key=lambda outcome: outcome.model_type)
+    parts = {row["model_type"]: row for path in args.parts for row in json.loads(path.read_text())["types"]}
+    outcomes = [Outcome(**parts[name]) for name in sorted(parts)]
     for model_type in types[part - 1 :: parts]:
         start = time.monotonic()
         outcome = cover_seeds(model_type, dtype=args.dtype, seeds=args.seeds)

@@ -22,12 +22,12 @@ def load_tool() -> ModuleType:
 
 
 tool = load_tool()
-GROUPED = {"gptj", "falcon", "xglm", "bloom", "mpt", "doge", "llama4_text", "gemma3n_text", "bart", "rembert"}
+GROUPED = {"gptj", "falcon", "xglm", "bloom", "mpt", "doge", "llama4_text", "gemma3n_text", "bart"}
 RECURRENT = {
     *("mamba", "mamba2", "qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "jamba", "bamba", "nemotron_h", "zamba2"),
     *("granitemoehybrid", "kimi_linear"),
 }
-FALLBACK = {"moshi", "deepseek_v32", "rwkv", "recurrent_gemma"}
+FALLBACK = {"rembert", "moshi", "deepseek_v32", "rwkv", "recurrent_gemma"}
 OTHERS = {"xlnet": ("refused", "only causal models"), "emu3": ("unbuilt", "Unrecognized configuration class")}
 
 

@@ -31,7 +31,8 @@ def test_families_and_every_type_of_the_installed_transformers_are_listed() -> N
     types = {name for kind, name in rows if kind == "language model"}
     assert types == set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert rows["language model", "llama"]["state"] == "exact"
-    assert rows["language model", "mamba"]["state"] == "fallback"
+    assert rows["language model", "mamba"]["state"] == "exact"
+    assert rows["language model", "rwkv"]["state"] == "fallback"
     assert "only causal models" in rows["language model", "xlnet"]["reason"]
 
 

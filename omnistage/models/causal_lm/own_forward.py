@@ -96,7 +96,6 @@ class OwnForwardLM(ARComponent):
         self._takes = inspect.signature(model.forward).parameters
         self._layers: list[_Layer | None] = []
         self._holders: list[nn.Module] = []
-        self._two_caches = False
         try:
             self.spec = self._plan(positive(config, "vocab_size"))
             if model.device.type != "meta":
@@ -154,8 +153,6 @@ class OwnForwardLM(ARComponent):
             transformers.cache_utils.DynamicLayer() if layer is None else _PooledLayer(next(caches), group, layer[3])
             for layer in self._layers
         ]
-        if self._two_caches:
-            cache = transformers.EncoderDecoderCache(cache, transformers.DynamicCache())
         return self.model(input_ids=token_ids, past_key_values=cache, **inputs).logits[:, -1]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
@@ -165,9 +162,6 @@ class OwnForwardLM(ARComponent):
         ids = torch.arange(1, 5, device=self.device)[None] % vocab_size
         out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         cache = out.past_key_values
-        self._two_caches = isinstance(cache, transformers.EncoderDecoderCache)
-        if self._two_caches:  # as decoders have it that may attend to an encoder
-            cache = cache.self_attention_cache
         if type(cache) is not transformers.DynamicCache:
             raise UnsupportedModelError(f"{name} has a cache of its own: {type(cache).__name__}")
         kinds = transformers.cache_utils

@@ -24,8 +24,6 @@ _TOLERANCE = 2e-5
 """Of a layer's output in float32, relative to its range."""
 _SCALES = (1.0, 4.0)
 """Of the rows of which it is asked: a bound on time steps shows for some only."""
-_MAX_STATES = 16
-"""More than any layer has of one kind."""
 _ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 """What a model's own code may raise."""
 
@@ -69,7 +67,7 @@ def find_recurrent(model: PreTrainedModel, vocab_size: int) -> list[tuple[nn.Mod
     try:
         with torch.inference_mode():
             calls = _recurrent_calls(model, cache, vocab_size)
-            return [(call.module, _states_of(call, layer, dtype)) for layer, call in calls]
+            return [(call.module, _states_of(call, layer, cache, dtype)) for layer, call in calls]
     except _ERRORS as error:
         raise UnsupportedModelError(
             f"{name} has recurrent layers that do not run by themselves ({type(error).__name__} in their forward)"
@@ -111,7 +109,7 @@ def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: i
     return list(found.values())
 
 
-def _states_of(call: _Call, layer: int, dtype: torch.dtype) -> LayerStates:
+def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dtype) -> LayerStates:
     """The states that one call of a module leaves, and whether it goes on from them."""
     module, name = call.module, type(call.module).__name__
     argument = next((key for key, item in call.arguments.items() if isinstance(item, transformers.Cache)), None)
@@ -120,11 +118,11 @@ def _states_of(call: _Call, layer: int, dtype: torch.dtype) -> LayerStates:
         raise UnsupportedModelError(
             f"{name} takes more than hidden states and a cache, which its sequences would share"
         )
-    rows = inputs[0]
+    rows, count = inputs[0], watched.layers[layer].number_of_states
 
     def run(*parts: torch.Tensor) -> tuple[torch.Tensor, Any]:
         cache = transformers.DynamicCache()
-        cache.layers = [transformers.cache_utils.LinearAttentionLayer(number_of_states=_MAX_STATES)] * (layer + 1)
+        cache.layers = [transformers.cache_utils.LinearAttentionLayer(number_of_states=count)] * (layer + 1)
         outputs = [module(part, **{argument: cache}) for part in parts]
         if [getattr(out, "shape", None) for out in outputs] != [part.shape for part in parts]:
             raise UnsupportedModelError(f"{name} gives more than hidden states, so its sequences cannot be taken apart")
