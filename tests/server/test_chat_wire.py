@@ -95,8 +95,6 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
         ("moderation", {"model": "m"}, "leave it out"),
         ("web_search_options", {}, "leave it out"),
         ("store", True, "not stored"),
-        ("reasoning_effort", "high", "leave it out"),
-        ("verbosity", "low", "leave it out"),
         ("service_tier", "gold", "auto"),
         ("top_logprobs", 3, "logprobs"),
         ("audio", {"voice": "Ethan", "format": "wav"}, "modalities"),

@@ -52,7 +52,7 @@ def test_an_edit_is_refused_before_the_image_is_read(
 
 def test_an_unsupported_size_is_refused_under_its_own_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.images.generate(model="starter", prompt="A red fox.", size="1024x1024")
+        client.images.generate(model="starter", prompt="A red fox.", size="1024x1024", extra_body={"strict_size": True})
     assert refused.value.param == "size"
     assert "generates 96x96 images, got a width of 1024; ask for 96x96" in refused.value.message
 

@@ -344,9 +344,7 @@ class StreamWriter:
             if final.audio is not None:
                 expires = self._keep(self._audio_id, output.text)
                 chunks.append(self._chunk(output.index, {"audio": {"id": self._audio_id, "expires_at": expires}}))
-            end = self._chunk(output.index, {}, finish=finish)
-            end["choices"][0]["stop_reason"] = output.stop_reason
-            chunks.append(end)
+            chunks.append(self._chunk(output.index, {}, finish=finish, stop=output.stop_reason))
         if self._so_far is not None:
             chunks[-1]["usage"] = usage_of(final.usage)
         if self._with_usage:
@@ -361,8 +359,11 @@ class StreamWriter:
         token_ids: list[int] | None = None,
         *,
         finish: Finish | None = None,
+        stop: int | str | None = None,
     ) -> ChatChunk:
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = stop
         if token_ids is not None:
             choice["token_ids"] = token_ids
         chunk: ChatChunk = {**self._head, "choices": [choice]}
