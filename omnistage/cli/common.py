@@ -33,7 +33,7 @@ EXIT_ERROR = 2
 Report = Callable[[str, float], None]
 """Takes a description and the fraction that is done."""
 
-# The first class that fits gives the hint, so subclasses come before their bases. Other errors say themselves what to do.
+# The first class that fits gives the hint, so subclasses come before their bases. Other errors say what to do.
 _HINTS: tuple[tuple[type[OmniError], str | None], ...] = (
     (RegistryError, "a family's package may be missing or wrong; `omnistage tiny --help` lists the families"),
     (UnsupportedModelError, "`omnistage models` lists what is supported"),

@@ -88,6 +88,8 @@ def test_the_list_of_models_names_inputs_and_outputs(client: openai.OpenAI) -> N
     card = client.models.retrieve("starter").model_dump()
     assert card["modalities"] == {"input": ["audio", "text"], "output": ["text", "audio", "image"]}
     assert card["voices"]
+    assert card["transcribes"] is True
+    assert card["unsupported"] == ["negative_prompt", "size"]
     assert card["stages"] == ["hear", "think", "speak", "draw", "paint"]
     assert card["defaults"]["drawing"]["steps"] == 20
     assert card["defaults"]["sampling"]["max_tokens"] == 256

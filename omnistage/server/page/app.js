@@ -222,11 +222,11 @@ function show(next, draft = null) {
   conversation = next;
   sessionStorage.setItem(SHOWN, next.id);
   last = null;
+  $("prompt").value = draft?.text ?? ""; // before the attachments change, which keeps the draft
   attachments.clear();
   $("messages").replaceChildren();
   $("empty").hidden = next.turns.length > 0;
   for (const turn of next.turns) showTurn(next, turn);
-  $("prompt").value = draft?.text ?? "";
   fitPrompt();
   if (draft?.attachments.length) Promise.all(draft.attachments.map(restored)).then((items) => conversation === next && attachments.put(items));
   notice();

@@ -14,6 +14,9 @@ export class Exchange {
     this.running = null; // the AbortController of the request that runs
     this.watched = null; // whose stages the timeline shows
     this.player = null;
+    // A page that is left loses its connection: that is no failure of the answer.
+    window.addEventListener("pagehide", () => (this.left = true));
+    window.addEventListener("pageshow", () => (this.left = false));
   }
 
   /** Run a request; its answer is `view`, and belongs to `turn` of `conversation`. */
@@ -25,6 +28,7 @@ export class Exchange {
     this.player = new Player((one) => this.showSpeech(one, view, this.running !== control));
     const speech = this.player;
     const keep = () => {
+      if (this.left) return;
       turn.answer = view.record;
       this.grown(conversation, turn);
     };
