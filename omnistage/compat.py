@@ -17,9 +17,8 @@ _IMPORT_NOISE = (
     ("torch.utils._pytree", "is an Enum subclass"),
     ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import"),
 )
-"""Loggers, and what they say of torchao when it is imported: which kernels for GPUs a CPU's torch cannot load, and
-what torch and
-diffusers would like it to have. transformers and diffusers import it wherever it is installed."""
+"""Loggers, and what they say of torchao when it is imported: which kernels for GPUs a CPU's torch cannot load, and what
+torch and diffusers would like it to have. transformers and diffusers import it wherever it is installed."""
 _lock = threading.Lock()
 _library: torch.library.Library | None = None  # a Library takes its operators back when it is collected
 

@@ -153,10 +153,10 @@ def _stack(args: OmniEngineArgs, family: Family, hf_config: Mapping[str, object]
         _quantise_all(layers, args.quantize)
     layers.apply_overrides(args.overrides)
     for text in args.adapters:
-        name, _, folder = text.partition("=")
-        if not name or not folder:
+        name, _, path = text.partition("=")
+        if not name or not path:
             raise ConfigError(f"--adapter takes NAME=FOLDER, not {text!r}", param="adapters")
-        layers.set(("deployment", "adapters", name), {"folder": folder}, Source("--adapter"))
+        layers.set(("deployment", "adapters", name), {"folder": path}, Source("--adapter"))
     if args.adapter_folders:
         layers.set(("deployment", "adapter_folders"), list(args.adapter_folders), Source("--adapter-folder"))
     if args.ray is not None:

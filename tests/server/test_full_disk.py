@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from omnistage.cli.serve import ObservabilityOptions
+from omnistage.cli.serve_options import ObservabilityOptions
 from omnistage.core.errors import ConfigError, InvalidRequestError, StorageFullError
 from omnistage.server.observe.audit import AUDIT_LOGGER, AuditFile, AuditRecord, log_to
 from omnistage.server.openai.files import FileStore

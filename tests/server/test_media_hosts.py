@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from PIL import Image
 from pydantic import ValidationError
 
-from omnistage.cli.serve import MediaOptions
+from omnistage.cli.serve_options import MediaOptions
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.media import fetch, source

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from omnistage.cli.serve import otel_in_environment
+from omnistage.cli.serve_options import otel_in_environment
 from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
 from omnistage.server.observe.tracing import Tracing, start_tracing

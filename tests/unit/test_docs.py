@@ -138,7 +138,8 @@ def test_the_error_codes_on_the_pages_exist() -> None:
 
 def bounds() -> dict[str, float | None]:
     """Every bound of the configuration and of `omnistage serve`, by its key, with its default."""
-    from omnistage.cli.serve import AccessOptions, MediaOptions, ServiceOptions
+    from omnistage.cli.serve import ServiceOptions
+    from omnistage.cli.serve_options import AccessOptions, MediaOptions
     from omnistage.config import DeploymentConfig, LimitsConfig
     from omnistage.media.limits import MediaLimits
 

@@ -138,7 +138,8 @@ def test_a_panic_over_a_checkpoint_is_the_checkpoints_fault(toy: Toy, monkeypatc
 def test_a_door_opens_over_a_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     original = build.build_parts
     monkeypatch.setattr(
-        "omnistage.omni.build_parts", lambda args, progress: original(args, progress=progress, registry=toy.registry)
+        "omnistage.pipeline.front.build_parts",
+        lambda args, progress: original(args, progress=progress, registry=toy.registry),
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     with Omni(toy.folder, device="cpu", overrides=["deployment.max_inflight=3"], progress=True) as omni:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from omnistage.cli.serve import AccessOptions, overrides_by_model, speech_overrides
+from omnistage.cli.serve import overrides_by_model, speech_overrides
+from omnistage.cli.serve_options import AccessOptions
 from omnistage.core.errors import InvalidRequestError
 
 

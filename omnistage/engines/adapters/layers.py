@@ -127,14 +127,16 @@ class AdapterLayers:
             for name, module in network.named_modules():
                 if merged and name.startswith(merged):
                     continue
+                inputs: object
+                outputs: object
                 if isinstance(module, MergedLinear):
                     merged = f"{name}."
-                    shape = module.group.joint.in_features, module.group.sizes[module.index]
+                    inputs, outputs = module.group.joint.in_features, module.group.sizes[module.index]
                 else:
-                    shape = getattr(module, "in_features", None), getattr(module, "out_features", None)  # type: ignore[assignment]
+                    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
                 # Experts that are layers of their own see some of a step's rows, in an order of their own.
-                if all(isinstance(size, int) for size in shape) and ".experts." not in f".{name}.":
-                    yield f"{prefix}.{name}" if prefix else name, module, shape
+                if isinstance(inputs, int) and isinstance(outputs, int) and ".experts." not in f".{name}.":
+                    yield f"{prefix}.{name}" if prefix else name, module, (inputs, outputs)
 
     @torch.inference_mode()
     def _probed(self, probe: Callable[[int], None]) -> dict[str, tuple[int, int]]:

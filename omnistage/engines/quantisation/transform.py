@@ -141,7 +141,7 @@ def quantised_layers(network: nn.Module) -> dict[str, nn.Linear]:
     """The layers of a loaded network that are quantised, by their own names; merged ones share a layer."""
     found: dict[str, nn.Linear] = {}
     for name, module in network.named_modules(remove_duplicate=False):
-        layer = module.group.linear if isinstance(module, MergedLinear) else module
+        layer = module.group.joint if isinstance(module, MergedLinear) else module
         if ".group." not in f"{name}." and isinstance(layer, nn.Linear) and is_quantised(layer):
             found[name] = layer
     return found
