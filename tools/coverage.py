@@ -453,8 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     part, parts = (int(number) for number in args.part.split("/"))
     prepare_torchvision(required=False)
     quiet()
-    parts = {row["model_type"]: row for path in args.parts for row in json.loads(path.read_text())["types"]}
-    outcomes = [Outcome(**parts[name]) for name in sorted(parts)]
+    known = {row["model_type"]: row for path in args.parts for row in json.loads(path.read_text())["types"]}
+    outcomes = [Outcome(**known[name]) for name in sorted(known)]
     for model_type in types[part - 1 :: parts]:
         start = time.monotonic()
         outcome = cover_seeds(model_type, dtype=args.dtype, seeds=args.seeds)

@@ -48,7 +48,7 @@ def test_nothing_that_was_judged_is_served_wrong() -> None:
 
 
 def test_names_and_states_narrow_the_list_down() -> None:
-    assert {name for kind, name in listed("LLAMA", "--state", "exact") if kind == "language model"} == {"llama"}
+    assert {name for kind, name in listed("SMOLLM", "--state", "exact") if kind == "language model"} == {"smollm3"}
     text = run("rwkv")
     assert "rwkv" in text
     assert "1 fallback" in text
