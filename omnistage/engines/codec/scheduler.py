@@ -32,7 +32,7 @@ _MIN_SLOWDOWN = 2.0
 """Codes come so many times slower beside a batch where the codec shares its device with the models upstream."""
 _SAME_TIME = 5e-4
 """Codes wait while a batch runs and then come at once; no model makes two of them within so many seconds."""
-_SAFETY = 0.9
+_SAFETY = 0.85
 """Share of the sound at hand in which more must be expected for the first to go out."""
 
 
