@@ -21,10 +21,12 @@ def reload(page: Page) -> None:
 
 def kept(page: Page, what: str) -> None:
     """Wait until something of the conversation is in the store: answers and drafts are written a little later."""
-    page.wait_for_function(
+    page.evaluate(
         f"""async () => {{
           const {{ load }} = await import("/page/store.js");
-          return (await load(sessionStorage.getItem("omnistage.conversation")))?.{what};
+          while (!(await load(sessionStorage.getItem("omnistage.conversation")))?.{what}) {{
+            await new Promise((done) => setTimeout(done, 20));
+          }}
         }}"""
     )
 
