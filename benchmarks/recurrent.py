@@ -27,8 +27,18 @@ from omnistage.models.causal_lm.own_cache import OwnCacheLM
 from omnistage.models.causal_lm.own_forward import OwnForwardLM
 
 HIDDEN, LAYERS = 512, 6
-_PLAIN = {"vocab_size": 8192, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "max_position_embeddings": 1024}
-_ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536}
+_PLAIN: dict[str, object] = {
+    "vocab_size": 8192,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 1024,
+}
+_ATTENTION: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
 MODELS: dict[str, tuple[type[ARComponent], dict[str, object]]] = {
     "qwen3_5_text": (
         CausalLM,
