@@ -35,6 +35,8 @@ from omnistage.core.errors import (
     MediaError,
     OmniError,
     QueueFullError,
+    SizeError,
+    SizeLimitError,
     StageError,
     UnsupportedModalityError,
 )
@@ -420,12 +422,12 @@ def asked(**values: Any) -> dict[str, dict[str, Any]]:
 SOUND = {"type": "audio", "audio": (np.zeros(1600, np.float32), 16_000)}
 CAT = "a cat"
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[OmniError], str]] = {
-    "odd width": (CAT, small(width=33), {}, InvalidRequestError, "width"),
-    "odd height": (CAT, small(height=40), {}, InvalidRequestError, "height"),
-    "odd default side": (CAT, DiffusionParams(width=100), {}, InvalidRequestError, "width"),
+    "odd width": (CAT, small(width=33), {}, SizeError, "width"),
+    "odd height": (CAT, small(height=40), {}, SizeError, "height"),
+    "odd default side": (CAT, DiffusionParams(width=100), {}, SizeError, "width"),
     "tiny width": (CAT, asked(width=1), {}, InvalidRequestError, "sampling_params.denoise.width"),
     "width of a million": (CAT, asked(width=10**6), {}, InvalidRequestError, "sampling_params.denoise.width"),
-    "larger than the model's positions": (CAT, small(width=400), {}, LimitExceededError, "width"),
+    "larger than the model's positions": (CAT, small(width=400), {}, SizeLimitError, "width"),
     "zero steps": (CAT, asked(steps=0), {}, InvalidRequestError, "sampling_params.denoise.steps"),
     "ten thousand steps": (CAT, asked(steps=10_000), {}, InvalidRequestError, "sampling_params.denoise.steps"),
     "steps that are text": (CAT, asked(steps="many"), {}, InvalidRequestError, "sampling_params.denoise.steps"),
