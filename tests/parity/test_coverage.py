@@ -51,8 +51,7 @@ def test_the_sample_is_large_enough() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "doge", "phimoe", "mamba2", "qwen3_5"])
 def test_outside_float32_too(model_type: str) -> None:
     outcome = tool.cover(model_type, dtype="float16")
-    # Mamba 2 mixes dtypes, so that it cannot be compared in float32 outside of it, and runs one by one there.
-    assert outcome.state == ("fallback" if model_type == "mamba2" else "exact"), outcome
+    assert outcome.state == "exact", outcome
 
 
 def test_a_difference_is_found() -> None:

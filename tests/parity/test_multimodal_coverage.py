@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from omnistage.core.types import Modality
+
 PATH = Path(__file__).parents[2] / "tools" / "coverage_multimodal.py"
 
 
@@ -31,10 +33,10 @@ EXACT = {
     "cosmos3_edge": "image",
     "mistral3": "image",
     "glmasr": "audio",  # one clip in a chat
+    "qwen3_5": "image, video",  # recurrent layers; each sequence has offsets of positions that the model keeps
 }
 FALLBACK = {
     "paligemma": "image",  # pictures and the prompt attend both ways
-    "qwen3_5": "image, video",  # recurrent layers; each sequence has offsets of positions that the model keeps
     "mllama": "image",  # attends to pictures beside the text
     "idefics2": "image",  # several pictures are cut otherwise than one
     "blip-2": "image, never text alone",  # no chat template, another model inside generates
@@ -66,6 +68,17 @@ def test_a_type_is_served_exactly_one_by_one(model_type: str) -> None:
     outcome = tool.cover(model_type)
     assert outcome.state == "fallback", outcome
     assert outcome.reason == FALLBACK[model_type]
+
+
+def test_a_recurrent_type_with_a_kind_that_the_engine_does_not_take_keeps_it_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse_videos(*_args: object) -> dict[Modality, str]:
+        return {Modality.VIDEO: "rows of a video depend on the rest of the prompt"}
+
+    monkeypatch.setattr("omnistage.models.multimodal_lm.probe.check_media", refuse_videos)
+    outcome = tool.cover("qwen3_5")
+    assert (outcome.state, outcome.reason) == ("fallback", "image, video")
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -20,6 +20,7 @@ from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.component import CausalLM
+from omnistage.models.causal_lm.probe import in_float32
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (4, 19, 9, 30, 1, 17)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -117,6 +118,26 @@ def test_layers_that_compute_single_tokens_otherwise_are_known_as_such() -> None
     plain = CausalLM(hybrid())
     assert not plain.spec.uneven_states
     assert [states_of(module).stepwise for module in plain.recurrent_modules] == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_that_another_module_reads_are_float32_too_and_all_are_as_before_afterwards(dtype: torch.dtype) -> None:
+    model = mamba().to(dtype)
+    before = dict(model.named_parameters())
+    layer = model.backbone.layers[0]
+    with in_float32(model):
+        assert layer.mixer.dt_proj.weight.dtype == torch.float32
+        assert layer.norm.weight.dtype == torch.float32
+        assert torch.equal(layer.norm.weight, before["backbone.layers.0.norm.weight"].float())
+    assert all(weight is before[name] for name, weight in model.named_parameters())
+    assert layer.mixer.dt_proj.weight is before["backbone.layers.0.mixer.dt_proj.weight"]
+    assert {type(module._parameters) for module in model.modules()} == {dict}
+
+
+def test_a_model_that_fails_in_its_own_dtype_alone_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnistage.models.causal_lm.component.model_head", lambda _model, _decoder, head: head)
+    with pytest.raises(UnsupportedModelError, match="RuntimeError in its forward"):
+        CausalLM(mamba().half())  # hidden states are float32, which a head in float16 does not take
 
 
 def test_states_that_lie_together_are_used_in_place_whatever_the_order_of_the_batch() -> None:

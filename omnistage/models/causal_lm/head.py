@@ -31,6 +31,11 @@ def model_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> n
                     return path
             except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
                 return head  # what the model does before its head cannot be left out; the probe compares the rest
+        try:  # Mamba's residuals are float32 whatever its dtype, and its own forward converts them for its head
+            if model.dtype != torch.float32 and len(path(rows.to(model.device))):
+                return path
+        except RuntimeError:
+            pass
     return head
 
 

@@ -153,6 +153,8 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
     """Compare the probe on the engine with `expected`; refuse a model that differs."""
     try:
         got = _paged_logits(component, expected.wide)
+        if expected.wide and component.spec.states and component.dtype != torch.float32:
+            _paged_logits(component, False)  # recurrent layers mix dtypes: whether they run in these
     except torch.OutOfMemoryError:
         raise
     except _FORWARD_ERRORS as error:
@@ -219,24 +221,35 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles, held = [], {}
 
     def widen(module: nn.Module, _args: object) -> None:
-        held[module] = dict(module._parameters), dict(module._buffers)
-        for name, weight in held[module][0].items():
-            if weight is not None and weight.dtype in _NARROW:
-                module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
-        for name, buffer in held[module][1].items():
-            if buffer is not None and buffer.dtype in _NARROW:
-                module._buffers[name] = buffer.float()
+        held[module] = module._parameters, module._buffers
+        module._parameters = {name: module._parameters[name] for name in module._parameters}
+        module._buffers = {name: module._buffers[name] for name in module._buffers}
 
     def restore(module: nn.Module, _args: object, _output: object) -> None:
         module._parameters, module._buffers = held.pop(module)
 
+    modules: list[nn.Module] = []
     if any(p.dtype in _NARROW for p in model.parameters()):
-        for module in model.modules():
-            if module._parameters or module._buffers:
-                handles.append(module.register_forward_pre_hook(widen))
-                handles.append(module.register_forward_hook(restore, always_call=True))
+        modules += (module for module in model.modules() if module._parameters or module._buffers)
+    for module in modules:
+        module._parameters, module._buffers = _Widened(module._parameters), _Widened(module._buffers)
+        handles.append(module.register_forward_pre_hook(widen))
+        handles.append(module.register_forward_hook(restore, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for module in modules:
+            module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
+
+
+class _Widened(dict[str, Any]):
+    """Weights of a module that does not run, each converted when another module reads it, as Mamba's do."""
+
+    def __getitem__(self, name: str) -> Any:
+        weight = super().__getitem__(name)
+        if weight is None or weight.dtype not in _NARROW:
+            return weight
+        wide = weight.float()
+        return nn.Parameter(wide, requires_grad=False) if isinstance(weight, nn.Parameter) else wide

@@ -178,7 +178,7 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
     if len(component.attention_modules) != len(component.spec.kv_shapes):  # on the meta device nothing else shows it
         raise UnsupportedModelError(f"{type(component.model).__name__} computes attention in its own code")
     if processor is not None:
-        from omnistage.models.multimodal_lm.probe import check_media
+        from omnistage.models.multimodal_lm.probe import STOCK_FAILURE, check_media
 
         if len(processor.input_modalities) < 2:
             raise UnsupportedModelError(_NO_MEDIA)
@@ -187,6 +187,9 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
         component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
         component.unsupported = check_media(component, processor)
+        refused = [reason for reason in component.unsupported.values() if STOCK_FAILURE not in reason]
+        if refused and component.spec.states:  # transformers' own cache serves all kinds, as of MiniCPM-V 4.7
+            raise UnsupportedModelError(refused[0])
     return component
 
 

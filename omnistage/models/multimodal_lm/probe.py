@@ -17,6 +17,7 @@ from omnistage.core.types import ARInput, Modality, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current
 from omnistage.engines.ar.attention.recording import record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
+from omnistage.engines.ar.recurrent import StatePool, StateStep
 from omnistage.models.causal_lm.probe import rounded_tolerance
 from omnistage.models.loading import use_paged_attention
 from omnistage.models.multimodal_lm.capture import DecoderInputs
@@ -179,6 +180,9 @@ def _paged_logits(
     device, count = component.device, len(embeds)
     new = component.spec.empty_caches(1, count, lambda shape: torch.zeros(shape, device=device, dtype=component.dtype))
     bind_caches(component.attention_modules, new)
+    states = StatePool(
+        component.recurrent_modules, 1, lambda shape, dtype: torch.zeros(shape, device=device, dtype=dtype)
+    )
     backend, slots, table = SdpaBackend(), np.arange(count), np.zeros(1, dtype=np.int32)
     positions = _positions(component, payload).to(device)
     media = torch.zeros(count, dtype=torch.bool, device=device)
@@ -187,15 +191,16 @@ def _paged_logits(
     parts = []
     for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
         queries, length = (np.full(1, n, dtype=np.int32) for n in (end - start, end))
-        plan = backend.plan(BatchLayout(queries, length, [slots], [table]), device)
+        layout = BatchLayout(queries, length, [slots], [table])
         where = torch.arange(start, end, device=device)
-        paged = current.paged = PagedContext(backend, where, plan)
+        paged = current.paged = PagedContext(backend, where, backend.plan(layout, device))
         arguments = embeds[start:end], positions[:, start:end].contiguous(), paged
-        if deep is not None and bool(media[start:end].any()):
-            places = media[start:end]
-            hidden = component.forward_media(*arguments, places, deep[start:end][places])
-        else:
-            hidden = component.forward(*arguments)
+        with states.computing(StateStep.of(layout, (0,), device)):
+            if deep is not None and bool(media[start:end].any()):
+                places = media[start:end]
+                hidden = component.forward_media(*arguments, places, deep[start:end][places])
+            else:
+                hidden = component.forward(*arguments)
         parts.append(component.logits(hidden))
     return torch.cat(parts)
 
