@@ -28,6 +28,7 @@ PACKAGED_WEIGHTS = Path(__file__).with_name("draw_weights")
 _UNUSED = {
     "negative_prompt": "not supported by this model; describe the image in the message instead, and leave it out",
     "strength": "not supported by this model, which takes no input image; leave it out",
+    "control_scale": "not supported by this model, which has no ControlNet; leave it out",
     "true_cfg": "not supported by this model; set guidance instead",
     "max_sequence_length": "not supported by this model, which always reads the end of the last message; leave it out",
     "fps": "not supported by this model, which gives images, not videos; leave it out",

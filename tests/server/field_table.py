@@ -51,6 +51,7 @@ _SAMPLED: dict[str, Row] = {
     "ignore_eos": yes(True),
     "include_stop_str_in_output": yes(True, stop=["a"]),
     "structured_outputs": yes({"choice": ["on", "off"]}),
+    "lora": yes([{"name": "french", "weight": 0.5}]),
     "priority": yes(1),
     "timeout": yes(30),
 }
@@ -244,7 +245,8 @@ FIELDS: dict[str, dict[str, Row]] = {
         "true_cfg_scale": refused(2.0, "by models without it"),
         "negative_prompt": refused("dark", "by models without it"),
         "strength": refused(0.5, "without an input picture"),
-        "lora": refused({"name": "x"}, "see the model's configuration"),
+        "lora": refused({"name": "x"}, "names an adapter of the model's"),
+        "control_scale": refused(0.5, "by models without a ControlNet"),
         "vae_use_slicing": refused(True, "the deployment decides"),
         "vae_use_tiling": refused(True, "the deployment decides"),
     },

@@ -11,9 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from openai.types import audio, chat, completion_create_params, image_generate_params
 from openai.types.responses import response_create_params
 
+from omnistage.hf import transformers
 from omnistage.omni import AsyncOmni
 from omnistage.server.openai.audio.speech import SpeechRequest
 from omnistage.server.openai.audio.transcriptions import TranscriptionForm
@@ -22,6 +24,7 @@ from omnistage.server.openai.chat.request import ChatRequest
 from omnistage.server.openai.completions import CompletionRequest
 from omnistage.server.openai.images import ImageRequest
 from omnistage.server.openai.responses.request import ResponsesRequest
+from tests.parity.adapter_checkpoints import CONFIGS, with_adapters
 from tests.server.field_table import BASE, FIELDS, Row
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
 from tests.server.starter_harness import service_of, starter
@@ -50,7 +53,10 @@ OPENAI: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def running(starter: AsyncOmni, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = make("causal_lm", tmp_path_factory.mktemp("fields") / "lm")
-    lm = AsyncOmni(folder, device="cpu", dtype="float32", overrides=SERVE_LIMITS, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with_adapters(model, {"french": CONFIGS["attention"]}, folder.with_name("adapters"))
+    adapters = {"french": folder.with_name("adapters") / "french"}
+    lm = AsyncOmni(folder, device="cpu", dtype="float32", overrides=SERVE_LIMITS, adapters=adapters, progress=False)
     service = service_of(starter)
     service.add("lm", lm)
     with serving(service) as server:
