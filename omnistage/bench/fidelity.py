@@ -18,10 +18,17 @@ from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import DiffusionParams, SamplingParams
-from omnistage.core.types import ARInput, Modality
+from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.quantisation.transform import Quantiser, network_bytes, networks_of, quantised_layers
+from omnistage.engines.quantisation.transform import (
+    Quantiser,
+    full_weights,
+    network_bytes,
+    networks_of,
+    quantised_layers,
+)
 from omnistage.models.loading import use_paged_attention
+from omnistage.models.quantised_files import Mark
 from omnistage.omni import Omni
 
 Report = Callable[[str, float], None]
@@ -59,6 +66,8 @@ class Observation:
     weight_bytes: int = 0
     layers: dict[str, list[str]] = field(default_factory=dict)
     """Quantised layers by stage."""
+    marks: dict[str, dict[str, Mark]] = field(default_factory=dict)
+    """By stage and layer: what tells the weights in full precision from each other; of the original alone."""
 
 
 def components(omni: Omni) -> dict[str, object]:
@@ -88,9 +97,17 @@ def observe(
         seen.weight_bytes += sum(map(network_bytes, networks))
         if layers := [layer for network in networks for layer in quantised_layers(network)]:
             seen.layers[name] = layers
+        if like is None:
+            weights = (pair for network in networks for pair in full_weights(network) if pair[1].device.type != "meta")
+            seen.marks[name] = {layer: Mark.of(weight, weight.dtype) for layer, weight in weights}
     texts = [part for part in parts.values() if isinstance(part, ARComponent)]
-    plain = SamplingParams(temperature=0.0, max_tokens=tokens)
-    params = [plain if texts else DiffusionParams(seed=number, steps=steps) for number in range(len(prompts))]
+    # The seed is for the stages behind the text: speech may be sampled, and a picture begins with noise.
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, seed=number)
+        if texts
+        else DiffusionParams(seed=number, steps=steps)
+        for number in range(len(prompts))
+    ]
     modalities = [each.value for each in omni.modalities if each is not Modality.VIDEO]
     _answer(omni, prompts[0], params[0], modalities)  # the first one finds everything cold
     for number, prompt in enumerate(prompts):
@@ -102,10 +119,10 @@ def observe(
             seen.pictures.append(output.images[0].pixels)
         if output.audio is not None:
             seen.waves.append((output.audio.samples, output.audio.sample_rate))
-        payload = omni.processor.chat([_message(prompt)]) if texts else None  # type: ignore[union-attr]
-        if isinstance(payload, ARInput) and output.outputs:
-            ids = like.sequences[number] if like else [*payload.token_ids, *output.outputs[0].token_ids]
-            _observe_text(seen, texts[0], ids, like.starts[number] if like else len(payload.token_ids))
+        if texts and output.outputs:
+            given = _prompt_ids(omni, prompt)
+            ids = like.sequences[number] if like else [*given, *output.outputs[0].token_ids]
+            _observe_text(seen, texts[0], ids, like.starts[number] if like else len(given))
     if not (seen.logits or seen.pictures or seen.waves):
         raise UnsupportedModelError("this model gave neither text, nor a picture, nor speech that could be compared")
     return seen
@@ -116,8 +133,15 @@ def _answer(omni: Omni, prompt: str, params: SamplingParams | DiffusionParams, m
     return omni.generate(given, params, modalities=modalities, progress=False)[0]
 
 
-def _message(prompt: str) -> ChatMessage:
-    return ChatMessage("user", (TextPart(prompt),))
+def _prompt_ids(omni: Omni, prompt: str) -> Sequence[int]:
+    """The language model's prompt, which a family may keep inside a payload of its own."""
+    payload: Any = omni.processor.chat([ChatMessage("user", (TextPart(prompt),))])  # type: ignore[union-attr]
+    if isinstance(payload, ARInput):
+        return payload.token_ids
+    tokens = getattr(payload, "tokens", None)
+    if not isinstance(tokens, OmniTokensPrompt):
+        raise UnsupportedModelError("the prompts of this model are not tokens, so that its text cannot be compared")
+    return tokens.prompt_token_ids
 
 
 def _observe_text(seen: Observation, component: ARComponent, ids: list[int], start: int) -> None:

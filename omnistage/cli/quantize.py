@@ -215,12 +215,13 @@ class _Job:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         folder = self._temporary / target.name
-        write_quantised(self._folder, folder, layers, self._configs, self._report)
+        marks = self._original.marks if self._original is not None else {}
+        full = write_quantised(self._folder, folder, layers, self._configs, marks, self._report)
         result = self._result(self._observe(str(folder), (), "written"), limits, ())
         if result.after.layers != layers:
             raise CheckpointError("the checkpoint that was written quantises other layers than were measured")
         if not result.failed:
-            text = {**self._description(), **result.as_json(), "files": _hashes(folder)}
+            text = {**self._description(), **result.as_json(), "stored_in_full": full, "files": _hashes(folder)}
             (folder / REPORT_FILE).write_text(json.dumps(text, indent=1), encoding="utf-8")
             folder.rename(target)
         return result
@@ -262,8 +263,14 @@ def _json(config: QuantizeConfig) -> str:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(folder.rglob("*.safetensors"))
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """Of what decides the answers: weights, and settings, the recipe among them."""
+    files = sorted(path for end in ("safetensors", "json") for path in folder.rglob(f"*.{end}"))
+    found = {}
+    for path in files:
+        if path.name != REPORT_FILE:
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def read_prompts(path: Path | None) -> list[str]:

@@ -7,10 +7,12 @@ top of the folder says which layers of which stage, so that the folder is served
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -23,6 +25,25 @@ from omnistage.engines.quantisation.packed import int8_rows
 VALUES, SCALE, MINIMUM = ".values", ".scale", ".minimum"
 _FLOAT8_MAX = 448.0
 _INT4_MAX = 15
+_MARKED_ROWS = 16
+
+
+class Mark(NamedTuple):
+    """What tells a weight in a file from others. Names do not: a model's may be others than its checkpoint's."""
+
+    dtype: torch.dtype
+    """In which the model has it."""
+    digest: bytes
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> Mark:
+        """Over the shape and some rows of it."""
+        rows = weight.detach()[:: max(1, len(weight) // _MARKED_ROWS)].to(dtype).float().cpu().contiguous()
+        return cls(dtype, hashlib.sha256(f"{list(weight.shape)}".encode() + rows.numpy().tobytes()).digest())
+
+
+Marks = Mapping[str, Mapping[str, Mark]]
+"""Of all linear layers of the original, by stage and layer."""
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
@@ -77,30 +98,40 @@ def write_quantised(
     target: Path,
     layers: Mapping[str, Iterable[str]],
     configs: Mapping[str, QuantizeConfig],
+    marks: Marks,
     progress: Callable[[str, float], None],
-) -> None:
-    """Copy a checkpoint with these layers, by stage, quantised; raises for one whose weight is not found."""
+) -> dict[str, list[str]]:
+    """Copy a checkpoint with these layers, by stage, quantised; those that it has in full precision all the same.
+
+    These are no tensors of their own there, like a head that is the embedding; they are quantised at each loading.
+    """
     files = sorted(path for path in source.rglob("*") if path.is_file() and ".cache" not in path.parts)
+    owners: dict[Mark, list[tuple[str, str]]] = {}
+    for stage, names in marks.items():
+        for layer, mark in names.items():
+            owners.setdefault(mark, []).append((stage, layer))
     wanted = {(stage, layer) for stage, names in layers.items() for layer in names}
+    missing = set(wanted)
     for number, path in enumerate(files):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         progress(f"writing {path.name}", number / len(files))
         if path.suffix == ".safetensors":
-            wanted -= _write_file(path, copy, layers, configs)
+            missing -= _write_file(path, copy, wanted, configs, owners)
         elif path.name.endswith(".safetensors.index.json"):
             continue  # of the names that were; each file says what it holds
         elif path.suffix not in (".bin", ".pt", ".pth", ".ckpt", ".gguf"):
             shutil.copyfile(path, copy)
-    if wanted:
+    if missing == wanted:
         stage, layer = sorted(wanted)[0]
         raise CheckpointError(
-            f"{len(wanted)} quantised layers have other names in {source}, first {layer} of {stage}; this model can be "
-            "quantised while it is loaded, with quantize, but not be written"
+            f"none of the {len(wanted)} quantised layers is a tensor of its own in {source}, such as {layer} of "
+            f"{stage}; this model can be quantised while it is loaded, with quantize, but not be written"
         )
     _write_indices(source, target)
     recipe = {"stages": {stage: _recipe(configs[stage], names) for stage, names in layers.items()}}
     (target / RECIPE_FILE).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
+    return {stage: [layer for layer in names if (stage, layer) in missing] for stage, names in layers.items()}
 
 
 def _recipe(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, object]:
@@ -110,32 +141,49 @@ def _recipe(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, object]:
 
 
 def _write_file(
-    path: Path, copy: Path, layers: Mapping[str, Iterable[str]], configs: Mapping[str, QuantizeConfig]
+    path: Path,
+    copy: Path,
+    wanted: set[tuple[str, str]],
+    configs: Mapping[str, QuantizeConfig],
+    owners: Mapping[Mark, list[tuple[str, str]]],
 ) -> set[tuple[str, str]]:
     """One file; the layers whose weights it has."""
-    ends = {f"{layer}.weight": (stage, layer) for stage, names in layers.items() for layer in names}
+    dtypes = {mark.dtype for mark in owners}
     found: set[tuple[str, str]] = set()
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_tensor(name)
-            owner = next((ends[end] for end in _endings(name) if end in ends), None)
-            if owner is None:
+            own: list[tuple[str, str]] = []
+            if name.endswith(".weight") and tensor.ndim == 2 and tensor.is_floating_point():
+                alike = [owner for dtype in dtypes for owner in owners.get(Mark.of(tensor, dtype), ())]
+                own = _best_named(name, alike)
+            # Where numbers and names leave it open which layer it is of, full precision is right for all of them.
+            if not own or not wanted.issuperset(own):
                 tensors[name] = tensor
                 continue
-            found.add(owner)
-            for end, part in pack(tensor, configs[owner[0]]).items():
+            found.update(own)
+            for end, part in pack(tensor, configs[own[0][0]]).items():
                 tensors[f"{name}{end}"] = part.contiguous()
     save_file(tensors, copy, metadata=metadata)
     shutil.copymode(path, copy)
     return found
 
 
-def _endings(name: str) -> list[str]:
-    """A tensor's name, and what is left of it behind each dot: checkpoints put a model's names behind a prefix."""
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+def _best_named(name: str, owners: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The layers whose names end most like that of their weight, and in the layer's own name at least."""
+
+    def common(layer: str) -> int:
+        count = 0
+        for one, other in zip(reversed(name.split(".")[:-1]), reversed(layer.split(".")), strict=False):
+            if one != other:
+                break
+            count += 1
+        return count
+
+    most = max((common(layer) for _, layer in owners), default=0)
+    return [(stage, layer) for stage, layer in owners if most and common(layer) == most]
 
 
 def _write_indices(source: Path, target: Path) -> None:

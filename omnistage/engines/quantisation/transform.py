@@ -8,6 +8,7 @@ component is complete before, so that it was compared with the reference in full
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -104,12 +105,24 @@ class Quantiser:
             network.set_submodule(name, _PlannedLinear(layer, self.config))
 
     def check(self, stage: str) -> None:
-        """Refuse a stage in which nothing was quantised."""
+        """Refuse a stage in which nothing was quantised, and a recipe of layers that there are not."""
+        self._check_recipe(stage)
         if self.config.required and not self.layers:
             raise ConfigError(
                 f"{self.config.scheme} would quantise nothing in this stage: it has no linear layer that the scheme "
                 "and its exclusions allow; leave quantize out, or name layers with include",
                 param=f"{stage}.quantize",
+            )
+
+    def _check_recipe(self, stage: str) -> None:
+        found = set(self.layers)
+        for pattern in self.config.only or ():
+            if pattern[1:-1].replace("[.]", ".") in found or any(re.search(pattern, name) for name in found):
+                continue
+            raise ConfigError(
+                f"{pattern} names no linear layer of this stage that {self.config.scheme} can quantise; if a quantised "
+                "checkpoint says so, its files are of different models: fetch it again",
+                param=f"{stage}.quantize.only",
             )
 
     def quantise_layer(self, layer: nn.Module, device: torch.device) -> None:
@@ -145,6 +158,16 @@ def quantised_layers(network: nn.Module) -> dict[str, nn.Linear]:
         if ".group." not in f"{name}." and isinstance(layer, nn.Linear) and is_quantised(layer):
             found[name] = layer
     return found
+
+
+def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights `[O, I]` of a network's linear layers that are in full precision, by the layers' own names."""
+    for name, module in network.named_modules(remove_duplicate=False):
+        layer = module.group.joint if isinstance(module, MergedLinear) else module
+        if ".group." in f"{name}." or not isinstance(layer, nn.Linear) or is_quantised(layer):
+            continue
+        weight = layer.weight
+        yield name, weight.split(module.group.sizes)[module.index] if isinstance(module, MergedLinear) else weight
 
 
 def is_quantised(layer: nn.Linear) -> bool:
