@@ -42,6 +42,10 @@ class AdapterError(InvalidRequestError, code="invalid_adapter"):
     """A LoRA adapter that is unknown, cannot be read, or does not fit the model."""
 
 
+class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
+    """Larger than a configured limit; the message gives both numbers."""
+
+
 class SizeError(InvalidRequestError):
     """A side of a picture, `width` or `height`, that the model cannot draw; `nearest` is one that it can."""
 
@@ -51,12 +55,8 @@ class SizeError(InvalidRequestError):
         self.nearest = nearest
 
 
-class SizeLimitError(SizeError, status=413, code="limit_exceeded"):
+class SizeLimitError(SizeError, LimitExceededError, status=413, code="limit_exceeded"):
     """A side that is longer than the model draws."""
-
-
-class LimitExceededError(InvalidRequestError, status=413, code="limit_exceeded"):
-    """Larger than a configured limit; the message gives both numbers."""
 
 
 class PromptTooLongError(LimitExceededError, status=400, code="context_length_exceeded"):

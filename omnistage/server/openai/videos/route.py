@@ -120,8 +120,8 @@ class DeletedVideo(TypedDict):
 
 
 def _schema(image: Json) -> Json:
-    """The body's schema without references: one into itself would point nowhere inside the OpenAPI document."""
-    schema = VideoRequest.model_json_schema()
+    """The body's schema, which refers to what other endpoints put into the OpenAPI document."""
+    schema = VideoRequest.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     schema["properties"]["input_reference"] = image
     return {"schema": schema}
