@@ -261,7 +261,7 @@ class TestMistakes:
             (user({"type": "image_url"}), f"{CONTENT}[0].image_url", "must be a URL"),
             (user({"type": "image_url", "image_url": {}}), f"{CONTENT}[0].image_url.url", "got nothing"),
             (user({"type": "image_url", "image_url": {"url": ""}}), f"{CONTENT}[0].image_url.url", "empty string"),
-            (user({"type": "input_image", "file_id": "f"}), f"{CONTENT}[0].image_url", "data:"),
+            (user({"type": "input_image", "file_id": "f"}), f"{CONTENT}[0].file_id", "data:"),
             (user({"type": "image_url", "image_url": np.zeros(3)}), f"{CONTENT}[0].image_url", "got ndarray"),
             (user({"type": "image"}), f"{CONTENT}[0].image", "missing or empty"),
             (user({"type": "image", "image": 7}), f"{CONTENT}[0].image", "got int"),

@@ -226,7 +226,9 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
 
 def _unknown_field(values: Mapping[Any, object], known: frozenset[str], path: str) -> InvalidRequestError:
     name = str(next(key for key in values if key not in known))[:MAX_NAME_CHARS]
-    return InvalidRequestError("there is no such field; leave it out", param=f"{path}.{name}")
+    unknown = "there is no such field; leave it out"
+    why = "no files are kept; send the content as a data: URL" if name == "file_id" else unknown
+    return InvalidRequestError(why, param=f"{path}.{name}")
 
 
 def _parse_calls(calls: object, role: Role, path: str) -> tuple[ToolCall, ...]:
