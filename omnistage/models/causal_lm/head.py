@@ -27,16 +27,21 @@ def model_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> n
         for scale in (1.0, 100.0):
             hidden = (rows * scale).to(model.device, model.dtype)
             try:
-                if not torch.equal(head(hidden), path(hidden)):
+                if not torch.equal(head(hidden).float(), path(hidden).float()):
                     return path
             except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
                 return head  # what the model does before its head cannot be left out; the probe compares the rest
-        try:  # Mamba's residuals are float32 whatever its dtype, and its own forward converts them for its head
-            if model.dtype != torch.float32 and len(path(rows.to(model.device))):
-                return path
-        except RuntimeError:
-            pass
-    return head
+        # Mamba's hidden states are float32 whatever its dtype, and its own forward converts them for its head.
+        wide = rows.to(model.device)
+        return path if not _takes(head, wide) and _takes(path, wide) else head
+
+
+def _takes(head: nn.Module, hidden: torch.Tensor) -> bool:
+    try:
+        head(hidden)
+    except RuntimeError:
+        return False
+    return True
 
 
 class ModelHead(nn.Module):
