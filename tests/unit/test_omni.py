@@ -218,9 +218,9 @@ def test_media_that_the_model_does_not_take_are_refused_before_they_are_decoded(
         omni.chat([{"role": "user", "content": [wav]}])
 
 
-def test_a_model_without_voices_says_so(omni: Omni, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_voices_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.processor, "voices", lambda: ())
-    with pytest.raises(InvalidRequestError, match="has none"):
+    with rig.omni() as omni, pytest.raises(InvalidRequestError, match="has none"):
         omni.generate("a", voice="Ethan")
 
 

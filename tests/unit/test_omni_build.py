@@ -83,7 +83,8 @@ class Toy:
             context.progress("weights", 0.5)
         return self.components[context.stage.component]()
 
-    def stage(self, name: str, component: object, budget: object, *, audio: bool) -> FakeStage:
+    def stage(self, name: str, component: object, budget: object, adapters: object = None, *, audio: bool) -> FakeStage:
+        assert adapters is None
         self.stages.append(FakeStage(name, audio=audio))
         return self.stages[-1]
 
@@ -272,12 +273,13 @@ def test_what_compiles_is_imported_while_the_weights_of_a_large_network_are_read
         thread.start()
         return thread
 
-    def load(context: LoadContext, *, registry: Registry) -> object:
+    def load(context: LoadContext, *, registry: Registry, quantiser: object) -> object:
+        assert quantiser is None
         events.append(f"{context.stage_name} read")
         weights_read.set()
         return toy.load(context)
 
-    def built(name: str, component: object, budget: object) -> FakeStage:
+    def built(name: str, component: object, budget: object, adapters: object = None) -> FakeStage:
         events.append(f"{name} built")
         return FakeStage(name, audio=name == "voice")
 
