@@ -17,9 +17,10 @@ from omnistage.bench import quality
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
-from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.diffusion.component import Denoiser
 from omnistage.engines.quantisation.transform import (
     Quantiser,
     full_weights,
@@ -101,13 +102,7 @@ def observe(
             weights = (pair for network in networks for pair in full_weights(network) if pair[1].device.type != "meta")
             seen.marks[name] = {layer: Mark.of(weight, weight.dtype) for layer, weight in weights}
     texts = [part for part in parts.values() if isinstance(part, ARComponent)]
-    # The seed is for the stages behind the text: speech may be sampled, and a picture begins with noise.
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=tokens, seed=number)
-        if texts
-        else DiffusionParams(seed=number, steps=steps)
-        for number in range(len(prompts))
-    ]
+    params = [_params(parts, number, tokens, steps) for number in range(len(prompts))]
     modalities = [each.value for each in omni.modalities if each is not Modality.VIDEO]
     _answer(omni, prompts[0], params[0], modalities)  # the first one finds everything cold
     for number, prompt in enumerate(prompts):
@@ -128,8 +123,20 @@ def observe(
     return seen
 
 
-def _answer(omni: Omni, prompt: str, params: SamplingParams | DiffusionParams, modalities: list[str]) -> Any:
-    given: Any = [{"role": "user", "content": prompt}] if isinstance(params, SamplingParams) else prompt
+def _params(parts: Mapping[str, object], seed: int, tokens: int, steps: int | None) -> dict[str, StageParams]:
+    """The likeliest text, and what follows from one seed: speech may be sampled, and pictures begin with noise."""
+    params: dict[str, StageParams] = {}
+    for name, part in parts.items():
+        if isinstance(part, ARComponent):
+            params[name] = SamplingParams(seed=seed) if params else SamplingParams(temperature=0.0, max_tokens=tokens)
+        elif isinstance(part, Denoiser):
+            params[name] = DiffusionParams(seed=seed, steps=steps)
+    return params
+
+
+def _answer(omni: Omni, prompt: str, params: Mapping[str, StageParams], modalities: list[str]) -> Any:
+    text = any(isinstance(each, SamplingParams) for each in params.values())
+    given: Any = [{"role": "user", "content": prompt}] if text else prompt
     return omni.generate(given, params, modalities=modalities, progress=False)[0]
 
 
@@ -235,8 +242,7 @@ def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[
 
 
 def _run_once(omni: Omni, prompt: str) -> None:
-    text = any(isinstance(part, ARComponent) for part in components(omni).values())
-    params = SamplingParams(temperature=0.0, max_tokens=2) if text else DiffusionParams(seed=0, steps=2)
+    params = _params(components(omni), seed=0, tokens=2, steps=2)
     _answer(omni, prompt, params, [each.value for each in omni.modalities if each is not Modality.VIDEO])
 
 

@@ -120,7 +120,7 @@ def write_quantised(
             missing -= _write_file(path, copy, wanted, configs, owners)
         elif path.name.endswith(".safetensors.index.json"):
             continue  # of the names that were; each file says what it holds
-        elif path.suffix not in (".bin", ".pt", ".pth", ".ckpt", ".gguf"):
+        elif path.suffix not in (".bin", ".pth", ".ckpt", ".gguf"):  # a family may keep voices in a .pt
             shutil.copyfile(path, copy)
     if missing == wanted:
         stage, layer = sorted(wanted)[0]

@@ -81,6 +81,5 @@ FAMILY = Family(
     processor=_processor,
     tiny=_tiny,
     verify=_verify,
-    full_precision=(r"(^|\.)(single_)?transformer_blocks\.",),  # what draws: 2% of the weights, visibly worse in int8
     bundle=StarterBundle(),
 )

@@ -10,18 +10,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 from omnistage import Omni
 from omnistage.bench import quality
 from omnistage.cli import app
 from omnistage.config.quantize import QuantizeConfig
-from omnistage.core.errors import CheckpointError
-from omnistage.core.params import SamplingParams
+from omnistage.core.errors import CheckpointError, OmniError
+from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import OmniTokensPrompt
+from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.engines.quantisation import packed
+from omnistage.engines.quantisation.transform import Quantiser
 from omnistage.models.causal_lm.tiny import write
-from omnistage.models.quantised_files import MINIMUM, SCALE, VALUES, pack, unpack
+from omnistage.models.flux.tiny import write as write_flux
+from omnistage.models.quantised_files import MINIMUM, SCALE, VALUES, Mark, pack, unpack, write_quantised
 
 needs_packed = pytest.mark.skipif(not packed.has_packed_int8(), reason="this torch has no int8 kernels")
 LOOSE = ("--gate", "token_agreement=0.5", "--gate", "kl=0.2", "--gate", "perplexity_ratio=1.2")
@@ -134,3 +138,104 @@ def test_stored_weights_come_back_within_half_a_step(scheme: str) -> None:
 
 def test_a_gate_is_not_passed_by_what_is_no_number() -> None:
     assert not any(gate.passes(math.nan) for gate in quality.GATES.values())
+
+
+def test_weights_are_found_by_their_numbers_whatever_the_checkpoint_calls_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours, others, head = torch.randn(40, 32), torch.randn(40, 32), torch.randn(50, 32)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    weights = {"thinker.m.0.up.weight": ours, "talker.layers.0.up.weight": others, "thinker.embed.weight": head}
+    save_file(weights, source / "model.safetensors")
+    marks = {
+        "thinker": {"text.layers.0.up": Mark.of(ours, ours.dtype), "lm_head": Mark.of(head, head.dtype)},
+        "talker": {"layers.0.up": Mark.of(others, others.dtype)},
+    }
+    layers = {"thinker": ["text.layers.0.up", "lm_head"]}
+    configs = {"thinker": QuantizeConfig(scheme="int8")}
+    full = write_quantised(source, target, layers, configs, marks, lambda what, done: None)
+    assert full == {"thinker": ["lm_head"]}, "a head that is the embedding is quantised when it is loaded"
+    written = load_file(target / "model.safetensors")
+    assert set(written) == {
+        "thinker.m.0.up.weight.values",
+        "thinker.m.0.up.weight.scale",
+        "talker.layers.0.up.weight",
+        "thinker.embed.weight",
+    }
+    assert torch.equal(written["talker.layers.0.up.weight"], others)
+    assert torch.equal(written["thinker.embed.weight"], head)
+    with pytest.raises(CheckpointError, match="none of the 1 quantised layers"):
+        write_quantised(source, tmp_path / "none", {"thinker": ["lm_head"]}, configs, marks, lambda what, done: None)
+
+
+def test_pictures_are_compared_at_one_seed_and_the_report_is_recomputed(tmp_path: Path) -> None:
+    model, out = tmp_path / "flux", tmp_path / "small"
+    write_flux(model)
+    overrides = ["--set", "denoise.params.width=32", "--set", "denoise.params.height=32"]
+    code, output = _quantize(model, out, tmp_path, "--steps", "1", *overrides)
+    assert code == 0, output
+    quantities = json.loads((out / "quantisation_report.json").read_text())["quantities"]
+    pictures = []
+    for folder in (model, out):
+        with Omni(str(folder), device="cpu", progress=False) as omni:
+            each = []
+            for seed, prompt in enumerate(("What is a lake?", "Name a colour.")):
+                params = DiffusionParams(seed=seed, steps=1, width=32, height=32)
+                each.append(omni.generate(prompt, params, progress=False)[0].images[0].pixels.astype(float))
+            pictures.append(each)
+    errors = [np.mean((ours - theirs) ** 2) for ours, theirs in zip(*pictures, strict=True)]
+    assert min(errors) > 0
+    expected = float(np.mean([10 * np.log10(255**2 / error) for error in errors]))
+    assert quantities["psnr"]["value"] == pytest.approx(expected, abs=1e-6)
+
+
+@needs_packed
+def test_a_recipe_of_other_layers_or_stages_and_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    assert _quantize(folder, out, tmp_path, *LOOSE)[0] == 0
+    assert _quantize(folder, out, tmp_path, *LOOSE)[0] == 2, "an existing folder is not overwritten"
+    recipe = json.loads((out / "quantisation.json").read_text())
+
+    def refused(match: str) -> None:
+        with pytest.raises(OmniError, match=match):
+            Omni(str(out), device="cpu", progress=False).close()
+
+    changed = json.loads(json.dumps(recipe))
+    changed["stages"]["thinker"]["only"].append("^model[.]layers[.]99[.]mlp$")
+    (out / "quantisation.json").write_text(json.dumps(changed))
+    refused("layers.*99")
+    assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 2
+    (out / "quantisation.json").write_text(json.dumps({"stages": {"painter": recipe["stages"]["thinker"]}}))
+    refused("painter")
+    (out / "quantisation.json").write_text(json.dumps(recipe))
+    for shard in out.glob("*.safetensors"):
+        tensors = load_file(shard)
+        names = [name for name in tensors if name.endswith(SCALE)]
+        if names:
+            save_file({**tensors, names[0]: tensors[names[0]][:-1].clone()}, shard)
+            refused("scales")
+            save_file({name: tensor for name, tensor in tensors.items() if name != names[0]}, shard)
+            refused("scale|does not hold")
+            shard.write_bytes(shard.read_bytes()[:-100])
+            refused("not a readable safetensors")
+            return
+    pytest.fail("no quantised weights were written")
+
+
+@torch.inference_mode()
+def test_layers_with_the_weight_first_are_quantised_by_torchao_for_any_number_of_rows() -> None:
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32)
+    network = nn.Module()
+    network.layers = nn.ModuleList([nn.Sequential(layer)])
+    apply_cpu_kernels(network)
+    quantiser = Quantiser(QuantizeConfig(scheme="int8"), diffusion=False)
+    expected = layer.weight.clone()
+    quantiser.apply(network, torch.device("cpu"))
+    assert quantiser.layers == ["layers.0.0"]
+    apply_cpu_kernels(network)
+    values, scale = packed.int8_rows(expected)
+    for rows in (1, 6, 7, 16, 48, 49):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(layer(x), x @ (values * scale[:, None]).T + layer.bias, rtol=1e-4, atol=1e-4)

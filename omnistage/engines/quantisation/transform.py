@@ -167,7 +167,10 @@ def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if ".group." in f"{name}." or not isinstance(layer, nn.Linear) or is_quantised(layer):
             continue
         weight = layer.weight
-        yield name, weight.split(module.group.sizes)[module.index] if isinstance(module, MergedLinear) else weight
+        yield (
+            name,
+            torch.split(weight, module.group.sizes)[module.index] if isinstance(module, MergedLinear) else weight,
+        )
 
 
 def is_quantised(layer: nn.Linear) -> bool:
