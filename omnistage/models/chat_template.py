@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
@@ -44,6 +45,8 @@ _FIXED_VARIABLES = frozenset(
     | {"raise_exception", "strftime_now", "range", "namespace"}
 )
 """Of every template, and the parameters of `apply_chat_template`: not for requests to set."""
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Tags that transformers adds to Jinja; without effect on which variables a template reads."""
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -128,7 +131,15 @@ class ChatTemplate:
 
     def has_variable(self, name: str) -> bool:
         """Whether the template reads a variable of this name, beside those that every template gets."""
-        return name not in _FIXED_VARIABLES and re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        try:
+            parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", self._source))
+        except TemplateError:  # nor can it be rendered
+            return frozenset()
+        return frozenset(find_undeclared_variables(parsed)) - _FIXED_VARIABLES
 
     def _checked(self, template: TemplateOptions, turns: Sequence[Turn], guarded: GuardedText) -> dict[str, Any]:
         """What the template is rendered with. Raises `InvalidRequestError`."""

@@ -69,7 +69,12 @@ class Adapters:
         library = self._loading()
         if name in self.names():
             raise AdapterError(f"adapter {short_repr(name)} is loaded already; unload it first", param="lora_name")
-        library.load(name, AdapterSource(allowed_folder(path, self._folders), scale))
+        source = AdapterSource(allowed_folder(path, self._folders), scale)
+        try:
+            library.load(name, source)
+        except AdapterError as error:
+            error.param = error.param or "lora_path"  # what its files lack
+            raise
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that use it finish."""

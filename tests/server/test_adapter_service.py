@@ -151,6 +151,15 @@ def test_nothing_outside_the_folders_is_looked_at(served: Served, path: str) -> 
     assert "no such folder" in response.json()["error"]["message"]
 
 
+def test_files_that_are_no_adapter_are_refused_by_their_field(served: Served) -> None:
+    (served.folder / "damaged").mkdir()
+    (served.folder / "damaged" / "adapter_config.json").write_text("{")
+    (served.folder / "damaged" / "adapter_model.safetensors").write_bytes(bytes(100))
+    for path in (".", "damaged"):
+        response = served.post("/v1/load_lora_adapter", lora_name="new", lora_path=path)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_path"), response.text
+
+
 def test_an_adapter_is_loaded_used_and_leaves_nothing(served: Served) -> None:
     library, plain = served.stage.adapters, served.ask()
     assert library is not None

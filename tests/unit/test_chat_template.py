@@ -15,6 +15,7 @@ from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
 from omnistage.models.causal_lm import tiny as causal_tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor
+from omnistage.models.chat_template import ChatTemplate
 from omnistage.models.qwen2_5_omni import tiny as omni_tiny
 from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
 from omnistage.pipeline.messages.chat import parse_messages
@@ -173,3 +174,17 @@ def test_names_reach_the_template(folders: dict[str, Path]) -> None:
     assert text == "ann/: hi;"
     tool = parsed(EXCHANGE)[3]
     assert (tool.name, tool.tool_call_id) == ("weather", "call_1")
+
+
+def test_a_template_has_the_variables_that_it_reads_and_not_its_words(tmp_path: Path) -> None:
+    source = """
+    {%- if depth is not defined %}{% set depth = 1 %}{% endif %}
+    {%- macro told() %}{{ tone | default("") }}{% endmacro %}
+    {%- for message in messages %}{{ message.content }} helpful {{ loop.index }}{{ told() }}
+    {%- generation %}{{ depth }}{% endgeneration %}{% if add_generation_prompt %}{% break %}{% endif %}{% endfor %}"""
+    causal_tiny.write(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = source
+    template = ChatTemplate(lambda *_, **__: "", tokenizer)
+    names = ("depth", "tone", "message", "helpful", "loop", "told", "content", "messages", "add_generation_prompt", "")
+    assert [name for name in names if template.has_variable(name)] == ["depth", "tone"]
