@@ -75,7 +75,7 @@ def quantize(
             if result.failed and gates.search:
                 result = job.search(limits)
             if not result.failed:
-                result = job.write(out_folder, limits)
+                result = job.write(out_folder, limits, result.excluded)
             worst = job.errors() if result.failed else {}
         finally:
             job.close()
@@ -207,7 +207,7 @@ class _Job:
             self._errors = {name: found[name] for name in worst_first(found)}
         return self._errors
 
-    def write(self, target: Path, limits: Mapping[str, Any]) -> Result:
+    def write(self, target: Path, limits: Mapping[str, Any], excluded: Sequence[str]) -> Result:
         """The checkpoint, if what was written passes the gate as well: it is loaded and measured like any other."""
         from omnistage.models.quantised_files import write_quantised
 
@@ -217,7 +217,7 @@ class _Job:
         folder = self._temporary / target.name
         marks = self._original.marks if self._original is not None else {}
         full = write_quantised(self._folder, folder, layers, self._configs, marks, self._report)
-        result = self._result(self._observe(str(folder), (), "written"), limits, ())
+        result = self._result(self._observe(str(folder), (), "written"), limits, excluded)
         if result.after.layers != layers:
             raise CheckpointError("the checkpoint that was written quantises other layers than were measured")
         if not result.failed:
