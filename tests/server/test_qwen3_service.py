@@ -25,7 +25,6 @@ from tests.server.test_realtime import (  # noqa: F401  (the same tests, with th
     test_a_function_is_called_and_its_result_goes_on,
     test_a_response_is_cancelled_within_a_step,
     test_a_turn_that_is_heard_is_answered,
-    test_calls_are_not_spoken,
     test_sound_is_heard_when_it_is_committed,
     test_text_is_answered_with_speech_and_its_transcript,
     test_whoever_speaks_interrupts,

@@ -12,7 +12,7 @@ from omnistage.core.family import LoadContext
 from omnistage.engines.ar.attention import AttentionPlan, PagedContext, bind_caches
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.experts import EXPERTS_NAME, experts_for, set_experts
-from omnistage.engines.ar.memory import _NoAttention
+from omnistage.engines.ar.memory import NoAttention
 from omnistage.models.qwen3_omni_moe import tiny
 from omnistage.models.registry import REGISTRY
 from tests.graph_harness import HostTensors
@@ -42,7 +42,7 @@ def step(component: ARComponent) -> torch.Tensor:
     spec, dtype = component.spec, component.dtype
     cache = torch.empty(1, 1, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=META)
     bind_caches(component.attention_modules, [(cache, cache)] * spec.num_layers)
-    paged = PagedContext(_NoAttention(), torch.empty(ROWS, dtype=torch.int64, device=META), AttentionPlan())
+    paged = PagedContext(NoAttention(), torch.empty(ROWS, dtype=torch.int64, device=META), AttentionPlan())
     ids = torch.empty(ROWS, dtype=torch.int64, device=META)
     if spec.residual is None:
         embeds = component.embed(ids)

@@ -20,7 +20,7 @@ STAGES |= {"encode": "flux", "denoise": "flux", "decode": "flux"}
 
 
 def layers(family: str, *overrides: str) -> Layers:
-    return _stack(OmniEngineArgs(model="any", overrides=overrides), REGISTRY.family(family), {})
+    return _stack(OmniEngineArgs(model="any", overrides=overrides), REGISTRY.family(family), {}, Path("any"))
 
 
 def keys() -> list[tuple[str, str | None]]:
