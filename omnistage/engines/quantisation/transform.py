@@ -169,7 +169,7 @@ def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         weight = layer.weight
         yield (
             name,
-            torch.split(weight, module.group.sizes)[module.index] if isinstance(module, MergedLinear) else weight,
+            torch.split(weight, list(module.group.sizes))[module.index] if isinstance(module, MergedLinear) else weight,
         )
 
 
