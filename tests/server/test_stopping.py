@@ -116,3 +116,37 @@ def test_a_program_that_runs_the_service_goes_on_after_it() -> None:
     """The timer that ends a stuck process must not end this one."""
     done = subprocess.run([sys.executable, "-c", EMBEDDED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
+OVER_TLS = """
+import os, signal, ssl, sys
+import httpx
+from omnistage.server.http.app import create_app
+from omnistage.server.http.run import run
+from omnistage.server.service import Service
+
+certificate, key = sys.argv[1:]
+clients = []
+def notify(line, _):
+    if line.startswith("ready: "):
+        port = line.split(":")[3].split("/")[0]
+        client = httpx.Client(verify=ssl.create_default_context(cafile=certificate))
+        clients.append(client)  # its connection stays open, and nothing is read from it
+        print(client.get(f"https://localhost:{port}/health").status_code, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+service = Service()
+run(create_app(service), service, lambda _: None, host="127.0.0.1", port=0, drain_seconds=0.0, notify=notify,
+    certificate=(certificate, key))
+"""
+
+
+def test_an_idle_client_over_tls_does_not_hold_it_up(tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run(command, check=True, capture_output=True)
+    script = [sys.executable, "-c", OVER_TLS, certificate, key]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "200\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "timeout graceful shutdown exceeded" not in done.stderr

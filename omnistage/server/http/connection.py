@@ -37,6 +37,8 @@ CROWDED = "omnistage.crowded"
 _PROBE_PATHS = ("/health", "/ready", "/metrics")
 _PROBE_SECONDS = 2.0
 _EVICTED_SHARE = 16
+_CLOSE_SECONDS = 2.0
+"""After its last response a TLS connection that is to close may take this long."""
 _log = logging.getLogger(__name__)
 _crowd = Episode()
 _TRANSPORT: ContextVar[asyncio.Transport | None] = ContextVar("omnistage_transport", default=None)
@@ -60,6 +62,7 @@ class Connection(H11Protocol):
     _chunks_fit = True
     _head_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
+    _close_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,9 +133,17 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # else a connection that was reset stays in memory until its timer fires
-        if self._rest_timer is not None:
-            self._rest_timer.cancel()
+        for timer in (self._rest_timer, self._close_timer):
+            if timer is not None:
+                timer.cancel()
         self._watch_head()
+
+    def shutdown(self) -> None:
+        """Close where no request runs. Over TLS that waits for the client's own close, and idle clients send none."""
+        super().shutdown()
+        if self.scheme == "https" and self.transport.is_closing():
+            taken = self.idle_since + _CLOSE_SECONDS - self.loop.time()
+            self._close_timer = self.loop.call_later(max(0.0, taken), self.transport.abort)
 
     def on_response_complete(self) -> None:
         if self.held_writes is not None:
@@ -151,8 +162,9 @@ class Connection(H11Protocol):
 
     def _watch_head(self) -> None:
         """Run a timer while headers are awaited, from their first byte on and not from the last."""
-        taken_over = self.transport.get_protocol() is not self  # by a WebSocket
-        awaited = not taken_over and not self.transport.is_closing() and self.conn.their_state is h11.IDLE
+        # A TLS transport that was aborted has no protocol; that of a WebSocket is another.
+        own = not self.transport.is_closing() and self.transport.get_protocol() is self
+        awaited = own and self.conn.their_state is h11.IDLE
         if self._head_timer is not None and not awaited:
             self._head_timer.cancel()
             self._head_timer = None
