@@ -1,11 +1,12 @@
 """What a process boundary costs: a chunk's way between two local processes, and time to first audio on the starter.
 
     omnistage pull starter
-    python benchmarks/placement.py [--model starter] [--pairs 15] [--requests 32]
+    python benchmarks/placement.py [--model starter] [--pairs 15] [--requests 32] [--pictures 16]
 
 The first table: an input goes to a stage in another process, which sends it back; half of the time for both ways. The
 second: requests in pairs, one to the model in one process, one to the same model in processes, in turn; medians of the
-pairs' ratios.
+pairs' ratios. Then one replica beside two, with `--requests` of the stage that writes (a batch of half the size is not
+twice as fast) and with `--pictures` of the one that draws (each picture costs the same in any batch).
 """
 
 from __future__ import annotations
@@ -141,18 +142,28 @@ def compare(model: str, pairs: int) -> None:
         print(f"{name}: time to first audio {medians}, {ratio:.3f} of inline; the same sound in {pairs + 2} pairs")
 
 
-def throughput(model: str, stages: str, replicas: int, requests: int) -> float:
-    """Requests a second, all sent at once, with the bottleneck in so many processes of one thread each."""
-    keys = {"stages": f"[{stages}]", "replicas": replicas, "torch_threads": 1}
-    overrides = [f"deployment.placement.g.{key}={value}" for key, value in keys.items()]
+def rate(omni: Omni, kind: str, requests: int, replicas: int) -> float:
+    """Requests a second, all sent at once."""
+    modalities = ["text"] if kind == "think" else ["image"]
     params = {"think": {"max_tokens": 24}}
-    with Omni(model, overrides=overrides, progress=False) as omni:
-        omni.generate(["Hello"] * replicas, params, modalities=["text"], progress=False)
-        begin = time.perf_counter()
-        omni.generate(
-            [f"Count to {number}." for number in range(requests)], params, modalities=["text"], progress=False
-        )
-        return requests / (time.perf_counter() - begin)
+    omni.generate(["Hello"] * 2 * replicas, params, modalities=modalities, progress=False)
+    begin = time.perf_counter()
+    prompts = [f"Count to {number}." for number in range(requests)]
+    omni.generate(prompts, params, modalities=modalities, progress=False)
+    return requests / (time.perf_counter() - begin)
+
+
+def compare_replicas(model: str, kind: str, requests: int) -> None:
+    """Print the throughput with the bottleneck in one and in two processes of one thread each, in turn."""
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    for replicas in (1, 2, 2, 1, 1, 2):
+        stages = "draw,paint" if kind == "draw" else kind
+        keys = {"stages": f"[{stages}]", "replicas": replicas, "torch_threads": 1}
+        overrides = [f"deployment.placement.g.{key}={value}" for key, value in keys.items()]
+        with Omni(model, overrides=overrides, progress=False) as omni:
+            rates[replicas].append(rate(omni, kind, requests, replicas))
+    one, two = (statistics.median(rates[replicas]) for replicas in (1, 2))
+    print(f"{kind} in one process {one:.2f} requests/s, in two {two:.2f}: {two / one:.2f} times (medians of three)")
 
 
 def main() -> None:
@@ -163,16 +174,17 @@ def main() -> None:
     parser.add_argument("--model", default="starter")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--requests", type=int, default=0, help="to compare one replica of think with two")
-    parser.add_argument("--repeats", type=int, default=1000, help="of a chunk's way")
+    parser.add_argument("--pictures", type=int, default=0, help="to compare one replica of draw with two")
+    parser.add_argument("--repeats", type=int, default=1000, help="of a chunk's way; 0: none")
     options = parser.parse_args()
     print(f"load of the machine: {load()}")
-    for size, seconds in hop_times(options.repeats).items():
+    for size, seconds in hop_times(options.repeats).items() if options.repeats else ():
         print(f"{size:>10,} bytes: {seconds * 1e3:.3f} ms a chunk")
     if options.pairs:
         compare(options.model if options.model == "starter" else str(Path(options.model)), options.pairs)
-    if options.requests:
-        one, two = (throughput(options.model, "think", replicas, options.requests) for replicas in (1, 2))
-        print(f"think in one process {one:.2f} requests/s, in two {two:.2f}: {two / one:.2f} times")
+    for kind, requests in (("think", options.requests), ("draw", options.pictures)):
+        if requests:
+            compare_replicas(options.model, kind, requests)
     print(f"load of the machine: {load()}")
 
 
