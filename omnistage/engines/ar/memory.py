@@ -30,6 +30,7 @@ from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.scheduler import LEAST_UNCUT
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.engines.quantisation.experts import expansion_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
 _DEVICE_SHARE = 0.35
@@ -164,11 +165,13 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     rows = min(budget.max_running, budget.max_batch_tokens)
     media = component.media_bytes(max_length) // max_length
     own = component.spec.own_state
+    # On the CPU experts are computed one by one.
+    experts = max((expansion_bytes(module) for module in component.modules), default=0) if cuda else 0
     memory = StageMemory(
         weights=weight_bytes(component.modules),
         # Where sequences run one by one, a prompt is computed whole.
-        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
-        graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
+        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows) + experts,
+        graphs=_graph_bytes(component, budget, max_length) + experts if cuda and budget.cuda_graphs else 0,
         caches=(budget.encoder_cache if media and own is None else 0)
         + component.spec.state_bytes * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),
