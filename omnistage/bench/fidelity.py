@@ -21,6 +21,7 @@ from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.diffusion.component import Denoiser
+from omnistage.engines.quantisation.experts import one_by_one
 from omnistage.engines.quantisation.transform import (
     Quantiser,
     full_weights,
@@ -29,7 +30,7 @@ from omnistage.engines.quantisation.transform import (
     quantised_layers,
 )
 from omnistage.models.loading import use_paged_attention
-from omnistage.models.quantised_files import Mark
+from omnistage.models.quantised_files import Mark, marks_of
 from omnistage.omni import Omni
 
 Report = Callable[[str, float], None]
@@ -67,7 +68,7 @@ class Observation:
     weight_bytes: int = 0
     layers: dict[str, list[str]] = field(default_factory=dict)
     """Quantised layers by stage."""
-    marks: dict[str, dict[str, Mark]] = field(default_factory=dict)
+    marks: dict[str, dict[str, list[Mark]]] = field(default_factory=dict)
     """By stage and layer: what tells the weights in full precision from each other; of the original alone."""
 
 
@@ -100,7 +101,9 @@ def observe(
             seen.layers[name] = layers
         if like is None:
             weights = (pair for network in networks for pair in full_weights(network) if pair[1].device.type != "meta")
-            seen.marks[name] = {layer: Mark.of(weight, weight.dtype) for layer, weight in weights}
+            marks = seen.marks[name] = {}
+            for layer, weight in weights:
+                marks.setdefault(layer, []).extend(marks_of(weight))
     texts = [part for part in parts.values() if isinstance(part, ARComponent)]
     params = [_params(parts, number, tokens, steps) for number in range(len(prompts))]
     modalities = [each.value for each in omni.modalities if each is not Modality.VIDEO]
@@ -169,7 +172,7 @@ def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
         )
     paged = component.spec.own_state is None
     if paged:
-        component.decoder.set_attn_implementation("sdpa")  # type: ignore[operator]
+        _use_stock_attention(component.decoder)
     try:
         out = model(input_ids=torch.tensor([ids], device=component.device), use_cache=False)
     finally:
@@ -177,6 +180,13 @@ def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
             use_paged_attention(component.decoder)
     logits: Tensor = out.logits[0].float().cpu()
     return logits
+
+
+def _use_stock_attention(decoder: nn.Module) -> None:
+    try:
+        decoder.set_attn_implementation("sdpa")  # type: ignore[operator]
+    except ValueError:  # GPT-OSS, whose attention has sinks
+        decoder.set_attn_implementation("eager")  # type: ignore[operator]
 
 
 def compare(original: Observation, quantised: Observation) -> dict[str, float]:
@@ -212,8 +222,8 @@ def layer_errors(
 
     The model is one in full precision that runs without captured graphs.
     """
-    chosen: dict[str, tuple[nn.Linear, Quantiser]] = {}
-    inputs: dict[str, Tensor] = {}
+    chosen: dict[str, tuple[nn.Module, Quantiser]] = {}
+    inputs: dict[str, tuple[Tensor, ...]] = {}
     hooks = []
     for stage, component in components(omni).items():
         if stage not in configs:
@@ -222,7 +232,7 @@ def layer_errors(
         for network in networks_of(component):
             for name, layer in quantiser.choose(network).items():
                 chosen[name] = layer, quantiser
-                hooks.append(layer.register_forward_pre_hook(_keeper(inputs, name)))
+                hooks.append(layer.register_forward_pre_hook(_keeper(inputs, name), with_kwargs=True))
     try:
         _run_once(omni, prompt)
     finally:
@@ -232,11 +242,15 @@ def layer_errors(
         return {name: _error(*chosen[name], x) for name, x in inputs.items()}
 
 
-def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
+def _keeper(
+    inputs: dict[str, tuple[Tensor, ...]], name: str
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Keeps rows `[T, .]` of what a layer is given; experts are given whom they are for, too."""
+
+    def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if name not in inputs:
-            rows = given[0].detach()
-            inputs[name] = rows.reshape(-1, rows.shape[-1])[:_MAX_ROWS].clone()
+            each = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (*given, *named.values()))
+            inputs[name] = tuple(rows[:_MAX_ROWS].clone() for rows in each)
 
     return keep
 
@@ -246,11 +260,14 @@ def _run_once(omni: Omni, prompt: str) -> None:
     _answer(omni, prompt, params, [each.value for each in omni.modalities if each is not Modality.VIDEO])
 
 
-def _error(layer: nn.Linear, quantiser: Quantiser, rows: Tensor) -> float:
-    expected = layer(rows)
+def _error(layer: nn.Module, quantiser: Quantiser, rows: Sequence[Tensor]) -> float:
     single = copy.deepcopy(layer)
-    quantiser.quantise_layer(single, rows.device)
-    return float((single(rows) - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
+    quantiser.quantise_layer(single, rows[0].device)
+    if isinstance(layer, nn.Linear):
+        expected, got = layer(*rows), single(*rows)
+    else:
+        expected, got = one_by_one(layer, *rows), one_by_one(single, *rows)
+    return float((got - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
 
 
 def worst_first(errors: Mapping[str, float]) -> list[str]:

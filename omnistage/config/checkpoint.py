@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnistage.config import gguf
 from omnistage.config.schema import OmniConfig
 from omnistage.core.bundle import SEPARATE_DISTRIBUTIONS, bundles, find_bundle
 from omnistage.core.checkpoint import Checkpoint, read_json
@@ -63,13 +64,18 @@ def find_model(
     try:
         path = Path(model).expanduser()
         is_folder = path.is_dir()
-        if is_folder and _is_model(path):
+        single = gguf.gguf_in(path) if is_folder else path if path.suffix == gguf.SUFFIX and path.is_file() else None
+        if single is None and is_folder and _is_model(path):
             return path.resolve()
         is_file = not is_folder and path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such home, half of a surrogate pair
         raise CheckpointError(f"{short_repr(model)} is not a usable path; check it", param="model") from error
+    if single is not None:
+        return gguf.converted(single)
     if is_file:
-        raise CheckpointError(f"{model} is a file; give the folder that holds config.json", param="model")
+        raise CheckpointError(
+            f"{model} is a file; give the folder that holds config.json, or a GGUF file", param="model"
+        )
     # A folder that happens to have a bundle's name, such as `starter` of a clone, does not hide the bundle.
     if (bundle := find_bundle(model, registry.families().values())) is not None:
         return bundle.locate()

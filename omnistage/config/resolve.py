@@ -105,7 +105,9 @@ def resolve(args: OmniEngineArgs, *, registry: Registry, weights: bool = True) -
     family = detect_family(hf_config, registry)
     layers = _stack(args, family, hf_config, folder)
     config, graph = check(layers.data, layers.sources, registry)
-    name = folder.name if Path(args.model).expanduser().is_dir() else args.model
+    path = Path(args.model).expanduser()
+    is_path = path.is_dir() or path.is_file()
+    name = (folder.name if folder == path.resolve() else path.resolve().stem) if is_path else args.model
     return ResolvedConfig(
         config=config,
         graph=graph,

@@ -44,6 +44,9 @@ class ARBudget(ConfigModel):
     block_size: Literal[8, 16, 32, 64] = Field(default=16, description="Tokens in one block of the KV cache.")
     kv_memory: SizeOrAuto = Field(default="auto", description="Size of the KV cache; auto: as the memory plan says.")
     kv_blocks: Count | None = Field(default=None, description="Blocks of the KV cache; overrides kv_memory.")
+    kv_dtype: Literal["auto", "float8"] = Field(
+        default="auto", description="Of keys and values; float8: half the memory of 16 bits; auto: the stage's dtype."
+    )
     prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of equal prompt beginnings.")
     ageing_steps: Count = Field(default=64, description="Steps of waiting that are worth one priority level.")
     encoder_cache: Size = Field(default=256 * 2**20, description="Memory for the outputs of media encoders.")

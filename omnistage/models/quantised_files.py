@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 
 from omnistage.config.quantize import RECIPE_FILE, QuantizeConfig
 from omnistage.core.errors import CheckpointError
-from omnistage.engines.quantisation.packed import int8_rows
+from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, pack_turned, unpack
 
-VALUES, SCALE, MINIMUM = ".values", ".scale", ".minimum"
-_FLOAT8_MAX = 448.0
-_INT4_MAX = 15
 _MARKED_ROWS = 16
+_EXPERT = "expert"
+"""In the names of weights of experts, which need not end in `weight`."""
 
 
 class Mark(NamedTuple):
@@ -34,6 +33,8 @@ class Mark(NamedTuple):
     dtype: torch.dtype
     """In which the model has it."""
     digest: bytes
+    turned: bool = False
+    """The file has columns where the model's products have rows."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> Mark:
@@ -42,43 +43,30 @@ class Mark(NamedTuple):
         return cls(dtype, hashlib.sha256(f"{list(weight.shape)}".encode() + rows.numpy().tobytes()).digest())
 
 
-Marks = Mapping[str, Mapping[str, Mark]]
-"""Of all linear layers of the original, by stage and layer."""
+Marks = Mapping[str, Mapping[str, Sequence[Mark]]]
+"""Of all linear layers and experts of the original, by stage and layer: of each tensor that may have the weights."""
+
+
+def marks_of(weight: torch.Tensor) -> list[Mark]:
+    """Of a linear layer's weight `[O, I]`, or of those of experts `[E, O, I]`.
+
+    These lie in a file together, turned or not, or one by one, and then gates, the first half of the rows, are apart.
+    """
+    if weight.ndim == 2:
+        return [Mark.of(weight, weight.dtype)]
+    half = weight.shape[1] // 2
+    parts = [each for expert in weight for each in (expert, expert[:half], expert[half:])]
+    turned = Mark.of(weight.transpose(1, 2), weight.dtype)._replace(turned=True)
+    return [turned, *(Mark.of(part, weight.dtype) for part in (weight, *parts) if part.numel())]
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
     """The weights that are quantised among the tensors of a file."""
-    return {name.removesuffix(VALUES) for name in names if name.endswith(f".weight{VALUES}")}
-
-
-def pack(weight: torch.Tensor, config: QuantizeConfig) -> dict[str, torch.Tensor]:
-    """A weight `[O, I]` as it is stored, by the ends of the names."""
-    values = weight.float()
-    if config.scheme in ("int8", "int8_dynamic"):
-        rounded, scale = int8_rows(values)
-        return {VALUES: rounded, SCALE: scale}
-    if config.scheme == "float8":
-        scale = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / _FLOAT8_MAX
-        return {VALUES: (values / scale[:, None]).to(torch.float8_e4m3fn), SCALE: scale}
-    groups = values.view(len(values), -1, config.group_size)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scale = ((high - low) / _INT4_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    steps = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, _INT4_MAX).to(torch.uint8)
-    steps = steps.view(len(values), -1)
-    return {VALUES: steps[:, ::2] << 4 | steps[:, 1::2], SCALE: scale, MINIMUM: low}
-
-
-def unpack(values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None) -> torch.Tensor:
-    """The float32 weight that stored numbers stand for; raises for shapes that do not fit each other."""
-    try:
-        if minimum is None:
-            if scale.shape != values.shape[:1] or values.ndim != 2:
-                raise CheckpointError(f"quantised values {list(values.shape)} have scales {list(scale.shape)}")
-            return values.float() * scale.float()[:, None]
-        steps = torch.stack((values >> 4, values & _INT4_MAX), dim=-1).view(len(values), scale.shape[1], -1)
-        return (steps.float() * scale[..., None] + minimum[..., None]).view(len(values), -1)
-    except (RuntimeError, IndexError) as error:
-        raise CheckpointError(f"quantised values {list(values.shape)} do not fit their scales: {error}") from error
+    return {
+        name.removesuffix(VALUES)
+        for name in names
+        if name.endswith(VALUES) and (name.endswith(f".weight{VALUES}") or _EXPERT in name)
+    }
 
 
 def join_quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,8 +96,9 @@ def write_quantised(
     files = sorted(path for path in source.rglob("*") if path.is_file() and ".cache" not in path.parts)
     owners: dict[Mark, list[tuple[str, str]]] = {}
     for stage, names in marks.items():
-        for layer, mark in names.items():
-            owners.setdefault(mark, []).append((stage, layer))
+        for layer, found in names.items():
+            for mark in found:
+                owners.setdefault(mark, []).append((stage, layer))
     wanted = {(stage, layer) for stage, names in layers.items() for layer in names}
     missing = set(wanted)
     for number, path in enumerate(files):
@@ -156,19 +145,31 @@ def _write_file(
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_tensor(name)
             own: list[tuple[str, str]] = []
-            if name.endswith(".weight") and tensor.ndim == 2 and tensor.is_floating_point():
-                alike = [owner for dtype in dtypes for owner in owners.get(Mark.of(tensor, dtype), ())]
-                own = _best_named(name, alike)
+            turned = False
+            expert = _EXPERT in name and tensor.ndim in (2, 3)
+            if ((name.endswith(".weight") and tensor.ndim == 2) or expert) and tensor.is_floating_point():
+                marks = [Mark.of(tensor, dtype) for dtype in dtypes]
+                alike = [owner for mark in marks for owner in owners.get(mark, ())]
+                if not alike and tensor.ndim == 3:
+                    alike = [owner for mark in marks for owner in owners.get(mark._replace(turned=True), ())]
+                    turned = bool(alike)
+                # One expert's weights are not called as the layer that has all of them.
+                own = list(dict.fromkeys(alike)) if expert and _all_experts(alike) else _best_named(name, alike)
             # Where numbers and names leave it open which layer it is of, full precision is right for all of them.
-            if not own or not wanted.issuperset(own):
+            config = configs[own[0][0]] if own and wanted.issuperset(own) else None
+            if config is None or (turned and config.scheme == "int4"):
                 tensors[name] = tensor
                 continue
             found.update(own)
-            for end, part in pack(tensor, configs[own[0][0]]).items():
+            for end, part in (pack_turned if turned else pack)(tensor, config).items():
                 tensors[f"{name}{end}"] = part.contiguous()
     save_file(tensors, copy, metadata=metadata)
     shutil.copymode(path, copy)
     return found
+
+
+def _all_experts(owners: list[tuple[str, str]]) -> bool:
+    return all(_EXPERT in layer.rpartition(".")[2] for _, layer in owners)
 
 
 def _best_named(name: str, owners: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -22,10 +22,11 @@ from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
 from omnistage.engines.quantisation import packed
+from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, unpack
 from omnistage.engines.quantisation.transform import Quantiser
 from omnistage.models.causal_lm.tiny import write
 from omnistage.models.flux.tiny import write as write_flux
-from omnistage.models.quantised_files import MINIMUM, SCALE, VALUES, Mark, pack, unpack, write_quantised
+from omnistage.models.quantised_files import Mark, write_quantised
 
 needs_packed = pytest.mark.skipif(not packed.has_packed_int8(), reason="this torch has no int8 kernels")
 LOOSE = ("--gate", "token_agreement=0.5", "--gate", "kl=0.2", "--gate", "perplexity_ratio=1.2")
@@ -148,8 +149,8 @@ def test_weights_are_found_by_their_numbers_whatever_the_checkpoint_calls_them(t
     weights = {"thinker.m.0.up.weight": ours, "talker.layers.0.up.weight": others, "thinker.embed.weight": head}
     save_file(weights, source / "model.safetensors")
     marks = {
-        "thinker": {"text.layers.0.up": Mark.of(ours, ours.dtype), "lm_head": Mark.of(head, head.dtype)},
-        "talker": {"layers.0.up": Mark.of(others, others.dtype)},
+        "thinker": {"text.layers.0.up": [Mark.of(ours, ours.dtype)], "lm_head": [Mark.of(head, head.dtype)]},
+        "talker": {"layers.0.up": [Mark.of(others, others.dtype)]},
     }
     layers = {"thinker": ["text.layers.0.up", "lm_head"]}
     configs = {"thinker": QuantizeConfig(scheme="int8")}

@@ -10,6 +10,7 @@ from torch import nn
 from omnistage.core.errors import ConfigError
 from omnistage.engines.ar import triton_experts
 from omnistage.engines.ar.sampling.device_selection import has_kernels
+from omnistage.engines.quantisation.experts import Expanded, has_quantised_experts, one_by_one
 from omnistage.engines.triton_jit import LAUNCH_ERRORS
 from omnistage.hf import transformers
 
@@ -29,6 +30,8 @@ def _experts(
     module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Nothing of a small batch waits for the device: it can be captured in a CUDA graph."""
+    if has_quantised_experts(module):
+        return _quantised(module, hidden, top_k_index, top_k_weights)
     if top_k_index.numel() <= triton_experts.MAX_PAIRS and getattr(module, _MARK, False):
         return _by_kernels(module, hidden, top_k_index, top_k_weights)
     return _by_products(module, hidden, top_k_index, top_k_weights)
@@ -37,6 +40,19 @@ def _experts(
 def _by_kernels(module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     parts: torch.Tensor = triton_experts.experts(hidden, module.gate_up_proj, module.down_proj, index, weights)
     return parts.sum(1)
+
+
+def _quantised(module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One expert after the other on the CPU; elsewhere nothing waits for the device.
+
+    Few pairs of rows and experts take the weights of their experts, more of them those of all.
+    """
+    if hidden.device.type == "cpu":
+        return one_by_one(module, hidden, index, weights)
+    functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+    if index.numel() <= int(module.num_experts):  # type: ignore[arg-type]
+        return functions["batched_mm"](module, hidden, index, weights)  # type: ignore[no-any-return]
+    return functions["grouped_mm"](Expanded(module), hidden, index, weights)  # type: ignore[no-any-return]
 
 
 def _by_products(module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -63,7 +79,10 @@ def set_experts(decoder: nn.Module, choice: str, device: torch.device, dtype: to
     """Choose how `decoder` computes its experts, if it has any; raises where a named implementation does not fit."""
     if not isinstance(decoder, transformers.PreTrainedModel):
         return
-    name = experts_for(device) if choice == "auto" else choice
+    quantised = any(has_quantised_experts(module) for module in decoder.modules())
+    if quantised and choice != "auto":
+        raise ConfigError("budget.experts: quantised experts are computed in one way; leave it out", param="experts")
+    name = (EXPERTS_NAME if quantised else experts_for(device)) if choice == "auto" else choice
     try:
         decoder.set_experts_implementation(name)
     except ValueError as error:  # a decoder without experts, or one whose experts cannot be chosen
@@ -72,6 +91,13 @@ def set_experts(decoder: nn.Module, choice: str, device: torch.device, dtype: to
         return
     if name == EXPERTS_NAME and has_kernels(device):
         mark_experts(decoder, dtype)
+
+
+def compute_quantised(network: nn.Module) -> None:
+    """Have quantised experts of a network computed here: `transformers`' own functions want whole tensors."""
+    for module in network.modules():
+        if isinstance(module, transformers.PreTrainedModel) and any(map(has_quantised_experts, module.modules())):
+            module.set_experts_implementation(EXPERTS_NAME)
 
 
 def mark_experts(decoder: nn.Module, dtype: torch.dtype) -> int:

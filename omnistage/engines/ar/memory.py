@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import CapacityError
+from omnistage.core.errors import CapacityError, ConfigError
 from omnistage.core.memory import free_host_memory
 from omnistage.core.stage_memory import StageMemory
 from omnistage.engines.ar.attention import (
@@ -25,11 +25,13 @@ from omnistage.engines.ar.attention import (
     bind_caches,
     current,
 )
+from omnistage.engines.ar.attention.float8_cache import FLOAT8, float8_bytes
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.scheduler import LEAST_UNCUT
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
+from omnistage.engines.quantisation.experts import expansion_bytes
 
 _CPU_SHARE, _CPU_CAP = 0.1, 1 << 30
 _DEVICE_SHARE = 0.35
@@ -48,14 +50,26 @@ _GRAPH_BYTES = 8 << 20
 """What the driver takes for a captured step, beside its buffers."""
 
 
-def block_bytes(component: ARComponent, block_size: int) -> int:
-    """Bytes of one block: keys and values of all layers, and the hidden rows kept beside them."""
+def kv_dtype_of(component: ARComponent, budget: ARBudget) -> torch.dtype:
+    """In which keys and values are stored."""
+    return FLOAT8 if budget.kv_dtype == "float8" else component.dtype
+
+
+def block_bytes(component: ARComponent, block_size: int, kv_dtype: torch.dtype | None = None) -> int:
+    """Bytes of one block: keys and values of all layers, and the hidden rows kept beside them.
+
+    `kv_dtype` is the component's own where it is None.
+    """
     spec = component.spec
     if spec.own_state is not None:
         return max(1, spec.own_state.token_bytes) * block_size
-    per_token = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in spec.kv_shapes) + spec.emit_size
+    item = component.dtype.itemsize
+    if kv_dtype == FLOAT8:
+        per_token = float8_bytes(spec)
+    else:
+        per_token = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in spec.kv_shapes) * item
     # Without attention, blocks only count tokens.
-    return max(1, per_token * component.dtype.itemsize) * block_size
+    return max(1, per_token + spec.emit_size * item) * block_size
 
 
 def max_length_of(component: ARComponent, budget: ARBudget) -> int:
@@ -71,6 +85,8 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     component keeps it itself, blocks only count its tokens.
     """
     own = component.spec.own_state
+    if budget.kv_dtype == "float8":
+        _check_float8(component)
     if own is None:
         if component.spec.states:
             tokens = max(budget.max_batch_tokens, LEAST_UNCUT)
@@ -81,6 +97,25 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
 
 
+def _check_float8(component: ARComponent) -> None:
+    """Refuse a cache in float8 where keys and values are not in the engine's pool, or not all that it holds."""
+    spec = component.spec
+    reason = None
+    if spec.own_state is not None:
+        reason = "it runs with transformers' own cache"
+    elif spec.grouped:
+        reason = "its own forward reads the cache in the model's dtype"
+    elif spec.states:
+        reason = "it has recurrent layers, whose state is not keys and values"
+    elif not spec.kv_shapes:
+        reason = "it has no attention"
+    if reason is not None:
+        raise ConfigError(
+            f"{type(component).__name__} takes no kv_dtype: float8, because {reason}; leave kv_dtype out",
+            param="budget.kv_dtype",
+        )
+
+
 def plan_blocks(component: ARComponent, budget: ARBudget, max_length: int) -> int:
     """Blocks that fit the budget, never more than `max_running` sequences of full length could use.
 
@@ -89,7 +124,7 @@ def plan_blocks(component: ARComponent, budget: ARBudget, max_length: int) -> in
     useful = -(-max_length // budget.block_size) * budget.max_running
     if budget.kv_blocks is not None:
         return min(budget.kv_blocks, useful)
-    size = block_bytes(component, budget.block_size)
+    size = block_bytes(component, budget.block_size, kv_dtype_of(component, budget))
     memory = _available(component.device) if budget.kv_memory == "auto" else int(budget.kv_memory)
     blocks = min(memory // size, useful)
     if blocks < 1:
@@ -156,7 +191,7 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     """What a stage needs around a component on the meta device."""
     budget = effective_budget(component, budget)
     max_length = max_length_of(component, budget)
-    size = block_bytes(component, budget.block_size)
+    size = block_bytes(component, budget.block_size, kv_dtype_of(component, budget))
     useful = -(-max_length // budget.block_size) * budget.max_running
     fixed = budget.kv_blocks
     if fixed is None and budget.kv_memory != "auto":
@@ -164,11 +199,13 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     rows = min(budget.max_running, budget.max_batch_tokens)
     media = component.media_bytes(max_length) // max_length
     own = component.spec.own_state
+    # On the CPU experts are computed one by one.
+    experts = max((expansion_bytes(module) for module in component.modules), default=0) if cuda else 0
     memory = StageMemory(
         weights=weight_bytes(component.modules),
         # Where sequences run one by one, a prompt is computed whole.
-        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows),
-        graphs=_graph_bytes(component, budget, max_length) if cuda and budget.cuda_graphs else 0,
+        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows) + experts,
+        graphs=_graph_bytes(component, budget, max_length) + experts if cuda and budget.cuda_graphs else 0,
         caches=(budget.encoder_cache if media and own is None else 0)
         + component.spec.state_bytes * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),

@@ -12,8 +12,9 @@ from omnistage.config.schema import ARBudget
 from omnistage.core.errors import InternalError, UnsupportedModelError
 from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current, make_backend
+from omnistage.engines.ar.attention.float8_cache import FLOAT8, new_caches
 from omnistage.engines.ar.component import ARComponent
-from omnistage.engines.ar.memory import max_length_of, plan_blocks, zeros
+from omnistage.engines.ar.memory import kv_dtype_of, max_length_of, plan_blocks, zeros
 from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.sharding import RankGroup
 from omnistage.engines.ar.stage import ARStage
@@ -96,13 +97,18 @@ class FollowingComponent:
         self._component = component
         self.group = group
         self._block_size = budget.block_size
-        self._backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
+        self._kv_dtype = kv_dtype_of(component, budget)
+        self._backend = make_backend(
+            budget.attention, component.device, component.spec.plain_attention, float8=self._kv_dtype == FLOAT8
+        )
         prepare_layers(component, budget.model_copy(update=_PLAIN_STEPS), kernels=self._backend.name == "triton")
 
     def serve(self, kv_blocks: int) -> None:
         """Allocate the KV pool."""
-        spec, device, dtype = self._component.spec, self._component.device, self._component.dtype
-        caches = spec.empty_caches(kv_blocks, self._block_size, lambda shape: zeros(shape, device, dtype))
+        spec, device = self._component.spec, self._component.device
+        caches = new_caches(
+            spec, kv_blocks, self._block_size, self._kv_dtype, lambda shape, kind: zeros(shape, device, kind)
+        )
         bind_caches(self._component.attention_modules, caches)
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from omnistage.core.types import ARInput, SideRows
 from omnistage.engines.adapters.layers import AdapterLayers
 from omnistage.engines.adapters.library import NOTHING, Selection
 from omnistage.engines.ar.attention import AttentionBackend, BatchLayout, PagedContext, bind_caches, current
+from omnistage.engines.ar.attention.float8_cache import new_caches
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.embeds import fill_frames, fill_rows
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
@@ -93,6 +94,7 @@ class Runner:
         run_ahead: bool = False,
         sample_in_graph: bool = True,
         adapters: AdapterLayers | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
         spec = component.spec
@@ -104,7 +106,9 @@ class Runner:
         self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
         device, dtype = component.device, component.dtype
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
-        caches = spec.empty_caches(num_blocks, block_size, lambda shape: zeros(shape, device, dtype))
+        caches = new_caches(
+            spec, num_blocks, block_size, kv_dtype or dtype, lambda shape, kind: zeros(shape, device, kind)
+        )
         bind_caches(component.attention_modules, caches)
         # The last row takes what padding writes.
         emit_shape = (num_blocks * block_size + 1, spec.emit_size)

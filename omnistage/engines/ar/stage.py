@@ -32,10 +32,11 @@ from omnistage.engines.adapters.library import AdapterLibrary, select
 from omnistage.engines.ar.adapters import open_adapters
 from omnistage.engines.ar.answer import Answer
 from omnistage.engines.ar.attention import make_backend
+from omnistage.engines.ar.attention.float8_cache import FLOAT8
 from omnistage.engines.ar.block_pool import BlockPool
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.inputs import ContentKeys, check_payload
-from omnistage.engines.ar.memory import effective_budget, max_length_of, plan_blocks
+from omnistage.engines.ar.memory import effective_budget, kv_dtype_of, max_length_of, plan_blocks
 from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.runner import LaunchedStep, RunnerOutput
 from omnistage.engines.ar.runners import runner_of
@@ -81,7 +82,10 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             adapter_slots=0 if adapters is None else adapters.limits.slots,
         )
         self.adapters, layers = adapters, open_adapters(adapters, component, name)
-        backend = make_backend(budget.attention, component.device, component.spec.plain_attention)
+        kv_dtype = kv_dtype_of(component, budget)
+        backend = make_backend(
+            budget.attention, component.device, component.spec.plain_attention, float8=kv_dtype == FLOAT8
+        )
         graph_sizes = prepare_layers(component, budget, kernels=backend.name == "triton", adapters=layers)
         on_cuda = component.device.type == "cuda"
         self._run_ahead = on_cuda if budget.run_ahead == "auto" else budget.run_ahead
@@ -99,6 +103,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             graph_batch_sizes=graph_sizes,
             graph_prefill_tokens=budget.graph_prefill_tokens,
             adapters=layers,
+            kv_dtype=kv_dtype,
         )
         self._launched: LaunchedStep | None = None
         """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.engines.ar.cpu_kernels import WeightFirstLinear
+from omnistage.engines.quantisation.experts import is_experts
 
 _BLOCK = re.compile(r"(?:^|.*?\.)(\w+)\.(\d+)\.")
 """A layer inside one of many equal blocks; embeddings, heads and projections around them are not."""
@@ -24,27 +26,43 @@ _KEPT_IN_DITS = re.compile(r"(^|[._])(norm\w*|mod|modulation|adaln\w*)([._]|$)",
 
 def layers_to_quantise(
     network: nn.Module, config: QuantizeConfig, *, dit: bool, kept: Sequence[str] = ()
-) -> dict[str, nn.Linear]:
-    """The layers by name. `kept` are patterns of the family; the first and the last block of a DiT stay, too.
+) -> dict[str, nn.Module]:
+    """Linear layers and layers of experts by name. `kept` are patterns of the family; the first and the last block of a
+    DiT stay, too.
 
-    Raises for experts in one tensor, which no scheme quantises: most of the weights would silently stay.
+    Raises for weights of experts that no scheme quantises: most of the model would silently stay.
     """
-    linears = {name: module for name, module in network.named_modules() if _is_linear(module)}
+    layers = {name: module for name, module in network.named_modules() if _is_linear(module) or is_experts(module)}
     if config.only is not None:
         only = re.compile("|".join(config.only)) if config.only else None
-        return {name: layer for name, layer in linears.items() if only is not None and only.search(name)}
-    chosen = _defaults(linears, kept, dit=dit)
+        return {name: layer for name, layer in layers.items() if only is not None and only.search(name)}
+    chosen = _defaults(layers, kept, dit=dit)
     include, exclude = _joined(config.include), _joined(config.exclude)
-    chosen |= {name: layer for name, layer in linears.items() if include is not None and include.search(name)}
+    chosen |= {name: layer for name, layer in layers.items() if include is not None and include.search(name)}
     if exclude is not None:
         chosen = {name: layer for name, layer in chosen.items() if not exclude.search(name)}
-    for name, parameter in network.named_parameters():
-        if parameter.ndim == 3 and "expert" in name and not (exclude is not None and exclude.search(name)):
+    for name in _unknown_experts(network, dit=dit):
+        if exclude is None or not exclude.search(name):
             raise UnsupportedModelError(
-                f"{type(network).__name__} has its experts in one tensor a layer ({name}), which is not quantised yet; "
-                "leave quantize out, or add 'experts' to its exclude to quantise the other layers only"
+                f"{type(network).__name__} has weights of experts that cannot be quantised ({name}): transformers lets "
+                "no other code compute them; leave quantize out, or add that name to its exclude to quantise the "
+                "other layers only"
             )
     return chosen
+
+
+def _unknown_experts(network: nn.Module, *, dit: bool) -> Iterator[str]:
+    """Weights of several products in one tensor, in modules that nobody else can compute."""
+    for path, module in network.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | _ConvNd) or is_experts(module):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{own}" if path else own
+            joined = parameter.ndim == 3 and min(parameter.shape) > 1 and _BLOCK.match(name) is not None
+            if (not dit and joined and not _KEPT_IN_DECODERS.search(name)) or (
+                parameter.ndim >= 2 and "expert" in name
+            ):
+                yield name
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -52,7 +70,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) in (nn.Linear, WeightFirstLinear)
 
 
-def _defaults(linears: Mapping[str, nn.Linear], kept: Sequence[str], *, dit: bool) -> dict[str, nn.Linear]:
+def _defaults(linears: Mapping[str, nn.Module], kept: Sequence[str], *, dit: bool) -> dict[str, nn.Module]:
     own = _joined(kept)
     blocks = {name: found for name in linears if (found := _BLOCK.match(name))}
     lists = list(dict.fromkeys(found.group(1) for found in blocks.values()))

@@ -20,7 +20,17 @@ from torch import nn
 
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
+from omnistage.engines.ar.experts import compute_quantised
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
+from omnistage.engines.quantisation.experts import (
+    QuantisedExperts,
+    expert_inputs,
+    expert_weights,
+    has_quantised_experts,
+    is_experts,
+    is_transposed,
+    quantise_experts,
+)
 from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
 
@@ -68,8 +78,8 @@ class Quantiser:
     layers: list[str] = field(default_factory=list)
     """Names of what was quantised."""
 
-    def choose(self, network: nn.Module) -> dict[str, nn.Linear]:
-        """The layers of a network that the scheme takes."""
+    def choose(self, network: nn.Module) -> dict[str, nn.Module]:
+        """The layers of a network that the scheme takes: linear ones and those of experts."""
         text = hasattr(type(network), "get_input_embeddings")  # of transformers
         if self.diffusion and not text and "Transformer" not in type(network).__name__:
             return {}  # a VAE
@@ -89,6 +99,7 @@ class Quantiser:
             layer = module.group.joint if isinstance(module, MergedLinear) else module
             if not isinstance(module, MergedLinear) or module.index == 0:
                 self.quantise_layer(layer, device)
+        compute_quantised(network)
 
     def apply_to(self, component: object, device: torch.device) -> None:
         """Exchange the layers of a component that is complete; on the meta device for ones of the same size."""
@@ -102,7 +113,11 @@ class Quantiser:
         """Exchange the layers of a network on the meta device for ones of the size that they will have."""
         for name, layer in self.choose(network).items():
             self.layers.append(name)
-            network.set_submodule(name, _PlannedLinear(layer, self.config))
+            if isinstance(layer, nn.Linear):
+                network.set_submodule(name, _PlannedLinear(layer, self.config))
+            else:
+                quantise_experts(layer, self.config, torch.device("meta"))
+        compute_quantised(network)
 
     def check(self, stage: str) -> None:
         """Refuse a stage in which nothing was quantised, and a recipe of layers that there are not."""
@@ -127,6 +142,9 @@ class Quantiser:
 
     def quantise_layer(self, layer: nn.Module, device: torch.device) -> None:
         """Quantise one layer in place, for `device`."""
+        if is_experts(layer):
+            quantise_experts(layer, self.config, device)
+            return
         if not isinstance(layer, nn.Linear):
             raise InternalError(f"{type(layer).__name__} is not a linear layer")
         if self.config.scheme == "int8_dynamic":
@@ -150,10 +168,12 @@ def networks_of(component: object) -> tuple[nn.Module, ...]:
     return tuple(component.modules) if isinstance(component, ARComponent | PromptEncoder) else ()
 
 
-def quantised_layers(network: nn.Module) -> dict[str, nn.Linear]:
+def quantised_layers(network: nn.Module) -> dict[str, nn.Module]:
     """The layers of a loaded network that are quantised, by their own names; merged ones share a layer."""
-    found: dict[str, nn.Linear] = {}
+    found: dict[str, nn.Module] = {}
     for name, module in network.named_modules(remove_duplicate=False):
+        if has_quantised_experts(module):
+            found[name] = module
         layer = module.group.joint if isinstance(module, MergedLinear) else module
         if ".group." not in f"{name}." and isinstance(layer, nn.Linear) and is_quantised(layer):
             found[name] = layer
@@ -161,8 +181,14 @@ def quantised_layers(network: nn.Module) -> dict[str, nn.Linear]:
 
 
 def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights `[O, I]` of a network's linear layers that are in full precision, by the layers' own names."""
+    """The weights `[O, I]` of a network's linear layers that are in full precision, by the layers' own names.
+
+    A layer of experts has several, each `[E, O, I]`.
+    """
     for name, module in network.named_modules(remove_duplicate=False):
+        if is_experts(module):
+            turned = is_transposed(module)
+            yield from ((name, each.transpose(1, 2) if turned else each) for _, each in expert_weights(module))
         layer = module.group.joint if isinstance(module, MergedLinear) else module
         if ".group." in f"{name}." or not isinstance(layer, nn.Linear) or is_quantised(layer):
             continue
@@ -183,6 +209,8 @@ def network_bytes(network: nn.Module) -> int:
     for module in network.modules():
         if isinstance(module, PackedInt8Linear):
             sizes[id(module)] = quantised_bytes(module.in_features, module.out_features, QuantizeConfig(scheme="int8"))
+        if isinstance(module, QuantisedExperts):
+            sizes[id(module)] = module.packed_bytes
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 for part in _plain_tensors(tensor):
@@ -226,8 +254,10 @@ def _torchao_weight(weight: torch.Tensor, config: QuantizeConfig) -> torch.Tenso
     return holder.weight.data
 
 
-def _fits(layer: nn.Linear, config: QuantizeConfig) -> bool:
+def _fits(layer: nn.Module, config: QuantizeConfig) -> bool:
     """Whether the scheme has products for weights of this size."""
+    if not isinstance(layer, nn.Linear):  # experts
+        return config.scheme != "int4" or all(inputs % config.group_size == 0 for inputs in expert_inputs(layer))
     if config.scheme == "int4":
         return layer.in_features % config.group_size == 0
     if config.scheme == "float8":

@@ -186,16 +186,17 @@ def _paged_attention(
 transformers.AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
-def make_backend(name: str, device: torch.device, plain: bool = True) -> AttentionBackend:
+def make_backend(name: str, device: torch.device, plain: bool = True, *, float8: bool = False) -> AttentionBackend:
     """The backend called `name`; `auto` takes the fastest that the device has and that computes this attention.
 
-    Attention is not `plain` with soft caps, sinks, or values of another width than keys.
+    Attention is not `plain` with soft caps, sinks, or values of another width than keys. `float8`: of the cache.
     """
     from omnistage.engines.ar.attention.sdpa import SdpaBackend
     from omnistage.engines.ar.attention.triton_backend import TritonBackend, triton_available
 
     if name == "auto":
-        name = "triton" if plain and device.type == "cuda" and triton_available() else "sdpa"
+        kernels = plain and not float8 and device.type == "cuda" and triton_available()
+        name = "triton" if kernels else "sdpa"
     if name == "sdpa":
         return SdpaBackend()
     if name == "triton":
@@ -203,6 +204,11 @@ def make_backend(name: str, device: torch.device, plain: bool = True) -> Attenti
             raise ConfigError(
                 "the triton attention backend has no soft caps, sinks or values narrower than keys, which this model "
                 "needs; set attention: sdpa"
+            )
+        if float8:
+            raise ConfigError(
+                "the triton attention backend does not read a cache in float8; set attention: sdpa, or leave kv_dtype "
+                "out"
             )
         if not triton_available():
             raise ConfigError("the triton attention backend needs a CUDA device and the triton package; use sdpa")

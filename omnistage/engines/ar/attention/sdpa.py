@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, KVCache, PagedContext
+from omnistage.engines.ar.attention.float8_cache import FLOAT8, read_slots, write_slots
 
 
 @dataclass(slots=True)
@@ -150,14 +151,14 @@ class SdpaBackend(AttentionBackend):
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
         how = _Scores(scale, window, softcap, sinks)
-        if plan.first_slot is not None and plan.all_single:
+        if plan.first_slot is not None and plan.all_single and cache[0].dtype != FLOAT8:
             return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, how)
-        keys, values = (c.view(-1, *c.shape[2:]) for c in cache)
-        keys.index_copy_(0, paged.slot_mapping, key)
-        values.index_copy_(0, paged.slot_mapping, value)
+        keys, values = (_Slots.of(each, query.dtype) for each in cache)
+        keys.write(paged.slot_mapping, key)
+        values.write(paged.slot_mapping, value)
         if plan.all_single:
             return _attend_single(query, keys, values, plan, how)
-        out = torch.empty(*query.shape[:2], values.shape[2], dtype=query.dtype, device=query.device)
+        out = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
         if plan.single_rows is not None:
             out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, how)
         for chunk in plan.chunks:
@@ -165,20 +166,44 @@ class SdpaBackend(AttentionBackend):
         return out
 
 
-def _attend_single(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, how: _Scores
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The pool of one layer's keys or values by slots, `[n, heads, d]` in the dtype of the model."""
+
+    pool: torch.Tensor
+    """`[slots, heads, d]`; with float8 as the cache lies."""
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, dtype: torch.dtype) -> _Slots:
+        _, _, heads, dim = cache.shape
+        return cls(cache if cache.dtype == FLOAT8 else cache.view(-1, heads, dim), heads, dim, dtype)
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        if self.pool.dtype == FLOAT8:
+            write_slots(self.pool, slots, rows)
+        else:
+            self.pool.index_copy_(0, slots, rows)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        if self.pool.dtype == FLOAT8:
+            return read_slots(self.pool, slots, self.dtype)
+        return self.pool.index_select(0, slots)
+
+
+def _attend_single(query: torch.Tensor, keys: _Slots, values: _Slots, plan: SdpaPlan, how: _Scores) -> torch.Tensor:
     """One query a sequence: the heads of a KV group become the queries, so that nothing is repeated."""
     if plan.single_slots is None:
         raise TypeError("the plan has no one-query sequences")
     batch, heads, dim = query.shape
-    kv_heads = keys.shape[1]
     flat = plan.single_slots.view(-1)
-    k = keys.index_select(0, flat).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
-    v = values.index_select(0, flat).view(batch, plan.longest, kv_heads, values.shape[2]).transpose(1, 2)
-    q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    k = keys.read(flat).view(batch, plan.longest, keys.heads, dim).transpose(1, 2)
+    v = values.read(flat).view(batch, plan.longest, keys.heads, values.dim).transpose(1, 2)
+    q = query.reshape(batch, keys.heads, heads // keys.heads, dim)
     mask = plan.single_mask(how.window) if plan.lengths is not None or how.window is not None else None
-    return how.attend(q, k, v, mask).reshape(batch, heads, values.shape[2])
+    return how.attend(q, k, v, mask).reshape(batch, heads, values.dim)
 
 
 def _attend_adjacent(
@@ -211,12 +236,10 @@ def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor
     return pool.as_strided((1, heads, length, dim), (0, dim, heads * dim, 1), start)
 
 
-def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: _Chunk, how: _Scores
-) -> torch.Tensor:
+def _attend_chunk(query: torch.Tensor, keys: _Slots, values: _Slots, chunk: _Chunk, how: _Scores) -> torch.Tensor:
     q = query[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
-    k = keys.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
-    v = values.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0)
+    k = keys.read(chunk.slots).transpose(0, 1).unsqueeze(0)
+    v = values.read(chunk.slots).transpose(0, 1).unsqueeze(0)
     mask = chunk.mask(how.window)
     if how.softcap is not None or how.sinks is not None:
         # The heads of a KV group one after the other, as the queries of one head.
