@@ -17,7 +17,7 @@ from omnistage.core.transcripts import Transcript, TranscriptionOptions, Transcr
 from omnistage.core.types import RequestInfo, SpeechInput
 from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, ModulePayload, Partial
 from omnistage.hf import transformers
-from omnistage.models.speech_to_text.paused import PausedCall
+from omnistage.models.paused import PausedCall
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.words import split_words
 
