@@ -18,6 +18,7 @@ from omnistage.models.text_to_speech import tiny as speakers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import speaker_checkpoints as more
+from listener_checkpoints import LISTENERS
 
 LETTERS = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz'"]
 Build = Callable[[Path, str], None]
@@ -191,6 +192,7 @@ RECOGNIZERS: dict[str, Build] = {
     "speech_to_text": _speech_to_text,
     "speecht5": _speecht5_recognizer,
     "speech-encoder-decoder": _two_parts,
+    **LISTENERS,
 }
 
 

@@ -330,17 +330,30 @@ class WhisperRecognizer(Recognizer):
 class SequenceRecognizer(Recognizer):
     """Any other encoder-decoder."""
 
+    def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:
+        """What `generate` is called with."""
+        del options
+        return extract(self.processor, clips)
+
+    def language(self, options: TranscriptionOptions) -> str:
+        """Of the text, where it is known."""
+        del options
+        return ""
+
+    def placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return place(inputs, self.device, self.model.dtype)
+
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
-        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        inputs = self.placed(self.inputs(clips, options))
         if isinstance(self.model, transformers.GenerationMixin):
             inputs |= hooks
         output = self.model.generate(**inputs)
-        rows = getattr(output, "sequences", output)
-        return [self._transcript(clip, row) for clip, row in zip(clips, rows, strict=True)]
-
-    def _transcript(self, clip: np.ndarray, row: torch.Tensor) -> Transcript:
-        ids, text = row.tolist(), self.processor.batch_decode(row[None], skip_special_tokens=True)[0]
-        return Transcript(token_ids=tuple(ids), whole=text, seconds=len(clip) / SAMPLE_RATE)
+        rows, language = getattr(output, "sequences", output), self.language(options)
+        texts = [self.processor.batch_decode(row[None], skip_special_tokens=True)[0] for row in rows]
+        return [
+            Transcript(token_ids=tuple(row.tolist()), whole=text, seconds=len(clip) / SAMPLE_RATE, language=language)
+            for clip, row, text in zip(clips, rows, texts, strict=True)
+        ]
 
 
 class TransducerRecognizer(SequenceRecognizer):
@@ -367,7 +380,7 @@ class CTCRecognizer(ModuleComponent):
     @torch.inference_mode()
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         clips = [clip_of(job).samples for job in jobs]
-        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        inputs = place(extract(self.processor, clips), self.device, self.model.dtype)
         ids = self.model(**inputs).logits.argmax(dim=-1)
         texts = self.processor.batch_decode(ids)
         seconds = len(clips[0]) / SAMPLE_RATE
@@ -379,10 +392,17 @@ class CTCRecognizer(ModuleComponent):
         ]
 
 
-def extract(processor: Any, clips: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def extract(processor: Any, clips: Sequence[np.ndarray]) -> dict[str, Any]:
     """The features of clips of one length, as the checkpoint's own extractor makes them."""
-    features = processor.feature_extractor(list(clips), sampling_rate=SAMPLE_RATE, return_tensors="pt")
-    return {
-        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in features.items()
-    }
+    return dict(processor.feature_extractor(list(clips), sampling_rate=SAMPLE_RATE, return_tensors="pt"))
+
+
+def place(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The same, with its tensors where the model is, and in its precision."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    return {name: one(value) for name, value in inputs.items()}
